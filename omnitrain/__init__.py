@@ -1,0 +1,1 @@
+"""omnitrain: PyTorch trainers that give the same numbers everywhere."""

@@ -1,0 +1,76 @@
+"""Every error that omnitrain raises on purpose.
+
+    OmnitrainError
+    ├── ConfigError          (ValueError)       an argument is wrong, or two arguments contradict each other
+    ├── ObjectiveError       (ValueError, KeyError)  the metric to optimize, or its direction, cannot be told
+    ├── DataError            (ValueError)       a dataset, loader or batch cannot be used
+    ├── NonFiniteError       (ArithmeticError)  a loss or a gradient is NaN or infinite
+    ├── CheckpointError      (RuntimeError)     a checkpoint is missing, incomplete, damaged or does not fit
+    ├── MissingExtraError    (ImportError)      an optional dependency is not installed
+    └── DistributedError     (RuntimeError)     the processes of a run disagree or have lost each other
+
+A message says what is wrong with the value in it, what was expected, and what to do. Only exception types
+and the helpers that word their messages belong here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DistributedError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "ObjectiveError",
+    "OmnitrainError",
+    "did_you_mean",
+]
+
+
+class OmnitrainError(Exception):
+    """The base of all errors that omnitrain raises on purpose."""
+
+
+class ConfigError(OmnitrainError, ValueError):
+    """An argument is wrong, or two arguments contradict each other."""
+
+
+class ObjectiveError(OmnitrainError, ValueError, KeyError):
+    """The metric to optimize is not there, or nobody can tell which direction is better."""
+
+    __str__ = Exception.__str__  # KeyError would print the repr of the message
+
+
+class DataError(OmnitrainError, ValueError):
+    """A dataset, a loader or a batch cannot be used."""
+
+
+class NonFiniteError(OmnitrainError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class CheckpointError(OmnitrainError, RuntimeError):
+    """A checkpoint is missing, incomplete, damaged, or was made by another configuration."""
+
+
+class MissingExtraError(OmnitrainError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, who: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{who} needs {package}, which is not installed. Run `pip install 'omnitrain[{extra}]'`.", name=package
+        )
+
+
+class DistributedError(OmnitrainError, RuntimeError):
+    """The processes of a run disagree, or one of them is gone."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,90 @@
+"""How far a run has come. Counters only: nothing here decides, and nothing imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """The position of a run; all of it is in every checkpoint.
+
+    Counts are over all processes together, so that a position means the same on any number of them.
+    `samples_in_epoch` is the place in the epoch's order of samples: resuming there is arithmetic, not a replay.
+
+    >>> progress = Progress(epoch_size=60)
+    >>> progress.advance(samples=30)
+    >>> progress.step, progress.samples_in_epoch, progress.epochs
+    (1, 30, 0.5)
+    """
+
+    epoch: int = 0
+    """Epochs completed: those whose data ran out."""
+    step: int = 0
+    """Optimizer updates done. A skipped step (overflow, non-finite loss) does not count."""
+    samples_in_epoch: int = 0
+    """Samples of the running epoch that were consumed."""
+    samples: int = 0
+    """Samples consumed since the start of the run."""
+    tokens: int = 0
+    """Tokens consumed since the start of the run; stays 0 where batches have none."""
+    seconds: float = 0.0
+    """Wall-clock seconds inside `train()`, evaluations and earlier parts of a resumed run included."""
+    skipped_steps: int = 0
+    """Steps whose update was left out, by the loss scaler or by `on_nonfinite="skip"`."""
+    step_in_epoch: int = 0
+    """Optimizer updates of the running epoch."""
+    loss_sum: float = 0.0
+    """Weighted sum of the running epoch's losses, as read from the device the last time."""
+    loss_weight: float = 0.0
+    """Sum of the weights in `loss_sum`."""
+    epoch_size: int | None = None
+    """Samples in one epoch; None for a stream whose length nobody knows."""
+
+    def advance(self, samples: int, tokens: int = 0, skipped: bool = False) -> None:
+        """Count one window of `samples` samples, as an optimizer update unless it was skipped."""
+        if skipped:
+            self.skipped_steps += 1
+        else:
+            self.step += 1
+            self.step_in_epoch += 1
+        self.samples_in_epoch += samples
+        self.samples += samples
+        self.tokens += tokens
+
+    def close_epoch(self, complete: bool) -> None:
+        """Leave the running epoch; it counts as done only if it is `complete`."""
+        if complete:
+            self.epoch += 1
+            self.samples_in_epoch = self.step_in_epoch = 0
+            self.loss_sum = self.loss_weight = 0.0
+
+    @property
+    def is_epoch_consumed(self) -> bool:
+        """Whether every sample of the running epoch was consumed, though the epoch may not be closed yet."""
+        return self.epoch_size is not None and self.samples_in_epoch >= self.epoch_size > 0
+
+    @property
+    def epochs(self) -> float:
+        """Epochs done, the running one as a fraction: an int at an epoch's end, and on streams without length.
+
+        The fraction stays below 1 until the epoch is closed, so that `floor(epochs)` is always `epoch`.
+        """
+        if not self.epoch_size or not self.samples_in_epoch:
+            return self.epoch
+        fraction = min(self.samples_in_epoch / self.epoch_size, 1.0)
+        return min(self.epoch + fraction, math.nextafter(self.epoch + 1.0, 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all counters as JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """Build a Progress from `state_dict()`; an unknown key is an error, a missing one keeps its default."""
+        return cls(**state)
