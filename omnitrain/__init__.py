@@ -1,1 +1,112 @@
-"""omnitrain: PyTorch trainers that give the same numbers everywhere."""
+"""omnitrain: PyTorch trainers that give the same numbers on every backend, batch split and number of processes.
+
+What is listed in `__all__` is public. Names load on first use, so that `import omnitrain` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omnitrain.algorithms.label_smoothing import LabelSmoothing
+    from omnitrain.algorithms.mixup import MixUp
+    from omnitrain.callbacks.early_stopping import EarlyStopping
+    from omnitrain.callbacks.tensorboard import TensorBoardLogger
+    from omnitrain.callbacks.wandb import WandbLogger
+    from omnitrain.collation import Collator
+    from omnitrain.duration import Duration
+    from omnitrain.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DistributedError,
+        MissingExtraError,
+        NonFiniteError,
+        ObjectiveError,
+        OmnitrainError,
+    )
+    from omnitrain.evaluation import Predictions
+    from omnitrain.events import Algorithm, Callback, Event
+    from omnitrain.metrics import MetricsDict
+    from omnitrain.objective import Objective
+    from omnitrain.progress import Progress
+    from omnitrain.trainers.base import BaseTrainer
+    from omnitrain.trainers.native import Trainer
+    from omnitrain.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Algorithm": "events",
+    "BaseTrainer": "trainers.base",
+    "Callback": "events",
+    "CheckpointError": "errors",
+    "Collator": "collation",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DistributedError": "errors",
+    "Duration": "duration",
+    "EarlyStopping": "callbacks.early_stopping",
+    "EvalUnit": "units",
+    "Event": "events",
+    "LabelSmoothing": "algorithms.label_smoothing",
+    "MetricsDict": "metrics",
+    "MissingExtraError": "errors",
+    "MixUp": "algorithms.mixup",
+    "ModelUnit": "units",
+    "NonFiniteError": "errors",
+    "Objective": "objective",
+    "ObjectiveError": "errors",
+    "OmnitrainError": "errors",
+    "Predictions": "evaluation",
+    "Progress": "progress",
+    "StepOutput": "units",
+    "TensorBoardLogger": "callbacks.tensorboard",
+    "TrainUnit": "units",
+    "Trainer": "trainers.native",
+    "WandbLogger": "callbacks.wandb",
+}
+
+__all__ = [
+    "Algorithm",
+    "BaseTrainer",
+    "Callback",
+    "CheckpointError",
+    "Collator",
+    "ConfigError",
+    "DataError",
+    "DistributedError",
+    "Duration",
+    "EarlyStopping",
+    "EvalUnit",
+    "Event",
+    "LabelSmoothing",
+    "MetricsDict",
+    "MissingExtraError",
+    "MixUp",
+    "ModelUnit",
+    "NonFiniteError",
+    "Objective",
+    "ObjectiveError",
+    "OmnitrainError",
+    "Predictions",
+    "Progress",
+    "StepOutput",
+    "TensorBoardLogger",
+    "TrainUnit",
+    "Trainer",
+    "WandbLogger",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
+    value = getattr(import_module(f"omnitrain.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,83 @@
+# Every target makes what it needs: the first one called creates .venv and installs an extra of the project into it,
+# later ones find it there. Whatever could hang has a time limit.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+TRAINER ?= native
+DATA ?= digits
+
+BIN := $(VENV)/bin
+comma := ,
+DEMO_EXTRAS := plot$(if $(filter hf,$(TRAINER)),$(comma)hf)
+# $(call limit,seconds): `--foreground` lets Ctrl-C through; a system without `timeout` (macOS) runs without limits.
+TIMEOUT := $(shell command -v timeout)
+limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv demo test test-oldest check check-format check-lint check-types check-architecture format docs \
+	examples notebooks bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit("omnitrain needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] \
+		+ ". Name another one: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The marker .has-<extra> says that the extra is installed as these two files want it, and so are those it includes.
+INCLUDED_IN_test := plot plot,hf
+INCLUDED_IN_dev := docs test $(INCLUDED_IN_test)
+$(VENV)/.has-%: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	$(call limit,3600) $(BIN)/python -m pip --disable-pip-version-check install -c $(CONSTRAINTS) -e ".[$*]"
+	@touch $@ $(INCLUDED_IN_$*:%=$(VENV)/.has-%)
+
+venv: $(VENV)/.has-dev ## .venv with all that a developer needs
+
+demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, DATA=digits or stdlib), results in runs/demo
+	$(call limit,900) $(BIN)/omnitrain demo --trainer $(TRAINER) --data $(DATA)
+
+test: $(VENV)/.has-test ## the whole test suite, the examples in docstrings included
+	$(call limit,1500) $(BIN)/python -m pytest
+
+test-oldest: ## the same with the oldest dependencies that pyproject.toml allows, in .venv-oldest (several GB)
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+check: check-format check-lint check-types check-architecture ## what every commit must pass: format, lint, types, architecture
+
+check-format: $(VENV)/.has-dev
+	$(BIN)/ruff format --check .
+
+check-lint: $(VENV)/.has-dev
+	$(BIN)/ruff check .
+
+check-types: $(VENV)/.has-dev
+	$(call limit,300) $(BIN)/pyright --pythonpath $(BIN)/python
+
+check-architecture: $(VENV)/.has-dev
+	$(call limit,300) $(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(VENV)/.has-dev ## format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.has-docs ## build the documentation into docs/_build/html, warnings are errors
+	$(call limit,600) $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+examples: $(VENV)/.has-test ## run every script in examples
+	@set -e; for script in $(sort $(wildcard examples/*.py)); do \
+		echo "== $$script"; $(call limit,300) $(BIN)/python $$script; done
+
+notebooks: $(VENV)/.has-test ## execute every notebook, without writing its output back
+	@set -e; for notebook in $(sort $(wildcard notebooks/*.ipynb)); do \
+		echo "== $$notebook"; $(call limit,600) $(BIN)/jupyter-execute --timeout=300 $$notebook; done
+
+bench: $(VENV)/.has-test ## measure the trainers against hand-written loops
+	$(call limit,1800) $(BIN)/python benchmarks/overhead.py
+
+clean: ## remove what tools left behind; keeps .venv and runs
+	rm -rf build dist *.egg-info docs/_build .pytest_cache .ruff_cache .hypothesis
+	find omnitrain tests examples docs notebooks benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

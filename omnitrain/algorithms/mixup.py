@@ -1,0 +1,71 @@
+"""MixUp: training on convex combinations of samples (Zhang et al., 2018, arXiv:1710.09412)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from omnitrain.collation import LABEL_KEYS, labels_of
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.events import Algorithm
+
+if TYPE_CHECKING:
+    from omnitrain.trainers.base import BaseTrainer
+
+__all__ = ["MixUp"]
+
+
+class MixUp(Algorithm):
+    """Mixes each sample of a batch with another one, inputs and labels alike.
+
+    Labels become probabilities of shape (samples, num_classes), which `cross_entropy` takes. One factor is drawn for
+    each micro-batch from Beta(alpha, alpha), so results depend on how a window is split into micro-batches.
+
+    Args:
+        num_classes: Number of classes of integer labels; None for labels that are floats already.
+        alpha: Parameter of the Beta distribution; the larger, the stronger the mix.
+
+    >>> MixUp(num_classes=10, alpha=0.2).num_classes
+    10
+    """
+
+    def __init__(self, num_classes: int | None = None, alpha: float = 0.2) -> None:
+        if not alpha > 0:
+            raise ConfigError(f"`alpha` must be a positive number, got {alpha!r}.")
+        self.num_classes = num_classes
+        self.alpha = alpha
+
+    def transform_batch(self, trainer: BaseTrainer, batch: Any) -> Any:
+        """Return the mixed batch: every floating-point tensor and the labels."""
+        labels = labels_of(batch)
+        if not isinstance(labels, torch.Tensor):
+            raise DataError("MixUp needs labels: a dict batch with 'labels', or a tuple of (inputs, labels).")
+        # drawn on the host, where no device has to be waited for
+        factor = float(torch.distributions.Beta(self.alpha, self.alpha).sample().numpy())
+        factor = max(factor, 1 - factor)
+        partner = torch.randperm(len(labels)).to(labels.device, non_blocking=True)
+
+        def mix(tensor: torch.Tensor) -> torch.Tensor:
+            return factor * tensor + (1 - factor) * tensor[partner]
+
+        mixed_labels = mix(self._as_probabilities(labels))
+        if isinstance(batch, Mapping):
+            return {
+                key: mixed_labels if key in LABEL_KEYS and value is labels else self._mixed(value, mix)
+                for key, value in batch.items()
+            }
+        return (*(self._mixed(value, mix) for value in batch[:-1]), mixed_labels)
+
+    @staticmethod
+    def _mixed(value: Any, mix: Any) -> Any:
+        return mix(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def _as_probabilities(self, labels: torch.Tensor) -> torch.Tensor:
+        if labels.is_floating_point():
+            return labels
+        if self.num_classes is None:
+            raise ConfigError("MixUp needs `num_classes` for integer labels.")
+        return F.one_hot(labels, self.num_classes).to(torch.get_default_dtype())

@@ -1,0 +1,50 @@
+"""Ending a run whose evaluations gain nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from omnitrain.errors import ConfigError
+from omnitrain.events import Callback
+
+if TYPE_CHECKING:
+    from omnitrain.trainers.base import BaseTrainer
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Stops after `patience` evaluations in a row without a gain, or when `stopper(step, score)` says so.
+
+    What a gain is, is the objective's business (`optimization_metric`, `delta`); the count is kept there too, so that
+    it survives a resume. The trainer adds one of these for its own `patience` and `early_stopper` arguments.
+
+    Args:
+        patience: Evaluations without a gain that are one too many; None never stops.
+        stopper: Called after each evaluation with the step and the objective's value; True ends the run.
+
+    >>> EarlyStopping(patience=3).patience
+    3
+    """
+
+    order = 20
+
+    def __init__(self, patience: int | None = None, stopper: Callable[[int, float], bool] | None = None) -> None:
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise ConfigError(
+                f"`patience` must be a positive integer or None, got {patience!r}. Leave it out to train all epochs."
+            )
+        if stopper is not None and not callable(stopper):
+            raise ConfigError(f"`stopper` must be callable as stopper(step, score) -> bool, got {stopper!r}.")
+        self.patience = patience
+        self.stopper = stopper
+
+    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at the evaluation and ask for the end if it is time."""
+        objective = trainer.objective
+        stops = self.patience is not None and objective.evaluations_without_gain >= self.patience
+        if self.stopper is not None:
+            stops = self.stopper(trainer.progress.step, metrics[objective.key(metrics)]) or stops
+        if stops:
+            trainer.stop("early_stopping")

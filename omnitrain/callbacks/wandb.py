@@ -1,0 +1,126 @@
+"""The run's numbers in Weights & Biases.
+
+Which W&B run the numbers go to, and when it begins and ends, is decided here. Names are those of `tensorboard.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omnitrain.callbacks.jsonl import row_kind
+from omnitrain.callbacks.tensorboard import dashboard_names
+from omnitrain.errors import MissingExtraError
+from omnitrain.events import Callback
+
+if TYPE_CHECKING:
+    from wandb.sdk.wandb_run import Run
+
+    from omnitrain.trainers.base import BaseTrainer
+
+__all__ = ["WandbLogger"]
+
+
+class WandbLogger(Callback):
+    """Sends logs, evaluations and the run's settings to Weights & Biases, from the main process.
+
+    Values are named `train/loss`, `eval/accuracy`, ...; test results go to the run's summary. The id of the W&B run is
+    kept in checkpoints, so that a resumed training continues the same one. A run that you opened yourself with
+    `wandb.init()` is used as it is and left open. Needs the extra `wandb`.
+
+    Args:
+        project: The W&B project; None is W&B's own default.
+        **init_kwargs: Passed on to `wandb.init()`, before everything set here.
+
+    >>> reporters = [WandbLogger(project="digits", tags=["baseline"])]  # Trainer(..., callbacks=reporters)
+    """
+
+    order: ClassVar[int] | int = 40
+
+    def __init__(self, project: str | None = None, **init_kwargs: Any) -> None:
+        self.project = project
+        self.init_kwargs = init_kwargs
+        self._run: Run | None = None
+        self._run_id: str | None = None
+        self._is_own_run = False
+        self._first_step = 0
+        self._has_failed = False
+
+    def on_train_start(self, trainer: BaseTrainer) -> None:
+        """Open a run, go on with the one of the checkpoint, or take the one that is open."""
+        self._has_failed = False
+        if trainer.progress.step == 0:
+            self._run_id = None  # a second, fresh training is another run
+        if trainer.is_main_process:
+            self._open(trainer)
+
+    def on_log(self, trainer: BaseTrainer, logs: Mapping[str, float]) -> None:
+        """Send a row of the training, or put the result of a test into the run's summary."""
+        if not trainer.is_main_process:
+            return
+        if row_kind(logs) == "train":
+            self._send(trainer, "train", logs)
+            return
+        # Not into the history: a test comes after the last step, and a continued run takes no step twice.
+        is_outside_training = self._run is None
+        run = self._run or self._open(trainer)
+        run.summary.update(dashboard_names(logs, "test"))
+        if is_outside_training:
+            self._close()
+
+    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+        """Send an evaluation."""
+        self._send(trainer, "eval", metrics)
+
+    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+        """Remember to mark the run as failed."""
+        self._has_failed = True
+
+    def on_train_end(self, trainer: BaseTrainer) -> None:
+        """Finish the run, with exit code 1 if the training failed."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the id of the W&B run."""
+        return {"run_id": self._run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the id of the W&B run that a resumed training continues."""
+        self._run_id = state.get("run_id")
+
+    def _open(self, trainer: BaseTrainer) -> Run:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError("WandbLogger", "wandb", "wandb") from error
+        self._run = wandb.run
+        self._is_own_run = self._run is None
+        if self._run is None:
+            settings: dict[str, Any] = {
+                "project": self.project,
+                "name": trainer.trial_name,
+                "config": trainer.resolved_config(),
+            }
+            if self._run_id is not None:
+                settings |= {"id": self._run_id, "resume": "allow"}
+            self._run = wandb.init(**(settings | self.init_kwargs))
+        self._run_id = self._run.id
+        self._first_step = self._run.step  # asked once: it is a question to W&B's service process
+        return self._run
+
+    def _send(self, trainer: BaseTrainer, kind: str, values: Mapping[str, float]) -> None:
+        if self._run is None:
+            return
+        step = int(values.get("step", trainer.progress.step))
+        scalars = dashboard_names(values, kind)
+        if not self._is_own_run:
+            # In a user's run the user's own rows move W&B's step, and W&B drops a row whose step goes backwards.
+            self._run.log({**scalars, "step": step})
+        elif step >= self._first_step:
+            self._run.log(scalars, step=step)
+        # else the killed part of a resumed run was past this step: W&B has its values and would warn of each.
+
+    def _close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None and self._is_own_run:
+            run.finish(exit_code=1 if self._has_failed else 0)

@@ -1,0 +1,683 @@
+"""Where checkpoints live: folders, atomic commit, manifest, retention, `last` and `best`, and finding one to resume.
+
+::
+
+    <root>/checkpoint-000120/omnitrain.json   written last; a folder without one that verifies is no checkpoint
+    <root>/checkpoint-000120/...              whatever the caller wrote; size and sha256 of each are in omnitrain.json
+    <root>/last, <root>/best                  text files that hold the name of a folder, so the run can be moved
+    checkpoint-000120.tmp                     being written: never read, removed by the next save
+    checkpoint-000120.old                     stepped aside while the same step is saved again; counts while alone
+    checkpoint-000120.deleting                being deleted: never read, removed by the next save
+
+Everything that changes the disk goes through `FileSystem`, so that a test can stop it at any operation. What the
+files mean (tensors, names, settings) does not belong here: that is `state.py`. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypedDict
+
+from omnitrain.errors import CheckpointError
+
+__all__ = ["FORMAT_VERSION", "MANIFEST", "FileSystem", "Kept", "Store", "check_free_space", "to_delete"]
+
+FORMAT_VERSION = 1
+MANIFEST = "omnitrain.json"
+
+logger = logging.getLogger("omnitrain")
+
+_OWN_KEYS = ("format_version", "sha256", "step", "sequence", "score", "best", "files")
+_NAME = re.compile(r"checkpoint-([0-9]{6,})(\.tmp|\.old|\.deleting)?")
+_ZEROS = "0" * 64
+_WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
+
+
+class FileSystem:
+    """The operations that change a disk, one method each.
+
+    >>> import tempfile
+    >>> fs, folder = FileSystem(), Path(tempfile.mkdtemp())
+    >>> fs.write(folder / "a.tmp", b"text")
+    >>> fs.rename(folder / "a.tmp", folder / "a")
+    >>> fs.remove(folder)
+    >>> folder.exists()
+    False
+    """
+
+    def mkdir(self, path: Path) -> None:
+        """Make one folder; its parent must be there, it must not."""
+        path.mkdir()
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a whole file."""
+        path.write_bytes(data)
+
+    def sync(self, path: Path) -> None:
+        """Return when the content of this file, or the list of names in this folder, is on the disk."""
+        is_folder = path.is_dir()
+        if is_folder and os.name == "nt":
+            return
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems cannot sync a folder; its names are then as safe as they make them.
+            if not (is_folder and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a file or a folder in one instant; a file replaces the one that had the name."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove one file or link."""
+        path.unlink()
+
+    def rmdir(self, path: Path) -> None:
+        """Remove one empty folder."""
+        path.rmdir()
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a folder with all that is in it; a link is removed, what it points to is not."""
+        if path.is_symlink() or not path.is_dir():
+            self.unlink(path)
+            return
+        for child in sorted(path.iterdir()):
+            self.remove(child)
+        self.rmdir(path)
+
+
+class FileEntry(TypedDict):
+    """What omnitrain.json says about one other file of the checkpoint."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What retention knows about a checkpoint.
+
+    >>> to_delete([Kept(10, score=0.9), Kept(20, score=0.5), Kept(30, score=0.7)], keep_last=1)
+    [20]
+    """
+
+    step: int
+    score: float | None = None
+    """The value of the objective's metric at this step; None if there was no evaluation, or a non-finite one."""
+    sequence: int = 0
+    """Counts the saves into this folder. A run that went back to an earlier step saves lower steps later on."""
+    best: bool = False
+    """Whether it was the best so far when it was saved."""
+
+
+def to_delete(
+    checkpoints: Sequence[Kept],
+    keep_last: int | None,
+    keep_best: int = 1,
+    keep_every: int | None = None,
+    direction: Literal["max", "min"] = "max",
+) -> list[int]:
+    """Return the steps that may go, the earliest save first; the newest and the best are never among them.
+
+    Args:
+        checkpoints: All complete ones, in any order.
+        keep_last: How many of the newest stay; None keeps everything.
+        keep_best: How many of the best stay. Ties go to the earlier step; without a finite score there is no best.
+        keep_every: Steps divisible by this stay.
+        direction: Whether a higher or a lower score is better.
+    """
+    if keep_last is None:
+        return []
+    saved = sorted(checkpoints, key=lambda kept: (kept.sequence, kept.step))
+    sign = -1 if direction == "max" else 1
+    ranked = sorted((sign * k.score, k.step) for k in saved if k.score is not None and math.isfinite(k.score))
+    keep = {kept.step for kept in saved[-max(keep_last, 1) :]}
+    keep |= {step for _, step in ranked[: max(keep_best, 1)]}
+    keep |= {kept.step for kept in [k for k in saved if k.best][-1:]}
+    if keep_every:
+        keep |= {kept.step for kept in saved if kept.step % keep_every == 0}
+    return [kept.step for kept in saved if kept.step not in keep]
+
+
+def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | None:
+    """Return a warning if the disk under `root` (which need not exist yet) has less than `needed_bytes` free."""
+    root = Path(root)
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free >= needed_bytes:
+        return None
+    return (
+        f"{str(root)!r} has {free / 1e9:.2f} GB free, and the next checkpoint needs about {needed_bytes / 1e9:.2f} GB "
+        "(old ones are deleted only after a new one is complete). Free some space, or choose another `save_dir`."
+    )
+
+
+class Store:
+    """The checkpoints of one run folder: saves them whole or not at all, and finds them again.
+
+    One process at a time saves into a folder, one save at a time; any number may read meanwhile.
+
+    >>> import tempfile
+    >>> store = Store(tempfile.mkdtemp())
+    >>> store.save(120, lambda folder: (folder / "a.txt").write_text("hello"), {"progress": {"step": 120}}).name
+    'checkpoint-000120'
+    >>> path, content = store.resolve("auto")
+    >>> path.name, content["progress"], list(content["files"])
+    ('checkpoint-000120', {'step': 120}, ['a.txt'])
+    """
+
+    def __init__(self, root: str | os.PathLike[str], fs: FileSystem | None = None) -> None:
+        """Take the run folder, which need not exist: nothing is written before the first save."""
+        self.root = Path(root)
+        self.fs = fs or FileSystem()
+        self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of `step`, there or not."""
+        return self.root / f"checkpoint-{step:06d}"
+
+    def temporary(self, step: int) -> Path:
+        """Return the folder in which the checkpoint of `step` is written: the one that `begin` makes."""
+        return self.root / f"checkpoint-{step:06d}.tmp"
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], object],
+        payload: Mapping[str, Any],
+        *,
+        score: float | None = None,
+        best: bool = False,
+    ) -> Path:
+        """Save a checkpoint and return its folder: `begin`, `write(folder)`, `commit`.
+
+        Raises:
+            CheckpointError: It could not be written; its cause is an OSError if the disk refused. What was there
+                before is untouched, and what was written is removed.
+        """
+        folder = self.begin(step)
+        with self._saving(step):
+            write(folder)
+        return self.commit(step, payload, score=score, best=best)
+
+    def begin(self, step: int) -> Path:
+        """Make the folder to write the files of `step` into, and clear away what a killed save left behind."""
+        with self._saving(step):
+            missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+            for path in reversed(missing):
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    self.fs.mkdir(path)
+                self.fs.sync(path.parent)
+            self._clear_leftovers()
+            self.fs.mkdir(self.temporary(step))
+        return self.temporary(step)
+
+    def commit(self, step: int, payload: Mapping[str, Any], *, score: float | None = None, best: bool = False) -> Path:
+        """Turn what was written since `begin(step)` into the checkpoint of `step`, in one instant.
+
+        Every process that writes into the folder must have closed its files.
+
+        Args:
+            step: The optimizer update after which it was captured.
+            payload: What else to keep in omnitrain.json; JSON types only.
+            score: The value of the objective's metric at this step, if it was evaluated.
+            best: Whether that value is the best so far; `best` then points here.
+
+        Both are of this save: a step that is saved again is given them again.
+        """
+        with self._saving(step):
+            folder = self.temporary(step)
+            _check_payload(payload)
+            files, folders = _listing(folder)
+            content = {
+                "step": step,
+                "sequence": 1 + max((kept.sequence for kept in self.kept()), default=0),
+                "score": float(score) if score is not None and math.isfinite(score) else None,
+                "best": best,
+                **payload,
+                "files": self._seal(folder, files),
+            }
+            self.fs.write(folder / MANIFEST, _encode(content))
+            self.fs.sync(folder / MANIFEST)
+            for inner in reversed(folders):
+                self.fs.sync(inner)
+            self._publish(step)
+        self._point_to(step, best)
+        return self.path(step)
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written since `begin(step)`, as far as the disk lets us."""
+        folder = self.temporary(step)
+        with contextlib.suppress(OSError):
+            if folder.exists():
+                self.fs.remove(folder)
+
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """Leave nothing of `step` behind after an error. Not after a kill: the next `begin` does it then."""
+        try:
+            yield
+        except OSError as error:
+            self.abandon(step)
+            raise CheckpointError(
+                f"Cannot save {str(self.path(step))!r}: {error}. Earlier checkpoints are untouched. "
+                "Free some space or mend the disk; the next save tries again."
+            ) from error
+        except Exception:
+            self.abandon(step)
+            raise
+
+    def _seal(self, folder: Path, files: list[Path]) -> dict[str, FileEntry]:
+        """Sync all files and return their manifest entries; the hashing runs while the disk writes."""
+        with _hashing(files) as digests:
+            for file in files:
+                self.fs.sync(file)
+            return {
+                file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": digest}
+                for file, digest in zip(files, digests, strict=True)
+            }
+
+    def _publish(self, step: int) -> None:
+        """Give the finished folder its name; a checkpoint that has the name steps aside until then."""
+        source, target = self.temporary(step), self.path(step)
+        self._glances.pop(target.name, None)
+        if target.exists() and not (target / MANIFEST).exists():
+            # Not ours, or ours without its manifest: nobody can tell, so it is kept.
+            names = (target.with_name(f"{target.name}.aside-{n}") for n in itertools.count(1))
+            aside = next(name for name in names if not name.exists())
+            self.fs.rename(target, aside)
+            logger.warning("%r has no %s, so it was renamed to %r.", str(target), MANIFEST, aside.name)
+        if not target.exists():
+            self.fs.rename(source, target)
+        else:
+            old = target.with_name(target.name + ".old")
+            self.fs.rename(target, old)
+            try:
+                self.fs.rename(source, target)
+            except OSError:
+                self.fs.rename(old, target)
+                raise
+        self.fs.sync(self.root)
+
+    def _point_to(self, step: int, best: bool) -> None:
+        """Do what follows a commit. The checkpoint is safe by now, so a failure here is only a warning."""
+        try:
+            self._write_pointer("last", step)
+            best_step = step if best else self._pointed("best")
+            if best_step is not None:
+                self._write_pointer("best", best_step)
+            old = self.path(step).with_name(self.path(step).name + ".old")
+            if old.exists():
+                self._delete_folder(old)
+        except OSError as error:
+            logger.warning("%r is complete, but tidying up after it failed: %s.", str(self.path(step)), error)
+
+    def _clear_leftovers(self) -> None:
+        """Undo or finish what a killed save or deletion had begun; one that resists is left with a warning."""
+        for suffix in (".deleting", ".old", ".tmp"):  # .deleting first: deleting an .old needs the name
+            for step, path in self._entries(suffix):
+                try:
+                    if suffix == ".old" and not self.path(step).exists():
+                        self.fs.rename(path, self.path(step))
+                    elif suffix == ".old":
+                        self._delete_folder(path)
+                    else:
+                        self.fs.remove(path)
+                except OSError as error:
+                    logger.warning("Cannot clear %r, left by an interrupted save: %s.", str(path), error)
+
+    # Finding
+
+    def checkpoints(self) -> list[Path]:
+        """Return the folders of all committed checkpoints by step. Whether they are undamaged, `verify` tells."""
+        return [path for _, path in sorted(self._folders().items()) if (path / MANIFEST).is_file()]
+
+    def kept(self) -> list[Kept]:
+        """Return what omnitrain.json says of each complete checkpoint (files and sizes are right), in save order."""
+        kept = []
+        for step, path in self._folders().items():
+            with contextlib.suppress(CheckpointError):
+                kept.append(self._glance(step, path))
+        return sorted(kept, key=lambda found: (found.sequence, found.step))
+
+    def verify(self, path: str | os.PathLike[str], hashes: bool = True) -> dict[str, Any]:
+        """Return the content of a checkpoint's omnitrain.json after checking every file against it.
+
+        Args:
+            path: The folder. Files that omnitrain.json does not list are none of our business.
+            hashes: Whether to read all files, or compare sizes only.
+
+        Raises:
+            CheckpointError: Something is missing or damaged; the message names it, and the newest complete one.
+        """
+        path = Path(path)
+        try:
+            return _inspect(path, hashes)
+        except CheckpointError as error:
+            beside = Store(path.parent)
+            others = [kept.step for kept in beside.kept() if beside.path(kept.step).name != path.name]
+            advice = f"The newest complete one is {beside.path(others[-1]).name!r}." if others else "There is no other."
+            raise CheckpointError(f"{error} {advice}") from error.__cause__
+
+    def resolve(self, which: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:
+        """Return a verified checkpoint's folder and the content of its omnitrain.json.
+
+        Args:
+            which: "last" (saved last), "best" (saved last as the best so far), a path, or "auto": the last saved
+                one that verifies; each that was passed over is logged with the reason. Only "auto" may return
+                None, where there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: What was asked for is missing or damaged; for "auto": there are some, and all are.
+        """
+        if which == "auto":
+            return self._newest_verified()
+        folder = (
+            self._named(which) if isinstance(which, str) and which in ("last", "best") else self._given(Path(which))
+        )
+        return folder, self.verify(folder)
+
+    def newest_size(self) -> int | None:
+        """Return the bytes of the checkpoint saved last: what the next one will need, about."""
+        kept = self.kept()
+        if not kept:
+            return None
+        path = self._folders()[kept[-1].step]
+        files = self._glances[path.name][2]
+        return sum(entry["size"] for entry in files.values()) + (path / MANIFEST).stat().st_size
+
+    def _entries(self, suffix: str) -> list[tuple[int, Path]]:
+        """Return step and path of our folders with this suffix; all else in the run folder is somebody else's."""
+        if not self.root.is_dir():
+            return []
+        found = ((_NAME.fullmatch(path.name), path) for path in sorted(self.root.iterdir()))
+        return [
+            (int(match[1]), path)
+            for match, path in found
+            if match and (match[2] or "") == suffix and f"{int(match[1]):06d}" == match[1] and path.is_dir()
+        ]
+
+    def _folders(self) -> dict[int, Path]:
+        """Return the folder of each step; an .old one counts if a kill struck before its successor had the name."""
+        return dict(self._entries(".old")) | dict(self._entries(""))
+
+    def _glance(self, step: int, path: Path) -> Kept:
+        """Check sizes and return the facts about one checkpoint; an unchanged manifest is read only once."""
+        try:
+            stat = (path / MANIFEST).stat()
+        except OSError:
+            raise CheckpointError(f"{str(path)!r} is incomplete: {MANIFEST!r} is missing.") from None
+        signature = (stat.st_ino, stat.st_mtime_ns)
+        known = self._glances.get(path.name)
+        if known is None or known[0] != signature:
+            content = _read_manifest(path)
+            kept = Kept(content["step"], content["score"], content["sequence"], content["best"])
+            known = self._glances[path.name] = (signature, kept, content["files"])
+        if known[1].step != step:
+            raise CheckpointError(f"{str(path)!r} was saved as step {known[1].step}, and renamed since.")
+        _check_sizes(path, known[2])
+        return known[1]
+
+    def _newest_verified(self) -> tuple[Path, dict[str, Any]] | None:
+        folders, candidates, reasons = self._folders(), [], []
+        for step, path in sorted(folders.items(), reverse=True):
+            try:
+                candidates.append(self._glance(step, path))
+            except CheckpointError as error:
+                reasons.append(str(error))
+        for kept in sorted(candidates, key=lambda found: (found.sequence, found.step), reverse=True):
+            path = folders[kept.step]
+            try:
+                content = _inspect(path, hashes=True)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                continue
+            for reason in reasons:
+                logger.warning("Passed over: %s Taking %r instead.", reason, path.name)
+            return path, content
+        if not reasons:
+            return None
+        raise CheckpointError(
+            f"None of the checkpoints in {str(self.root)!r} can be used. " + " ".join(reasons) + " "
+            "Mend or move them away, or choose another `save_dir`, to start afresh."
+        )
+
+    def _named(self, which: str) -> Path:
+        step = self._pointed(which)
+        if step is not None:
+            return self._folders().get(step, self.path(step))
+        if which == "best" and self.kept():
+            raise CheckpointError(
+                f"No checkpoint in {str(self.root)!r} was saved as the best. Pass 'last', or evaluate before saving."
+            )
+        raise CheckpointError(f"{str(self.root)!r} holds no complete checkpoint. Pass 'auto' to start afresh then.")
+
+    def _given(self, path: Path) -> Path:
+        if path.name in ("last", "best") and not path.is_dir():
+            return Store(path.parent)._named(path.name)
+        here = [path, self.root / path]
+        aside = [place.with_name(place.name + ".old") for place in here if _NAME.fullmatch(place.name)]
+        found = next((place for place in here + aside if place.is_dir()), path)
+        inside = Store(found).kept() if not (found / MANIFEST).exists() else []
+        if inside:
+            newest = str(Store(found).path(inside[-1].step))
+            raise CheckpointError(f"{str(found)!r} is a run folder, not a checkpoint. Did you mean {newest!r}?")
+        return found
+
+    # Pointers
+
+    def _pointed(self, which: str) -> int | None:
+        """Return the step that `last` or `best` stands for.
+
+        A kill may strike between a commit and its pointers, so the manifests have the word; but a pointer to a
+        damaged or missing checkpoint is followed, so that nobody gets a lesser one unawares.
+        """
+        kept, named = self.kept(), self._read_pointer(which)
+        if named is not None and named not in {found.step for found in kept}:
+            return named
+        steps = [found.step for found in kept if which == "last" or found.best]
+        return steps[-1] if steps else named
+
+    def _read_pointer(self, which: str) -> int | None:
+        try:
+            match = _NAME.fullmatch((self.root / which).read_text("utf-8").strip())
+        except (OSError, ValueError):
+            return None
+        return int(match[1]) if match else None
+
+    def _write_pointer(self, which: str, step: int) -> None:
+        if self._read_pointer(which) == step:
+            return
+        temporary = self.root / f"{which}.tmp"
+        self.fs.write(temporary, f"{self.path(step).name}\n".encode())
+        self.fs.sync(temporary)
+        self.fs.rename(temporary, self.root / which)
+        self.fs.sync(self.root)
+
+    # Retention
+
+    def prune(
+        self,
+        keep_last: int | None,
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        direction: Literal["max", "min"] = "max",
+    ) -> list[Path]:
+        """Delete what `to_delete` names among the complete checkpoints; damaged and foreign folders stay.
+
+        A folder that cannot be deleted is left with a warning, and tried again the next time.
+        """
+        pointed = (self._read_pointer("last"), self._read_pointer("best"))
+        deleted = []
+        for step in to_delete(self.kept(), keep_last, keep_best, keep_every, direction):
+            if step in pointed:
+                continue
+            try:
+                self.delete(step)
+                deleted.append(self.path(step))
+            except OSError as error:
+                logger.warning("Cannot delete %r: %s.", str(self.path(step)), error)
+        return deleted
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of `step`; a kill in between leaves nothing that looks like one."""
+        self._delete_folder(self._folders().get(step, self.path(step)))
+
+    def _delete_folder(self, path: Path) -> None:
+        self._glances.pop(path.name, None)
+        doomed = path.with_name(path.name.removesuffix(".old") + ".deleting")
+        if doomed.exists():
+            self.fs.remove(doomed)
+        self.fs.rename(path, doomed)
+        self.fs.remove(doomed)
+
+
+def _listing(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files under a folder except its manifest, and its folders, itself first; parents before children."""
+    files, folders = [], [folder]
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{str(path)!r} is no plain file; a checkpoint with it could not be moved. Copy it.")
+        if path.is_dir():
+            folders.append(path)
+        elif path != folder / MANIFEST:
+            files.append(path)
+    return files, folders
+
+
+def _check_payload(payload: Mapping[str, Any]) -> None:
+    taken = [key for key in _OWN_KEYS if key in payload]
+    if taken:
+        raise CheckpointError(f"The payload of a checkpoint may not have the keys {taken}: the store writes them.")
+    for key, value in payload.items():
+        _check_json(value, str(key))
+
+
+def _check_json(value: object, where: str) -> None:
+    """Refuse what JSON would turn down, or would give back as something else: keys that are not strings."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"`{where}` has the key {key!r}; JSON would make it a string. Use str keys.")
+            _check_json(inner, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_json(inner, f"{where}[{index}]")
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise CheckpointError(
+            f"`{where}` is a {type(value).__name__}, which JSON cannot hold. "
+            "Keep numbers, strings, None, lists and dicts in a state, or convert it in `state_dict`."
+        )
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    """Return the text of omnitrain.json; its "sha256" is of this text with zeros in place of these 64 digits."""
+    text = json.dumps({"format_version": FORMAT_VERSION, "sha256": _ZEROS, **content}, indent=2) + "\n"
+    return text.replace(_ZEROS, hashlib.sha256(text.encode()).hexdigest(), 1).encode()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the content of omnitrain.json if it is as it was written."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{str(folder)!r} does not exist.")
+    name = repr(str(folder))
+    try:
+        data = (folder / MANIFEST).read_bytes()
+        content = json.loads(data.decode())
+    except FileNotFoundError:
+        raise CheckpointError(f"{name} is incomplete: {MANIFEST!r} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error}.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} is not JSON ({error}).") from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{name} has format_version {version} in {MANIFEST!r}, and this omnitrain reads up to {FORMAT_VERSION}. "
+            "Upgrade omnitrain."
+        )
+    digest = str(content.get("sha256")) if version == FORMAT_VERSION else ""
+    if not digest or hashlib.sha256(data.replace(digest.encode(), _ZEROS.encode(), 1)).hexdigest() != digest:
+        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} does not match its own sha256; it was changed.")
+    lacking = [key for key in _OWN_KEYS if key not in content]
+    if lacking:
+        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} lacks {lacking}.")
+    for file in content["files"]:
+        if "\\" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise CheckpointError(f"{name} is refused: {MANIFEST!r} lists {file!r}, which lies outside of the folder.")
+    return content
+
+
+def _inspect(folder: Path, hashes: bool) -> dict[str, Any]:
+    """Return the content of omnitrain.json if all that it lists is there and as it was written."""
+    content = _read_manifest(folder)
+    files: dict[str, FileEntry] = content["files"]
+    _check_sizes(folder, files)
+    if hashes:
+        try:
+            with _hashing(folder / name for name in files) as digests:
+                for (name, entry), digest in zip(files.items(), digests, strict=True):
+                    if digest != entry["sha256"]:
+                        raise CheckpointError(
+                            f"{str(folder)!r} is damaged: the content of {name!r} does not match its sha256."
+                        )
+        except OSError as error:
+            raise CheckpointError(f"{str(folder)!r} cannot be read: {error}.") from error
+    return content
+
+
+def _check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    for name, entry in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
+        if size != entry["size"]:
+            raise CheckpointError(
+                f"{str(folder)!r} is incomplete: {name!r} has {size} bytes, and {entry['size']} were written."
+            )
+
+
+@contextlib.contextmanager
+def _hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
+    """Yield the digests of files in order; large ones are hashed in the background (hashlib lets go of the GIL)."""
+    files = list(files)
+    if sum(file.stat().st_size for file in files) < _WORTH_A_THREAD:
+        yield map(_digest, files)
+        return
+    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    try:
+        try:
+            digests = pool.map(_digest, files)
+        except RuntimeError:  # the interpreter is closing and starts no more threads: an asynchronous save ends here
+            digests = map(_digest, files)
+        yield digests
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _digest(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:size])
+    return digest.hexdigest()

@@ -1,0 +1,170 @@
+"""From samples to batches, and from the host to the device. What a batch is made of; not where samples come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnitrain.errors import ConfigError, DataError
+
+__all__ = ["IGNORED_LABEL", "LABEL_KEYS", "Collator", "count_samples", "labels_of", "move_to_device"]
+
+IGNORED_LABEL = -100
+"""The label that losses and metrics leave out; PyTorch's and transformers' own convention."""
+
+LABEL_KEYS = ("labels", "label", "label_ids", "targets", "target")
+"""The keys under which a dict batch may hold its labels, in the order they are looked for."""
+
+
+@dataclass(slots=True)
+class Collator:
+    """Stacks samples into a batch; sequences of unequal length are cut and padded.
+
+    Samples are dicts, tuples, tensors, arrays or numbers. Only the first dimension may differ in length. Labels are
+    padded with -100, everything else with `pad_value`. Text and other objects stay lists. A batch of tuples is a
+    tuple, a batch of dicts a dict.
+
+    Args:
+        max_length: Longer sequences are cut to this many entries; None keeps them.
+        truncation_side: "right" cuts the end off, "left" the beginning.
+        padding_side: Where the padding goes.
+        pad_value: For every key without an entry in `pad_values`.
+        pad_values: Padding by key, for example `{"input_ids": tokenizer.pad_token_id}`.
+
+    >>> Collator()([{"ids": [1, 2, 3], "labels": [1]}, {"ids": [4], "labels": [2, 3]}])
+    {'ids': tensor([[1, 2, 3],
+            [4, 0, 0]]), 'labels': tensor([[   1, -100],
+            [   2,    3]])}
+    """
+
+    max_length: int | None = None
+    truncation_side: str = "right"
+    padding_side: str = "right"
+    pad_value: float = 0
+    pad_values: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("truncation_side", "padding_side"):
+            if getattr(self, name) not in ("left", "right"):
+                raise ConfigError(f"`{name}` must be 'left' or 'right', got {getattr(self, name)!r}.")
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"`max_length` must be a positive integer or None, got {self.max_length!r}.")
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch of `samples`."""
+        first = samples[0]
+        if isinstance(first, Mapping):
+            try:
+                return {key: self._stack([sample[key] for sample in samples], key) for key in first}
+            except KeyError as error:
+                raise DataError(
+                    f"The samples of one batch have different keys: {error.args[0]!r} is missing in one of them; "
+                    f"the first has {', '.join(map(repr, first))}. Give every sample the same keys, or pass `data_collator`."
+                ) from None
+        if isinstance(first, tuple):
+            columns = zip(*samples, strict=True)
+            last = len(first) - 1
+            # By convention the last entry of a tuple is the label: a sequence of labels is padded with -100.
+            return tuple(self._stack(column, "labels" if 0 < i == last else "") for i, column in enumerate(columns))
+        return self._stack(samples, "")
+
+    def _stack(self, values: Sequence[Any], key: str) -> Any:
+        first = values[0]
+        if isinstance(first, torch.Tensor):
+            tensors = values
+        elif isinstance(first, np.ndarray):
+            tensors = [torch.from_numpy(value) for value in values]
+        elif isinstance(first, (bool, int, float, np.generic)):
+            return torch.tensor(values)
+        elif isinstance(first, Sequence) and not isinstance(first, (str, bytes)):
+            try:
+                tensors = [torch.as_tensor(value) for value in values]
+            except (TypeError, ValueError):
+                return list(values)
+        elif isinstance(first, Mapping):
+            return self(values)
+        else:
+            return list(values)
+        shape = tensors[0].shape
+        if self.max_length is None and all(tensor.shape == shape for tensor in tensors):
+            return torch.stack(tensors)  # type: ignore[arg-type]
+        return self._pad(list(tensors), key)
+
+    def _pad(self, tensors: list[torch.Tensor], key: str) -> torch.Tensor:
+        if tensors[0].ndim == 0:
+            return torch.stack(tensors)
+        if self.max_length is not None:
+            cut = slice(self.max_length) if self.truncation_side == "right" else slice(-self.max_length, None)
+            tensors = [tensor[cut] for tensor in tensors]
+        if len({tensor.shape[1:] for tensor in tensors}) > 1:
+            raise DataError(
+                f"Cannot put samples of shapes {[tuple(tensor.shape) for tensor in tensors]} into one batch"
+                f"{f' (key {key!r})' if key else ''}: only the first dimension may differ. "
+                "Make the others equal in the dataset, or pass `data_collator`."
+            )
+        default = IGNORED_LABEL if key in LABEL_KEYS else self.pad_value
+        padded = tensors[0].new_full(
+            (len(tensors), max(len(tensor) for tensor in tensors), *tensors[0].shape[1:]),
+            self.pad_values.get(key, default),
+        )
+        for row, tensor in zip(padded, tensors, strict=True):
+            length = len(tensor)
+            row[slice(length) if self.padding_side == "right" else slice(len(row) - length, None)] = tensor
+        return padded
+
+
+def labels_of(batch: Any) -> Any:
+    """Return the labels of a batch: the entry of a dict that is named so, the last entry of a tuple, or None."""
+    if isinstance(batch, Mapping):
+        for key in LABEL_KEYS:
+            if key in batch:
+                return batch[key]
+        return None
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return batch[-1]
+    return None
+
+
+def count_samples(batch: Any) -> int:
+    """Return how many samples a batch holds: the length of its first tensor, array or list.
+
+    Raises:
+        DataError: If nothing in the batch has a length.
+    """
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim:
+            return batch.shape[0]
+    elif isinstance(batch, Mapping) or hasattr(batch, "values"):
+        for value in batch.values():
+            if isinstance(value, (torch.Tensor, np.ndarray, list, tuple, Mapping)):
+                return count_samples(value)
+    elif isinstance(batch, (tuple, list)) and batch:
+        first = batch[0]
+        return count_samples(first) if isinstance(first, (torch.Tensor, np.ndarray, Mapping)) else len(batch)
+    elif isinstance(batch, np.ndarray) and batch.ndim:
+        return len(batch)
+    raise DataError(
+        f"Cannot tell how many samples are in a batch of type {type(batch).__name__}. "
+        "Expected a tensor, or a dict or tuple whose tensors have the samples as their first dimension."
+    )
+
+
+def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """Return the batch with every tensor in it on `device`; anything that is no tensor stays as it is."""
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=non_blocking)
+    if isinstance(batch, dict):
+        return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_to_device(value, device, non_blocking) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move_to_device(value, device, non_blocking) for value in batch)
+    if hasattr(batch, "to") and not isinstance(batch, torch.nn.Module):
+        return batch.to(device)  # transformers' BatchEncoding and its like
+    if isinstance(batch, Mapping):
+        return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
+    return batch

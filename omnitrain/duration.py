@@ -1,0 +1,278 @@
+"""Lengths of a run and of its intervals: how they are written, and when one is over.
+
+Only arithmetic on a `Progress` belongs here. Who asks, and what happens then, is decided in `lifecycle.py`
+and in the callbacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from omnitrain.errors import ConfigError
+from omnitrain.progress import Progress
+
+__all__ = ["Duration", "Every", "Limits"]
+
+_COUNTERS = {"ep": "epochs", "ba": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
+_WORDS = {"ep": "epochs", "ba": "steps", "sp": "samples", "tok": "tokens", "s": "seconds", "dur": "run"}
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_UNITS = (
+    "'10ep' (epochs), '500ba' (optimizer steps), '4e4sp' (samples), '3e6tok' (tokens), "
+    "'90s', '45m', '2h30m' or '1d' (time), '0.3dur' (share of the run, at most 1)"
+)
+_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
+_COUNTED = re.compile(_NUMBER + "(ep|ba|sp|tok|dur)", re.ASCII)
+_CLOCK = re.compile(r"\s*".join(f"(?:{_NUMBER}{letter})?" for letter in _SECONDS), re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A length of training: epochs, optimizer steps, samples, tokens, seconds, or a share of the run.
+
+    >>> str(Duration.parse("2h30m", unit="ba", name="save_steps")), str(Duration.parse(500, "ba", "save_steps"))
+    ('2h30m', '500ba')
+    >>> Duration.parse("2h30m", unit="ba", name="save_steps").due(Progress(seconds=9000.0))
+    True
+    """
+
+    value: float
+    """How many of `unit`. Whole numbers are kept as ints, so that counting never meets a rounding error."""
+    unit: str
+    """One of "ep", "ba", "sp", "tok", "s" and "dur"."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no length; `parse` does the same with the argument's name in the message."""
+        value = _checked(self.value, self.unit, "Duration", f"Duration({self.value!r}, {self.unit!r})")
+        object.__setattr__(self, "value", value)
+
+    @classmethod
+    def parse(cls, text: int | float | str | Duration, unit: str, name: str) -> Duration:
+        """Read a duration as users write it; a bare number counts `unit`.
+
+        Args:
+            text: A number, a string such as "10ep", "3e4tok" or "2h30m", or a Duration.
+            unit: The unit of a bare number.
+            name: The argument's name, for the message.
+
+        Raises:
+            ConfigError: It cannot be read, is not positive and finite, or is a fraction of what cannot be divided.
+        """
+        if isinstance(text, Duration):
+            return text
+        if isinstance(text, str):
+            value, own_unit = _read(text) or (math.nan, unit)
+            return cls(_checked(value, own_unit, name, repr(text), _WORDS[unit]), own_unit)
+        return cls(_checked(text, unit, name, repr(text), _WORDS[unit]), unit)
+
+    def amount(self, progress: Progress) -> float:
+        """Return how much of this unit a run has done.
+
+        Raises:
+            ConfigError: The unit is "dur", whose amount only the run's `Limits` know.
+        """
+        if self.unit == "dur":
+            raise ConfigError(
+                f"'{self}' is a share of the whole run, and cannot be used where its length is not known."
+            )
+        return getattr(progress, _COUNTERS[self.unit])
+
+    def due(self, progress: Progress) -> bool:
+        """Return whether a run has done at least this much; a whole epoch is done when it is closed."""
+        if self.unit != "ep":
+            return self.amount(progress) >= self.value
+        if isinstance(self.value, int):
+            return progress.epoch >= self.value
+        return _multiples(progress, "ep", *_ratio(self.value)) > 0
+
+    def __str__(self) -> str:
+        """Write it as `parse` reads it."""
+        if self.unit != "s" or not isinstance(self.value, int):
+            return f"{self.value}{self.unit}"
+        parts, rest = "", self.value
+        for letter, seconds in _SECONDS.items():
+            count, rest = divmod(rest, seconds)
+            parts += f"{count}{letter}" if count else ""
+        return parts
+
+
+class Every:
+    """Fires at each multiple of a duration, once, however large the steps in between are.
+
+    >>> every = Every(Duration(2, "ba"))
+    >>> [every.due(Progress(step=step)) for step in range(1, 7)]
+    [False, True, False, True, False, True]
+    """
+
+    def __init__(self, duration: Duration, limits: Limits | None = None) -> None:
+        """Start at the beginning of a run; `limits` are needed for shares of it ("0.1dur") only."""
+        self.duration = duration
+        if duration.unit == "dur":
+            if limits is None:
+                raise ConfigError(f"'{duration}' is a share of the whole run, and nothing says how long the run is.")
+            # A share of several limits is reached when it is reached of any of them.
+            share = Fraction(*_ratio(duration.value))
+            lengths = [(limit.unit, share * Fraction(*_ratio(limit.value))) for limit in limits.durations]
+        else:
+            lengths = [(duration.unit, Fraction(*_ratio(duration.value)))]
+        self._intervals = [(unit, length.numerator, length.denominator) for unit, length in lengths]
+        self._steps = int(duration.value) if duration.unit == "ba" else 0
+        self._seen = 0
+
+    def due(self, progress: Progress) -> bool:
+        """Return whether a multiple was reached since the last look."""
+        # This is asked after every step: the usual case is one integer division.
+        count = progress.step // self._steps if self._steps else self._count(progress)
+        is_new = count > self._seen
+        self._seen = count
+        return is_new
+
+    def restart(self, progress: Progress) -> None:
+        """Take what lies before `progress` as seen, so that nothing fires twice after a resume."""
+        self._seen = self._count(progress)
+
+    def _count(self, progress: Progress) -> int:
+        return max(_multiples(progress, *interval) for interval in self._intervals)
+
+
+class Limits:
+    """The end of a run: the first of its limits that is reached.
+
+    >>> limits = Limits(epochs=3, max_steps=100)
+    >>> limits.reached(Progress(epoch=2, step=100)), limits.total_steps(steps_per_epoch=10, samples_per_epoch=80)
+    ('max_steps', 30)
+    """
+
+    def __init__(
+        self,
+        epochs: int | float | None = None,
+        max_steps: int | None = None,
+        max_duration: int | str | Duration | None = None,
+    ) -> None:
+        """Check the limits.
+
+        Args:
+            epochs: Passes over the data; a fraction ends in the middle of one.
+            max_steps: Optimizer steps.
+            max_duration: Any other length; an int counts epochs.
+
+        Raises:
+            ConfigError: A limit is not positive, or there is none.
+        """
+        self._limits: list[tuple[str, Duration]] = []
+        if epochs is not None:
+            if not _is_positive(epochs):
+                raise ConfigError(f"`epochs` must be a positive number or None, got {epochs!r}.")
+            self._limits.append(("epochs", Duration.parse(epochs, "ep", "epochs")))
+        if max_steps is not None:
+            if not _is_positive(max_steps) or max_steps != int(max_steps):
+                raise ConfigError(f"`max_steps` must be a positive integer or None, got {max_steps!r}.")
+            self._limits.append(("max_steps", Duration.parse(max_steps, "ba", "max_steps")))
+        if max_duration is not None:
+            duration = Duration.parse(max_duration, "ep", "max_duration")
+            if duration.unit == "dur":
+                raise ConfigError(
+                    f"`max_duration` says how long the run is and cannot be a share of it, got {str(duration)!r}. "
+                    "Give '10ep', '500ba', '4e4sp', '3e6tok' or '2h30m'."
+                )
+            self._limits.append(("max_duration", duration))
+        if not self._limits:
+            raise ConfigError("Nothing would end this run. Give `epochs`, `max_steps` or `max_duration`.")
+
+    @property
+    def durations(self) -> list[Duration]:
+        """The limits that are set."""
+        return [duration for _, duration in self._limits]
+
+    def reached(self, progress: Progress) -> str:
+        """Return "epochs", "max_steps" or "max_duration", in this order, or "" while the run goes on."""
+        for reason, duration in self._limits:
+            if duration.due(progress):
+                return reason
+        return ""
+
+    def fraction(self, progress: Progress) -> float:
+        """Return how much of the run is done, between 0 and 1, by the limit that is nearest."""
+        return min(1.0, max(duration.amount(progress) / duration.value for _, duration in self._limits))
+
+    def total_steps(self, steps_per_epoch: int | None, samples_per_epoch: int | None) -> int | None:
+        """Return the optimizer steps of the whole run, or None where no limit can tell.
+
+        Tokens and seconds cannot tell. Where a limit falls inside an epoch, the steps are rounded up as if all
+        were of one size, so with a short last step the run may end one step earlier.
+
+        Args:
+            steps_per_epoch: Optimizer steps of one epoch; None for a stream of unknown length.
+            samples_per_epoch: Samples of one epoch; None for a stream of unknown length.
+        """
+        totals: list[int] = []
+        for duration in self.durations:
+            length = Fraction(*_ratio(duration.value))
+            if duration.unit == "ba":
+                totals.append(int(duration.value))
+            elif duration.unit == "ep" and steps_per_epoch:
+                totals.append(math.ceil(length * steps_per_epoch))
+            elif duration.unit == "sp" and steps_per_epoch and samples_per_epoch:
+                totals.append(math.ceil(length / samples_per_epoch * steps_per_epoch))
+        return min(totals, default=None)
+
+
+def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) -> int:
+    """Count how often a run has done `numerator / denominator` of `unit`, without rounding errors."""
+    if unit != "ep":
+        return int(getattr(progress, _COUNTERS[unit]) * denominator // numerator)
+    size, done = progress.epoch_size, progress.samples_in_epoch
+    if not size or not done:
+        return progress.epoch * denominator // numerator
+    if done >= size:  # consumed but not closed: below the next whole epoch by less than anything
+        return -(-(progress.epoch + 1) * denominator // numerator) - 1
+    return (progress.epoch * size + done) * denominator // (size * numerator)
+
+
+@functools.cache
+def _ratio(value: float) -> tuple[int, int]:
+    """Return the fraction somebody meant who wrote a float: 1/10 for 0.1, and 1/3 for 0.3333333333333333."""
+    meant = Fraction(value).limit_denominator(10**9) or Fraction(value)
+    return meant.numerator, meant.denominator
+
+
+def _read(text: str) -> tuple[float, str] | None:
+    """Return value and unit of a string, or None if it is no duration."""
+    text = text.strip()
+    if match := _COUNTED.fullmatch(text):
+        return float(match[1]), match[2]
+    if text and (match := _CLOCK.fullmatch(text)):
+        parts = [
+            (float(part), seconds) for part, seconds in zip(match.groups(), _SECONDS.values(), strict=True) if part
+        ]
+        if all(part >= 0 for part, _ in parts):
+            return sum(part * seconds for part, seconds in parts), "s"
+    return None
+
+
+def _checked(value: Any, unit: str, name: str, shown: str, bare: str = "") -> float:
+    """Return `value`, as an int where it is whole, or raise the ConfigError that says what is wrong with `shown`."""
+    if unit not in _WORDS or not _is_positive(value) or (unit == "dur" and value > 1):
+        bare = bare and f"a number of {bare} or "
+        raise ConfigError(
+            f"`{name}` must be a positive duration, got {shown}. Give {bare}a number with its unit: {_UNITS}."
+        )
+    whole = int(value)
+    if whole == value:
+        return whole
+    if unit in ("ba", "sp", "tok"):
+        raise ConfigError(f"`{name}` must be a whole number of {_WORDS[unit]}, got {shown}.")
+    return float(value)
+
+
+def _is_positive(value: object) -> bool:
+    """Return whether it is a number that is positive and finite; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    # An int may be too large for a float, and is finite all the same.
+    return int(value) > 0 if isinstance(value, numbers.Integral) else 0 < float(value) < math.inf

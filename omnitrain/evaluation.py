@@ -1,0 +1,164 @@
+"""Evaluation and prediction, once for all trainers: exact means, bounded memory, and no trace left in the training."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from omnitrain.collation import IGNORED_LABEL
+from omnitrain.errors import DataError
+from omnitrain.loaders import Loader
+from omnitrain.reproducibility import isolated_rng
+from omnitrain.scoring import Scorer
+
+if TYPE_CHECKING:
+    from omnitrain.trainers.base import BaseTrainer
+
+__all__ = ["Predictions", "evaluate", "evaluating", "is_named_sets", "predict"]
+
+
+class Predictions(NamedTuple):
+    """What `predict` returns.
+
+    Attributes:
+        predictions: Array (or tuple of arrays) of shape (samples, ...), in the dataset's order; ragged dimensions are
+            padded with -100.
+        labels: The same for the labels, or None where the dataset has none.
+        metrics: `test_loss` and the metrics where there are labels, else empty.
+    """
+
+    predictions: Any
+    labels: Any
+    metrics: dict[str, float]
+
+
+def is_named_sets(dataset: Any) -> bool:
+    """Return whether this is a dict of named sets, not a dict of tensors that are one set."""
+    return type(dataset) is dict and not all(isinstance(value, torch.Tensor) for value in dataset.values())
+
+
+@contextlib.contextmanager
+def evaluating(trainer: BaseTrainer | Any) -> Iterator[None]:
+    """Put the model into evaluation mode without gradients; modes and random numbers are as before afterwards.
+
+    Random numbers inside start from the seed every time, so that an evaluation done again gives the same.
+    """
+    training = [module for module in trainer.model.modules() if module.training]
+    trainer.model.eval()
+    try:
+        # no_grad, not inference_mode: what a model caches inside must be usable in training afterwards
+        with isolated_rng(trainer.device, seed=trainer.seed), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def evaluate(trainer: BaseTrainer | Any, loader: Any, prefix: str) -> dict[str, float] | None:
+    """Return `<prefix>_loss` and the metrics of a loader, or of a dict of them; None if a signal cut it short.
+
+    Named sets give `<prefix>_<name>_loss` and so on, and `<prefix>_loss` is the mean of their losses.
+    """
+    if not isinstance(loader, Mapping):
+        result = _run(trainer, loader, trainer.scorer, keeps=trainer.scorer.keeps_predictions)
+        return None if result is None else {f"{prefix}_{key}": value for key, value in result.metrics.items()}
+    named: dict[str, float] = {}
+    for name, one in loader.items():
+        metrics = evaluate(trainer, one, f"{prefix}_{name}")
+        if metrics is None:
+            return None
+        named |= metrics
+    losses = [named[f"{prefix}_{name}_loss"] for name in loader]
+    return {f"{prefix}_loss": sum(losses) / len(losses), **named}
+
+
+def predict(trainer: BaseTrainer | Any, loader: Loader) -> Predictions:
+    """Return the predictions for every sample of a loader, in its order."""
+    result = _run(trainer, loader, trainer.scorer, keeps=True, needs_loss=False)
+    if result is None:
+        raise KeyboardInterrupt("The prediction was cut short by a signal.")
+    metrics = {f"test_{key}": value for key, value in result.metrics.items()}
+    return Predictions(result.predictions, result.labels, metrics)
+
+
+def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: bool = True) -> Predictions | None:
+    """Run the model over a loader. Losses and streaming metrics are summed on the device; arrays are kept on demand."""
+    scorer.reset()
+    total = torch.zeros(
+        (), dtype=torch.float32 if trainer.device.type == "mps" else torch.float64, device=trainer.device
+    )
+    weights, has_labels = 0.0, False
+    kept: list[tuple[Any, Any]] = []
+    with evaluating(trainer):
+        for batch in loader.batches(0):
+            if trainer.control.stop == "signal":
+                return None
+            weight = trainer._weigh(batch)
+            batch = trainer._prepare_batch(batch)
+            with trainer._autocast():
+                output = trainer._forward(trainer.model, batch)
+            loss = output.loss
+            if loss is None:
+                if needs_loss:
+                    raise DataError(
+                        "The evaluation batch gives no loss: neither the model's output nor `loss_fn` with its labels. "
+                        "Give the dataset labels, or use `predict`."
+                    )
+            elif output.num_targets is not None:
+                total.add_(loss)
+                weights += int(output.num_targets)
+            elif weight:
+                total.add_(loss, alpha=weight)
+                weights += weight
+            if output.labels is not None and output.outputs is not None:
+                has_labels = True
+                scorer.update(output.outputs, output.labels)
+            if keeps:
+                kept.append((_to_numpy(output.outputs), _to_numpy(output.labels)))
+    predictions = _join([one for one, _ in kept]) if keeps else None
+    labels = _join([one for _, one in kept]) if keeps else None
+    metrics = {"loss": total.item() / weights} if weights else {"loss": math.nan} if needs_loss else {}
+    if has_labels:
+        metrics |= scorer.compute(predictions, labels)
+    return Predictions(predictions, labels, metrics)
+
+
+def _to_numpy(value: Any) -> Any:
+    """Return tensors as arrays, bfloat16 (which numpy lacks) as float32; containers keep their shape."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return (value.float() if value.dtype is torch.bfloat16 else value).cpu().numpy()
+    if isinstance(value, Mapping):
+        return {key: _to_numpy(entry) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_to_numpy(entry) for entry in value)
+    return value
+
+
+def _join(parts: list[Any]) -> Any:
+    """Concatenate the batches' arrays along the first dimension, padding the others with -100 to a common shape."""
+    first = next((part for part in parts if part is not None), None)
+    if first is None:
+        return None
+    if isinstance(first, tuple):
+        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
+    if isinstance(first, dict):
+        return {key: _join([part[key] for part in parts]) for key in first}
+    if not isinstance(first, np.ndarray):
+        return [entry for part in parts for entry in (part if isinstance(part, list) else [part])]
+    if first.ndim == 0:
+        raise DataError("Predictions must have the samples as their first dimension, got a scalar per batch.")
+    shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
+    if all(part.shape[1:] == shape for part in parts):
+        return np.concatenate(parts)
+    joined = np.full((sum(len(part) for part in parts), *shape), IGNORED_LABEL, dtype=first.dtype)
+    row = 0
+    for part in parts:
+        joined[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part
+        row += len(part)
+    return joined

@@ -1,0 +1,199 @@
+"""The referee of a run: which event fires when, what was asked for, and how far the run has come.
+
+A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, saved, logged,
+end_train` in the order that `Event` prints. Nothing here trains, evaluates or saves, and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnitrain.errors import ConfigError
+from omnitrain.events import Callback, Event
+from omnitrain.metrics import MetricsDict
+from omnitrain.objective import Objective
+from omnitrain.progress import Progress
+
+if TYPE_CHECKING:
+    from omnitrain.trainers.base import BaseTrainer
+
+__all__ = ["STOP_REASONS", "Control", "Lifecycle"]
+
+logger = logging.getLogger("omnitrain")
+
+STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal", "requested")
+"""Why a run may end; one of them is in `metrics["stop_reason"]`."""
+
+
+@dataclass(slots=True)
+class Control:
+    """What callbacks have asked for. Only the loop acts on it, and only at a step boundary."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: str = ""
+
+    def take(self, name: str) -> bool:
+        """Return whether `name` was asked for, and clear the request."""
+        asked = getattr(self, name)
+        setattr(self, name, False)
+        return asked
+
+
+class Lifecycle:
+    """Fires events at callbacks in their order, counts progress, and keeps history and best.
+
+    Args:
+        trainer: Handed to every callback.
+        callbacks: Sorted by their `order`; those of equal order stay as given.
+        objective: Judges evaluations.
+        has_selection: Whether evaluations select a best one (there is an evaluation set).
+    """
+
+    def __init__(self, trainer: BaseTrainer, callbacks: Iterable[Callback], objective: Objective) -> None:
+        self.trainer = trainer
+        self.objective = objective
+        self.progress = Progress()
+        self.control = Control()
+        self.metrics = MetricsDict()
+        self.callbacks: list[Callback] = []
+        self.improved = False
+        """Whether the latest evaluation was the best so far."""
+        self.evaluated_step = -1
+        """The step of the latest evaluation of the run; -1 before any."""
+        self.saved_step = -1
+        """The step of the latest checkpoint of the run; -1 before any."""
+        self._clock = time.perf_counter()
+        self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
+        self.seat(callbacks)
+
+    def seat(self, callbacks: Iterable[Callback]) -> None:
+        """Take these callbacks as the guests of the run, in their order."""
+        callbacks = list(callbacks)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"`callbacks` must hold omnitrain.Callback instances, got {callback!r}. "
+                    "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
+                )
+        self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
+        # Only methods that someone overrode are called: an event that nobody listens to costs one dict look-up.
+        self._listeners = {event: [] for event in Event}
+        for event in Event:
+            name = f"on_{event}"
+            for callback in self.callbacks:
+                handler = getattr(callback, name)
+                if getattr(handler, "__func__", handler) is not getattr(Callback, name):
+                    self._listeners[event].append((callback, handler))
+
+    def emit(self, event: Event, *details: Any) -> None:
+        """Tell every callback that listens to `event`; a callback's error goes on, with the callback named."""
+        for callback, handler in self._listeners[event]:
+            try:
+                handler(self.trainer, *details)
+            except BaseException as error:
+                error.add_note(f"Raised by the callback {type(callback).__name__}.on_{event}.")
+                raise
+
+    # --- the run
+
+    def begin_train(self) -> None:
+        """Start the clock and say so."""
+        self._clock = time.perf_counter()
+        self.control = Control()
+        order = ", ".join(f"{type(callback).__name__} ({callback.order})" for callback in self.callbacks)
+        logger.info("Callbacks in the order they run: %s.", order or "none")
+        self.emit(Event.TRAIN_START)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the callbacks that the run is ending by `error`; their own errors cannot hide it."""
+        self.tick()
+        self._emit_safely(Event.EXCEPTION, error)
+
+    def end_train(self, failed: bool) -> None:
+        """Close the run: TRAIN_END always comes, and after a failure it cannot hide the failure."""
+        self.tick()
+        if self.control.stop:
+            self.metrics["stop_reason"] = self.control.stop
+        if failed:
+            self._emit_safely(Event.TRAIN_END)
+        else:
+            self.emit(Event.TRAIN_END)
+
+    def _emit_safely(self, event: Event, *details: Any) -> None:
+        for callback, handler in self._listeners[event]:
+            try:
+                handler(self.trainer, *details)
+            except Exception:
+                logger.exception(
+                    "%s.on_%s failed while the run was ending by another error.", type(callback).__name__, event
+                )
+
+    def tick(self) -> None:
+        """Bring `progress.seconds` up to now."""
+        now = time.perf_counter()
+        self.progress.seconds += now - self._clock
+        self._clock = now
+
+    # --- epochs and steps
+
+    def begin_epoch(self) -> None:
+        """An epoch, or the rest of one after a resume, starts."""
+        self.emit(Event.EPOCH_START)
+
+    def begin_step(self) -> None:
+        """A window is about to be trained on."""
+        if self._listeners[Event.STEP_START]:
+            self.emit(Event.STEP_START)
+
+    def before_optimizer_step(self) -> None:
+        """Gradients are final."""
+        if self._listeners[Event.BEFORE_OPTIMIZER_STEP]:
+            self.emit(Event.BEFORE_OPTIMIZER_STEP)
+
+    def end_step(self, samples: int, tokens: int = 0, skipped: bool = False) -> None:
+        """A window of `samples` samples and `tokens` tokens (of all processes) was trained on, or skipped."""
+        self.progress.advance(samples, tokens, skipped)
+        self.tick()
+        self.emit(Event.STEP_END)
+
+    def end_epoch(self, complete: bool, row: Mapping[str, Any]) -> None:
+        """An epoch is over; it counts only if it is `complete`, that is, its data ran out."""
+        self.progress.close_epoch(complete)
+        epoch = self.progress.epoch if complete else self.progress.epochs
+        self.metrics.add_train({"epoch": epoch, "step": self.progress.step, **row})
+        self.tick()
+        self.emit(Event.EPOCH_END)
+
+    # --- answers to requests
+
+    def logged(self, logs: Mapping[str, float]) -> None:
+        """A row of logs is there."""
+        self.emit(Event.LOG, logs)
+
+    def begin_evaluation(self) -> None:
+        """An evaluation that belongs to the run starts."""
+        self.emit(Event.EVAL_START)
+
+    def evaluated(self, metrics: Mapping[str, float], counts: bool = True) -> None:
+        """Take an evaluation into the history and judge it; `counts=False` leaves patience alone."""
+        self.evaluated_step = self.progress.step
+        value = metrics[self.objective.key(metrics)]
+        self.improved = self.objective.update(value, self.progress.step, counts)
+        self.metrics.add_valid(
+            {"epoch": self.progress.epochs, "step": self.progress.step, **metrics}, best=self.improved
+        )
+        self.tick()
+        self.emit(Event.EVAL_END, metrics)
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint at `path` is complete."""
+        self.saved_step = self.progress.step
+        self.tick()
+        self.emit(Event.SAVE_END)

@@ -1,0 +1,384 @@
+"""Where batches come from: a map-style dataset, a stream, or a user's own loader.
+
+A loader's `batches(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on. The order
+of samples is in `sampling.py`; what a batch is made of, in `collation.py`; what is done with it, in the trainers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from omnitrain.collation import Collator, count_samples, move_to_device
+from omnitrain.errors import DataError
+from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
+from omnitrain.sampling import Collate, EpochSampler, Fetch, tensor_columns
+
+__all__ = ["GivenLoader", "Loader", "MapLoader", "StreamLoader", "copied_ahead", "has_length", "make_loader"]
+
+logger = logging.getLogger("omnitrain")
+
+
+class Loader:
+    """What every loader offers. `for batch in loader` is the epoch that `set_epoch` named.
+
+    Attributes:
+        size: Samples in an epoch over all processes, or None where nobody knows.
+    """
+
+    size: int | None = None
+    _epoch = 0
+
+    def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
+        """Yield the micro-batches of an epoch, from the sample at `position` on."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass over the loader is."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches(self._epoch)
+
+
+class _Requests:
+    """A sampler for torch's DataLoader that yields what was last asked for: (epoch, indices) pairs."""
+
+    def __init__(self) -> None:
+        self.pending: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pending)
+
+
+class _Answers:
+    """A dataset for torch's DataLoader whose items are whole batches, so that workers need no other protocol."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self.fetch = fetch
+
+    def __getitem__(self, request: tuple[int, np.ndarray]) -> Any:
+        return self.fetch(*request)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class MapLoader(Loader):
+    """Fetches a map-style dataset in the sampler's order, here or in worker processes that live as long as it does."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: EpochSampler,
+        collate: Collate,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.size = sampler.size
+        self.fetch = Fetch(dataset, collate, sampler.seed)
+        self.pin_memory = pin_memory
+        self._requests = _Requests()
+        self._workers: DataLoader[Any] | None = None
+        if num_workers:
+            self._workers = DataLoader(
+                _Answers(self.fetch),  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=self._requests,
+                collate_fn=_as_is,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor,
+                persistent_workers=True,
+                generator=torch.Generator().manual_seed(sampler.seed),  # else it draws from the training's generator
+            )
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
+        """Yield the micro-batches of an epoch, from the sample at `position` on, without reading what is before."""
+        requests = self.sampler.batches(epoch, position)
+        if self._workers is not None:
+            self._requests.pending = ((epoch, indices) for indices in requests)
+            yield from self._workers
+        else:
+            for indices in requests:
+                batch = self.fetch(epoch, indices)
+                yield pinned(batch) if self.pin_memory else batch
+
+
+def pinned(batch: Any) -> Any:
+    """Return the batch in page-locked memory, from which copies to a GPU do not block."""
+    if isinstance(batch, torch.Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        return {key: pinned(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(pinned(value) for value in batch)
+    return batch
+
+
+def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield (batch on the host, batch on the GPU), the copy of the next one under way while this one is used.
+
+    The copies run on a stream of their own, so that they do not wait for the computation.
+    """
+    stream = torch.cuda.Stream(device)
+
+    def copy(batch: Any) -> tuple[Any, Any]:
+        with torch.cuda.stream(stream):
+            return batch, move_to_device(batch, device, non_blocking=True)
+
+    def hand_over(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+        torch.cuda.current_stream(device).wait_stream(stream)
+        for tensor in tensors_in(pair[1]):
+            tensor.record_stream(torch.cuda.current_stream(device))  # else its memory could be reused too early
+        return pair
+
+    waiting = None
+    for batch in batches:
+        upcoming = copy(batch)
+        if waiting is not None:
+            yield hand_over(waiting)
+        waiting = upcoming
+    if waiting is not None:
+        yield hand_over(waiting)
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a batch."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from tensors_in(value)
+
+
+class _Stream(IterableDataset[Any]):
+    """The batches of an epoch of an iterable dataset; of several workers each makes every n-th batch.
+
+    Random numbers drawn by the stream are keyed by (seed, epoch, sample), and training's generators are left alone.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, collate: Collate, seed: int) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.collate = collate
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        info = torch.utils.data.get_worker_info()
+        # Hugging Face's streams share themselves out among workers; sharing them out again would lose samples.
+        shares_itself = info is None or type(self.dataset).__module__.split(".")[0] == "datasets"
+        skip, every = (0, 1) if shares_itself else (info.id, info.num_workers)
+        samples = self._samples()
+        for _ in itertools.islice(samples, self.position):
+            pass
+        for number in itertools.count():
+            batch = list(itertools.islice(samples, self.batch_size))
+            if not batch:
+                return
+            if number % every == skip:
+                yield self.collate(batch)
+
+    def _samples(self) -> Iterator[Any]:
+        samples = None
+        for number in itertools.count():
+            marks = [generator.mark() for generator in GENERATORS]
+            try:
+                seed = derive_seed(self.seed, self.epoch, number)
+                for generator in GENERATORS:
+                    generator.seed(seed)
+                samples = iter(self.dataset) if samples is None else samples
+                sample = next(samples)
+            except StopIteration:
+                return
+            finally:
+                for generator, mark in zip(GENERATORS, marks, strict=True):
+                    generator.restore(mark)
+            yield sample
+
+
+class StreamLoader(Loader):
+    """Batches an iterable dataset. Its order is its own; the samples before a position are read again and dropped."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        collate: Collate,
+        seed: int,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.size = len(dataset) if has_length(dataset) else None
+        self._stream = _Stream(dataset, batch_size, collate, seed)
+        # Workers take a copy of the stream when they start, so that they start anew with every pass.
+        self._workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
+
+    def __len__(self) -> int:
+        if self.size is None:
+            raise TypeError("This stream has no length.")
+        return math.ceil(self.size / self.batch_size)
+
+    def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
+        """Yield the micro-batches of an epoch; to get to `position`, the samples before it are read and dropped."""
+        if position:
+            logger.warning("Reading %d samples of the stream again to get to where the run was.", position)
+        self._stream.epoch, self._stream.position = epoch, position
+        if self._workers["num_workers"]:
+            generator = torch.Generator().manual_seed(self.seed)
+            yield from DataLoader(
+                self._stream, batch_size=None, collate_fn=_as_is, generator=generator, **self._workers
+            )
+        else:
+            yield from map(pinned, self._stream) if self._workers["pin_memory"] else self._stream
+
+
+class GivenLoader(Loader):
+    """A user's own loader, used as it is; what it draws is keyed by (seed, epoch, batch).
+
+    Its order is its own: to get to a position, the batches before it are read again and dropped.
+    """
+
+    def __init__(self, loader: Any, seed: int) -> None:
+        if not hasattr(loader, "__iter__") or isinstance(loader, Iterator):
+            raise DataError(
+                f"A loader must be iterable any number of times, as a DataLoader is, got {type(loader).__name__}. "
+                "A generator is used up after one epoch: wrap it in a class with __iter__."
+            )
+        self.loader = loader
+        self.seed = seed
+        self.size = len(loader.dataset) if _covers_dataset(loader) else None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
+        """Yield the loader's batches; to get to `position`, those before it are read and dropped."""
+        for holder in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
+            if callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(epoch)  # type: ignore[union-attr]
+        start, seen, told = time.monotonic(), 0, False
+        batches = None
+        for number in itertools.count():
+            with isolated_rng():
+                for generator in GENERATORS:
+                    generator.seed(derive_seed(self.seed, epoch, number))
+                batches = iter(self.loader) if batches is None else batches
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            if seen < position:
+                seen += count_samples(batch)
+                if not told and time.monotonic() - start > 1:
+                    told = True
+                    logger.warning("Reading %d samples again to get to where the run was.", position)
+                continue
+            yield batch
+
+
+_END = object()
+
+
+def _covers_dataset(loader: Any) -> bool:
+    """Whether one pass of a DataLoader is one pass over its dataset, so that its length in samples is known."""
+    sampler = getattr(loader, "sampler", None)
+    return (
+        isinstance(loader, DataLoader)
+        and not loader.drop_last
+        and isinstance(sampler, (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler))
+        and has_length(sampler)
+        and has_length(loader.dataset)
+        and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+        and type(loader.batch_sampler) in (torch.utils.data.BatchSampler, type(None))
+    )
+
+
+def has_length(dataset: Any) -> bool:
+    """Return whether `len(dataset)` works; some classes define it only to raise."""
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return False
+    return True
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset can only be iterated: it has no items, or no length."""
+    if tensor_columns(dataset)[0] is not None:
+        return False
+    return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and has_length(dataset))
+
+
+def count_rows(dataset: Any) -> int:
+    """Return the samples of a map-style dataset, or of tensors."""
+    columns, rows = tensor_columns(dataset)
+    if rows is not None or columns is None:
+        return len(dataset if rows is None else rows)
+    return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
+
+
+def make_loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    name: str,
+    collate: Collate | None = None,
+    shuffle: bool = False,
+    seed: int = 42,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+) -> Loader:
+    """Return the loader that fits a dataset: map-style (it has a length and items), a stream, or a DataLoader.
+
+    Raises:
+        DataError: If `dataset` is empty or none of these.
+    """
+    if isinstance(dataset, Loader):
+        return dataset
+    if isinstance(dataset, DataLoader):
+        return GivenLoader(dataset, seed)
+    collate = collate or Collator()
+    workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
+    if not is_stream(dataset):
+        size = count_rows(dataset)
+        if not size:
+            raise DataError(f"`{name}` is empty. Give it at least one sample.")
+        sampler = EpochSampler(size, batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        return MapLoader(dataset, sampler, collate, **workers)
+    if not hasattr(dataset, "__iter__") or isinstance(dataset, (str, bytes, Iterator)):
+        raise DataError(
+            f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "
+            f"a DataLoader, got {type(dataset).__name__}."
+        )
+    return StreamLoader(dataset, batch_size, collate, seed, **workers)

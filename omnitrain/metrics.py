@@ -1,0 +1,345 @@
+"""What a run measured: its history, the rows of it, and exact weighted means.
+
+Plain numbers and strings only: whatever comes in is converted at once, so that no tensor and no graph is kept.
+Which evaluation is the best is decided in `objective.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+
+__all__ = ["MetricRow", "MetricsDict", "WeightedMean"]
+
+_PREFIXES = ("eval_", "test_", "train_")
+_POSITION = ("epoch", "step")
+_TABLES = ("train_metrics_history", "valid", "test")
+_FACTS = ("best_step", "best_checkpoint", "stop_reason")
+_TRAIN_COLUMNS = {"train_loss": "train_loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
+_FIRST_ROWS, _LAST_ROWS = 5, 15
+
+
+class MetricRow(dict[str, Any]):
+    """The metrics of one epoch or one evaluation, found with and without their `eval_`, `test_` or `train_`.
+
+    >>> row = MetricRow(step=3, eval_accuracy=0.5)
+    >>> row["accuracy"], row["eval_accuracy"], "accuracy" in row, row.get("f1")
+    (0.5, 0.5, True, None)
+    """
+
+    def _stored(self, key: object) -> str | None:
+        """Return the key under which `key` is stored, or None."""
+        if not isinstance(key, str):
+            return None
+        spellings = [key, *(prefix + key for prefix in _PREFIXES)]
+        if key.startswith(_PREFIXES):
+            spellings = [key, bare_name(key)]
+        return next((name for name in spellings if dict.__contains__(self, name)), None)
+
+    def __missing__(self, key: str) -> Any:
+        """Look `key` up in its other spellings."""
+        stored = self._stored(key)
+        if stored is None:
+            raise KeyError(f"There is no metric {key!r} here, only {quoted(self)}.{suggestion(str(key), self)}")
+        return self[stored]
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether `key` is there in any spelling."""
+        return self._stored(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key` in any spelling, or `default`."""
+        stored = self._stored(key)
+        return default if stored is None else self[stored]
+
+
+class MetricsDict(dict[str, Any]):
+    """The history of a run, the same on every rank and backend.
+
+    The keys are "train_metrics_history", "valid" and "test" (lists of rows), "best_valid" (a row, empty while
+    nothing is selected) and, as soon as they are known, "best_step", "best_checkpoint" and "stop_reason".
+    All values are floats, ints and strings, so it goes through JSON and back unchanged.
+
+    >>> metrics = MetricsDict()
+    >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.7})
+    >>> metrics.add_valid({"epoch": 1, "step": 10, "eval_loss": 0.6, "eval_accuracy": 0.8}, best=True)
+    >>> metrics["best_valid"]["accuracy"], metrics["best_step"]
+    (0.8, 10)
+    >>> print(metrics)
+    best: step 10 (epoch 1), loss 0.6000, accuracy 0.8000
+    epoch  step  train_loss  eval_loss  eval_accuracy
+        1    10      0.7000     0.6000         0.8000  *
+    """
+
+    def __init__(self) -> None:
+        """Begin an empty history; `from_dict` and `from_json` read an old one."""
+        super().__init__({name: [] for name in _TABLES})
+        self["best_valid"] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Store a copy of `value` as plain numbers and strings."""
+        if key in _TABLES:
+            value = [_plain_row(row) for row in value]
+        elif key == "best_valid":
+            value = _plain_row(value)
+        elif key in _FACTS:
+            value = _plain(key, value)
+        else:
+            known = [*_TABLES, "best_valid", *_FACTS]
+            raise ConfigError(
+                f"MetricsDict has no place for {key!r}, only for {quoted(known)}.{suggestion(str(key), known)}"
+            )
+        super().__setitem__(key, value)
+
+    def __missing__(self, key: str) -> Any:
+        """Say why `key` is not there."""
+        if key in _FACTS:
+            why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
+            raise KeyError(f"{key!r} is not known: {why}.")
+        raise KeyError(f"There is no {key!r} here, only {quoted(self)}.{suggestion(str(key), self)}")
+
+    def add_train(self, row: Mapping[str, Any]) -> None:
+        """Add the row of an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
+        self["train_metrics_history"].append(_plain_row(row))
+
+    def add_valid(self, row: Mapping[str, Any], best: bool) -> None:
+        """Add an evaluation: `epoch, step, eval_loss, eval_<metric>, ...`; `best` selects it."""
+        self["valid"].append(_plain_row(row))
+        if best:
+            self["best_valid"] = row
+            self["best_step"] = self["best_valid"]["step"]
+
+    def add_test(self, row: Mapping[str, Any]) -> None:
+        """Add a test: `epoch, step, test_loss, test_<metric>, ...`; it never selects."""
+        self["test"].append(_plain_row(row))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy for strict JSON, which has no NaN and no infinity: they become strings."""
+
+        def strict(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: strict(entry) for name, entry in value.items()}
+            if isinstance(value, list):
+                return [strict(entry) for entry in value]
+            is_odd = isinstance(value, float) and not math.isfinite(value)
+            return json.dumps(value) if is_odd else value
+
+        return strict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> MetricsDict:
+        """Build it from `to_dict()`, or from any other dict of the same form."""
+        metrics = cls()
+        for key, value in state.items():
+            metrics[key] = value
+        return metrics
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write the history to a JSON file, whose path is returned."""
+        path = _with_folder(path)
+        path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> MetricsDict:
+        """Read what `to_json` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def __str__(self) -> str:
+        """Return a table: a row per epoch and per evaluation, the best marked with `*`."""
+        lines = [self._headline(), *self._table()]
+        lines += [f"test: {_words(row)} (step {_show(row.get('step', '?'))})" for row in self["test"]]
+        return "\n".join(filter(None, lines)) or "no metrics yet"
+
+    def _headline(self) -> str:
+        parts = [f"stopped by: {self['stop_reason']}"] if "stop_reason" in self else []
+        if best := self["best_valid"]:
+            where = f"step {_show(best.get('step', '?'))} (epoch {_show(best.get('epoch', '?'))})"
+            parts.append(f"best: {where}, {_words(best)}")
+        return " · ".join(parts)
+
+    def _joined(self) -> list[tuple[dict[str, Any], bool]]:
+        """Return rows of training and evaluation at the same step as one, in order, and whether it is the best."""
+        rows: list[dict[str, Any]] = [dict(row) for row in self["train_metrics_history"]]
+        free = {row.get("step"): row for row in rows}
+        best: list[dict[str, Any]] = []
+        for evaluation in self["valid"]:
+            row = free.pop(evaluation.get("step"), None)
+            if row is None:
+                row = {}
+                rows.append(row)
+            row.update({name: value for name, value in evaluation.items() if name not in row})
+            if evaluation == self["best_valid"]:
+                best.append(row)
+        rows.sort(key=lambda row: row.get("step", math.inf))
+        return [(row, any(row is other for other in best[:1])) for row in rows]
+
+    def _table(self) -> Iterator[str]:
+        rows = self._joined()
+        if not rows:
+            return
+        names = list(dict.fromkeys(name for row, _ in rows for name in row))
+        first = [name for name in (*_POSITION, *_TRAIN_COLUMNS) if name in names]
+        columns = [*first, *(name for name in names if name not in first)]
+        cells = [[_TRAIN_COLUMNS.get(name, name) for name in columns]]
+        cells += [[_show(row.get(name, "")) for name in columns] for row, _ in rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        marks = ["", *("  *" if is_best else "" for _, is_best in rows)]
+        hidden = len(rows) - _FIRST_ROWS - _LAST_ROWS
+        for number, (row, mark) in enumerate(zip(cells, marks, strict=True)):
+            past_first = number - 1 - _FIRST_ROWS
+            if hidden > 1 and 0 <= past_first < hidden:
+                if past_first == 0:
+                    yield f"… {hidden} rows …"
+                continue
+            yield ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + mark).rstrip()
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the losses and every other metric of the evaluations against the step.
+
+        Args:
+            path: The image to write; its suffix tells the format, PNG without one.
+
+        Returns:
+            The path of the image.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError("MetricsDict.plot", "matplotlib", "plot") from error
+        train, valid = self["train_metrics_history"], self["valid"]
+        names = {name for row in valid for name, value in row.items() if not isinstance(value, str)}
+        losses = sorted(name for name in names if name.endswith("_loss"))
+        panels = [losses, *([name] for name in sorted(names - {*losses, *_POSITION}))]
+        # A figure of its own, without pyplot: nothing is left in a notebook's or a user's global state.
+        figure = Figure(figsize=(6.4, 3.2 * len(panels)), layout="constrained")
+        for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+            if panel is losses:
+                _draw(axes, train, "train_loss")
+            for name in panel:
+                _draw(axes, valid, name)
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+            if axes.get_lines():
+                axes.legend()
+        path = _with_folder(path)
+        figure.savefig(path, format=path.suffix[1:] or "png")
+        return path
+
+
+@dataclass(slots=True)
+class WeightedMean:
+    """A mean that stays exact over parts of unequal size: the sum and the weight, never a mean of means.
+
+    >>> mean = WeightedMean()
+    >>> mean.add(1.0, weight=3)
+    >>> mean.merge(WeightedMean(sum=5.0, weight=1.0))
+    >>> mean.value
+    2.0
+    """
+
+    sum: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Count `value` with `weight`; with weight 0 it does not count, though it be NaN."""
+        if weight:
+            self.sum += float(value) * float(weight)
+            self.weight += float(weight)
+
+    def merge(self, other: WeightedMean) -> None:
+        """Count all that `other` counted."""
+        self.sum += other.sum
+        self.weight += other.weight
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN while nothing was counted."""
+        return self.sum / self.weight if self.weight else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """Return sum and weight."""
+        return {"sum": self.sum, "weight": self.weight}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, float]) -> WeightedMean:
+        """Build it from `state_dict()`."""
+        return cls(**state)
+
+
+def bare_name(name: str) -> str:
+    """Return a metric's name without `eval_`, `test_` or `train_`."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Return names for a message: 'loss', 'accuracy'."""
+    return ", ".join(repr(name) for name in names) or "nothing"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'accuracy'?"` for the nearest name, which may be one that `name` abbreviates."""
+    known = list(known)
+    longer = [other for other in known if bare_name(other).startswith(bare_name(name))]
+    return did_you_mean(name, known) or (f" Did you mean {longer[0]!r}?" if longer else "")
+
+
+def _plain(name: str, value: Any) -> float | int | str:
+    """Return a float, an int or a string that keeps nothing else alive."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
+        value = value.item()
+    if isinstance(value, str):
+        odd = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+        return odd.get(value, str(value))
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        # One NaN for all: dicts compare by identity first, so that equal histories are equal with NaN in them.
+        return math.nan if math.isnan(value) else float(value)
+    kind = type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
+    raise ConfigError(f"{name!r} must be a number or a string, got a {kind}. Return one float per metric.")
+
+
+def _plain_row(row: Mapping[str, Any]) -> MetricRow:
+    return MetricRow({str(name): _plain(str(name), value) for name, value in row.items()})
+
+
+def _with_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the path, in a folder that is there."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _show(value: float | int | str) -> str:
+    """Return a number in a few digits."""
+    if not isinstance(value, float):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return f"{value:.4f}"
+    return f"{value:.3g}"
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    """Return the metrics of a row as words: loss 0.6000, accuracy 0.8000."""
+    return ", ".join(f"{bare_name(name)} {_show(value)}" for name, value in row.items() if name not in _POSITION)
+
+
+def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
+    """Draw one curve, if there is anything to it."""
+    points = [(row["step"], row[name]) for row in rows if name in row and not isinstance(row[name], str)]
+    if points:
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=name)

@@ -1,0 +1,287 @@
+"""What a run optimizes: which metric, in which direction, and which evaluation is the best so far.
+
+The table of directions and the rules for names outside it belong here. What follows from a gain or from the lack
+of one (a checkpoint, the end) is decided in `lifecycle.py` and in the callbacks.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from omnitrain.errors import CheckpointError, ConfigError, ObjectiveError
+from omnitrain.metrics import bare_name, quoted, suggestion
+
+__all__ = ["Objective", "infer_direction"]
+
+Direction = Literal["max", "min"]
+
+# Names of metrics without digits ("rouge1" is "rouge"), except where the digit makes the name. They are found as the
+# whole name, as its end ("squad_exact_match"), and as words inside it ("f1_macro").
+_HIGHER = """
+acc accs accuracy accuracies balanced_accuracy exact exact_match match correct
+f1 f1s f05 f0_5 f2 fbeta f_beta fscore f_score fmeasure f_measure f1score
+precision recall sensitivity specificity tpr tnr ppv npv
+true_positive_rate true_negative_rate positive_predictive_value negative_predictive_value positive_likelihood_ratio
+auc auroc auprc aucpr aupr roc_auc pr_auc average_precision mean_average_precision youden informedness markedness
+mcc matthews matthews_corrcoef matthews_correlation phi_coefficient kappa qwk gmean g_mean geometric_mean
+iou miou giou jaccard dice panoptic_quality mota hota idf1 pck pckh
+r2 r_2 r_squared rsquared d2 explained_variance explained_variance_score
+d2_absolute_error_score d2_pinball_score d2_tweedie_score d2_log_loss_score d2_brier_score
+pearson pearsonr spearman spearmanr kendall kendalltau correlation corr corrcoef pcc plcc srcc krcc ccc concordance
+c_index cindex log_likelihood loglikelihood likelihood elbo
+silhouette calinski_harabasz calinski_harabasz_score purity homogeneity completeness v_measure vmeasure
+nmi ami ari fmi rand rand_index mutual_info mutual_information fowlkes_mallows
+ndcg dcg discounted_cumulative_gain cumulative_gain mrr reciprocal_rank hit hits hit_rate hit_ratio hitrate ctr
+bleu sacrebleu gleu rouge rougel rougelsum chrf meteor comet cometkiwi bleurt bertscore bartscore moverscore cider spice
+ribes mauve sari word_information_preserved
+psnr ssim msssim ms_ssim inception_score clip_score clipscore snr si_snr sisnr sdr si_sdr sisdr pesq stoi estoi dnsmos
+signal_to_noise_ratio mos
+pass_rate win_rate winrate success success_rate elo reward rewards score
+similarity cosine_similarity cosine_sim
+throughput speedup fps mfu samples_per_second tokens_per_second steps_per_second
+"""
+_LOWER = """
+loss losses error errors err error_rate word_error_rate character_error_rate misclassification mismatch
+wer cer wil word_information_lost eer hter frr ece rms_calibration
+fpr fnr fdr false_positive_rate false_negative_rate false_discovery_rate false_alarm_rate miss_rate
+false_acceptance_rate false_rejection_rate negative_likelihood_ratio min_dcf mindcf
+mae mse rmse nrmse msle rmsle mape smape mdape wape wmape mase mspe rmspe medae rae rrse
+mean_absolute_deviation deviance crps pinball huber
+nll log_loss logloss cross_entropy crossentropy xent bce kl kld kl_divergence jsd divergence
+brier brier_score perplexity ppl bits_per_byte bits_per_character bits_per_char bits_per_dim bits_per_token bpb bpc bpd
+davies_bouldin davies_bouldin_score inertia aic bic mean_rank median_rank
+fid fid_score fvd fvd_score kid kid_score fad fad_score lpips lpips_score dists niqe brisque mmd emd wasserstein
+chamfer hausdorff mcd distortion distance edit_distance mpjpe epe abs_rel absrel sq_rel silog
+latency delay runtime inference_time step_time response_time regret cost failure failures violation violations
+risk penalty residual toxicity hallucination hallucinations
+"""
+# These mean a metric only where nothing but a set's name stands before them: inside a longer name they are other words.
+_HIGHER_ALONE = "em ap ar map pq hr maj pass top top_k mc1 mc2 bert_score"
+_LOWER_ALONE = "ter ter_score mer per der jer far ate rpe ce hd mce l1 l2"
+
+_WHOLE: dict[str, Direction] = {
+    **dict.fromkeys(f"{_HIGHER} {_HIGHER_ALONE}".split(), "max"),
+    **dict.fromkeys(f"{_LOWER} {_LOWER_ALONE}".split(), "min"),
+}
+_INSIDE: dict[str, Direction] = {**dict.fromkeys(_HIGHER.split(), "max"), **dict.fromkeys(_LOWER.split(), "min")}
+_LONGEST = max(name.count("_") for name in _WHOLE) + 1
+_SPLITS = ("eval", "evaluation", "val", "valid", "validation", "dev", "test", "train")
+_SUFFIXES: dict[str, Direction] = {"score": "max", "error": "min", "loss": "min"}
+# Words that turn the meaning of a name around, or make another quantity of it: "accuracy_gap", "loss_scale".
+_INVERTING = "inverse inv inverted minus reciprocal not non no"
+_UNCLEAR = """
+neg negative std stdev stddev sd sem var variance gap diff difference drop change delta reduction decrease increase
+improvement gain count num number threshold weight scale coef ratio temperature bias vs rejected
+"""
+_INVERTING_WORDS = frozenset(_INVERTING.split())
+_UNCLEAR_WORDS = _INVERTING_WORDS | frozenset(_UNCLEAR.split())
+
+
+def infer_direction(metric: str, higher_is_better: bool | None = None) -> tuple[Direction, str]:
+    """Tell from a metric's name whether more of it is better. Values are never looked at.
+
+    Args:
+        metric: The name, with or without `eval_`, `val/` or the name of a dataset before it.
+        higher_is_better: What the metric object says of itself, if there is one.
+
+    Returns:
+        "max" or "min", and what told so.
+
+    Raises:
+        ObjectiveError: Nothing tells, or the words of the name contradict each other.
+
+    >>> infer_direction("eval_dev_wer")
+    ('min', 'the exact table')
+    >>> infer_direction("val/top5_accuracy_weighted")
+    ('max', "the word 'accuracy'")
+    """
+    if higher_is_better is not None:
+        return ("max" if higher_is_better else "min"), "the metric's own higher_is_better"
+    found = None if re.search(r"(?:^|[_/\s])1\s*-", metric) else _infer(_words(metric))  # "1-ssim" is not "ssim"
+    if found is None:
+        raise ObjectiveError(
+            f"Cannot tell whether a higher or lower {metric!r} is better. "
+            "Pass `optimization_direction='max'` or `'min'`."
+        )
+    return found
+
+
+def _words(metric: str) -> list[str]:
+    """Split a name into lower-case words without what only parametrizes it: "recall@10" is recall."""
+    name = re.sub(r"_at_(?:k|\d+)(?=_|$)", "", re.sub(r"[^a-z0-9]+", "_", metric.lower()))
+    parts = name.strip("_").split("_")
+    while parts[0] in _SPLITS and len(parts) > 1:
+        parts = parts[1:]
+    if "_".join(parts) in _WHOLE:
+        return parts
+    return [word for part in parts if (word := part if part in _WHOLE else part.strip("0123456789"))]
+
+
+def _infer(words: list[str]) -> tuple[Direction, str] | None:
+    """Return direction and source for a name in words, or None if it cannot be told."""
+    for start, word in enumerate(words):
+        rest = words[start:]
+        is_suffix = start > 0 and word in _SUFFIXES  # "x_loss" is told by the rule below, not by "loss"
+        if not is_suffix and (direction := _WHOLE.get("_".join(rest))):
+            return direction, "the exact table"
+        if word in ("neg", "negative"):
+            if found := _infer(rest[1:]):
+                return ("min" if found[0] == "max" else "max"), f"{found[1]}, turned around by '{word}_'"
+            return None
+        if word in _INSIDE or word in _UNCLEAR_WORDS:
+            break  # it belongs to the metric, so it is not the name of a dataset
+    suffix = words[-1] if len(words) > 1 else ""
+    if suffix in ("error", "loss"):
+        return None if _INVERTING_WORDS.intersection(words) else (_SUFFIXES[suffix], "scikit-learn's suffix rule")
+    found = _read_words(words)
+    if suffix == "score" and found is not None:
+        return found[0], "scikit-learn's suffix rule"
+    return found
+
+
+def _read_words(words: list[str]) -> tuple[Direction, str] | None:
+    """Return the direction that all words of a name agree on, and the first that told it."""
+    found: list[tuple[Direction, str]] = []
+    start = 0
+    while start < len(words):
+        for length in range(min(_LONGEST, len(words) - start), 0, -1):
+            name = "_".join(words[start : start + length])
+            if direction := _INSIDE.get(name):
+                found.append((direction, f"the word {name!r}"))
+                break
+        else:
+            length = 1
+            if words[start] in _UNCLEAR_WORDS:
+                return None
+        start += length
+    return found[0] if len({direction for direction, _ in found}) == 1 else None
+
+
+class Objective:
+    """The metric a run is judged by, and the best value of it so far.
+
+    Two things are kept apart. The *best* evaluation is the plain best: a tie stays with the first. *Patience* counts
+    the evaluations since the last gain of more than `delta`, so that small gains add up until they are one.
+
+    >>> objective = Objective("accuracy", delta=0.1)
+    >>> [objective.update(value, step) for step, value in enumerate([0.5, 0.55, 0.53, 0.62], start=1)]
+    [True, True, False, True]
+    >>> objective.best, objective.best_step, objective.evaluations_without_gain
+    (0.62, 4, 0)
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        direction: Direction | None = None,
+        delta: float = 0.0,
+        higher_is_better: bool | None = None,
+    ) -> None:
+        """Settle the direction.
+
+        Args:
+            metric: The metric's name, with or without `eval_`.
+            direction: "max", "min", or None to infer it from the name.
+            delta: How much more than this is a gain for patience.
+            higher_is_better: What the metric object says of itself, if there is one.
+
+        Raises:
+            ConfigError: An argument is wrong.
+            ObjectiveError: The direction cannot be told.
+        """
+        if not isinstance(metric, str) or not metric.removeprefix("eval_"):
+            raise ConfigError(f"`optimization_metric` must be the name of a metric, got {metric!r}.")
+        if direction not in ("max", "min", None):
+            raise ConfigError(f"`optimization_direction` must be 'max', 'min' or None, got {direction!r}.")
+        if isinstance(delta, bool) or not isinstance(delta, numbers.Real) or not (0 <= delta < math.inf):
+            raise ConfigError(f"`delta` must be a finite number of at least 0, got {delta!r}.")
+        self.metric = metric.removeprefix("eval_")
+        self.source = "optimization_direction"
+        if direction is None:
+            direction, self.source = infer_direction(self.metric, higher_is_better)
+        self.direction: Direction = direction
+        self.delta = float(delta)
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.evaluations_without_gain = 0
+        self._reference: float | None = None
+
+    def key(self, metrics: Mapping[str, Any]) -> str:
+        """Return the key of `metrics` that holds the metric.
+
+        Raises:
+            ObjectiveError: It is not there.
+        """
+        for name in (f"eval_{self.metric}", self.metric):
+            if name in metrics:
+                return name
+        known = [bare_name(name) for name in metrics if name not in ("epoch", "step")]
+        raise ObjectiveError(
+            f"`optimization_metric={self.metric!r}` is not among the metrics: {quoted(known)}."
+            f"{suggestion(self.metric, known)}"
+        )
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Return whether `value` is strictly better; what is not finite never is, and loses to all that is."""
+        if not math.isfinite(value):
+            return False
+        return than is None or not math.isfinite(than) or self._gain(value, than) > 0
+
+    def update(self, value: float, step: int, counts: bool = True) -> bool:
+        """Take in an evaluation, and return whether it is the best so far.
+
+        Args:
+            value: The metric's value.
+            step: The optimizer step it was measured at.
+            counts: Whether patience may run out by it; not so for the evaluation before training.
+        """
+        if self._reference is None:
+            is_gain = math.isfinite(value)
+        else:
+            gain = self._gain(value, self._reference)
+            # 0.8 - 0.7 is a little more than 0.1 in floats, and is no more than a delta of 0.1.
+            is_gain = math.isfinite(value) and gain > self.delta and not math.isclose(gain, self.delta)
+        if is_gain:
+            self._reference = float(value)
+            self.evaluations_without_gain = 0
+        elif counts:
+            self.evaluations_without_gain += 1
+        if not self.is_better(value, self.best):
+            return False
+        self.best, self.best_step = float(value), step
+        return True
+
+    def _gain(self, value: float, than: float) -> float:
+        return value - than if self.direction == "max" else than - value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as JSON types."""
+        return {
+            "metric": self.metric,
+            "direction": self.direction,
+            "best": self.best,
+            "best_step": self.best_step,
+            "evaluations_without_gain": self.evaluations_without_gain,
+            "reference": self._reference,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict()` returned; `delta` is not part of it and may change.
+
+        Raises:
+            CheckpointError: It comes from a run with another metric or direction, so its best means nothing here.
+        """
+        theirs, ours = (state["metric"], state["direction"]), (self.metric, self.direction)
+        if theirs != ours:
+            raise CheckpointError(
+                f"The checkpoint was made with `optimization_metric={theirs[0]!r}` ({theirs[1]}), and this run has "
+                f"{ours[0]!r} ({ours[1]}). Resume with the metric and direction of the checkpoint."
+            )
+        self.best = state["best"]
+        self.best_step = state["best_step"]
+        self.evaluations_without_gain = state["evaluations_without_gain"]
+        self._reference = state["reference"]

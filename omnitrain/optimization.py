@@ -1,0 +1,193 @@
+"""From the arguments `optimizer`, `learning_rate`, `lr_scheduler`, `warmup_steps` to the objects they name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+
+__all__ = ["SCHEDULES", "build_optimizer", "build_scheduler", "fused_adamw", "import_by_path"]
+
+
+def import_by_path(path: str, name: str) -> Any:
+    """Return the object at a dotted path such as "torch.optim.SGD"; `name` is the argument it was given for."""
+    module, _, attribute = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"`{name}={path!r}` cannot be imported: {error}. Give a dotted path such as 'torch.optim.SGD'."
+        ) from error
+
+
+def build_optimizer(
+    spec: torch.optim.Optimizer | str | Callable[..., Any] | None,
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """Return the optimizer that `spec` names, over the parameters of `model` that require gradients.
+
+    A class, or the dotted path of one, gets `lr` and `weight_decay` where it takes them. Any other callable gets the
+    parameters and nothing else. None is AdamW, fused where device and dtypes allow.
+
+    Raises:
+        ConfigError: If nothing is trainable, the path leads nowhere, or an instance has none of the model's parameters.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
+    if spec is None:
+        return fused_adamw(trainable, learning_rate, weight_decay)
+    if isinstance(spec, torch.optim.Optimizer) or hasattr(spec, "param_groups"):
+        optimizer = spec
+    else:
+        factory = import_by_path(spec, "optimizer") if isinstance(spec, str) else spec
+        if not callable(factory):
+            raise ConfigError(
+                f"`optimizer` must be an optimizer, a class, a dotted path or a callable of the parameters, got {spec!r}."
+            )
+        options: dict[str, Any] = {}
+        if inspect.isclass(factory):
+            taken = inspect.signature(factory).parameters
+            wanted = {"lr": learning_rate, "weight_decay": weight_decay}
+            options = {key: value for key, value in wanted.items() if key in taken}
+            if weight_decay and "weight_decay" not in taken:
+                raise ConfigError(
+                    f"`weight_decay={weight_decay}` has no effect: {factory.__name__} takes no such argument."
+                )
+        optimizer = factory(trainable, **options)
+    _check_optimizer(optimizer, model)
+    return optimizer  # type: ignore[return-value]
+
+
+def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """Return AdamW in one kernel where PyTorch has one for these parameters, else the ordinary one."""
+    parameters = list(parameters)
+    try:
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
+    except RuntimeError:  # a device or dtype without the fused kernel
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(identity in own for identity in given):
+        raise ConfigError(
+            f"`optimizer` ({type(optimizer).__name__}) holds none of the model's parameters, so the model would not "
+            "change. Build it from `model.parameters()` of the model that you pass."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"`optimizer` ({type(optimizer).__name__}) needs a closure in every step, which omnitrain does not give. "
+            "Use an optimizer whose step() works without one, such as AdamW or SGD."
+        )
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _constant(progress: float) -> float:
+    return 1.0
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": _constant,
+    "constant_with_warmup": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+}
+"""Factor of the learning rate by the fraction of the steps after warm-up, by transformers' names."""
+
+TRANSFORMERS_SCHEDULES = (
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "inverse_sqrt",
+    "polynomial",
+    "warmup_stable_decay",
+)
+"""Rarer ones, which transformers itself makes if it is installed."""
+
+
+def build_scheduler(
+    spec: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    warmup_steps: int,
+    total_steps: int | None,
+) -> LRScheduler | ReduceLROnPlateau | None:
+    """Return the schedule that `spec` names: an instance, a name of transformers, or a callable of the optimizer.
+
+    Raises:
+        ConfigError: If the name is unknown, the length of the run is needed but cannot be told, the instance belongs
+            to another optimizer, or `warmup_steps` would have no effect.
+    """
+    if spec is None or isinstance(spec, str):
+        name = spec or ("constant_with_warmup" if warmup_steps else None)
+        return None if name is None else _named_schedule(name, optimizer, warmup_steps, total_steps)
+    if warmup_steps:
+        raise ConfigError(
+            f"`warmup_steps={warmup_steps}` has no effect on a `lr_scheduler` that is an instance or a callable. "
+            "Use a name such as lr_scheduler='cosine', or put the warm-up into the schedule itself."
+        )
+    scheduler = spec
+    if not callable(getattr(spec, "step", None)):
+        if not callable(spec):
+            raise ConfigError(
+                f"`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got {spec!r}."
+            )
+        scheduler = spec(optimizer)
+    owner = getattr(scheduler, "optimizer", optimizer)
+    if owner is not optimizer:
+        raise ConfigError(
+            "`lr_scheduler` belongs to another optimizer than the one that trains, so it would change nothing. "
+            "Pass that optimizer as `optimizer=` too, or pass a callable: lr_scheduler=lambda optimizer: ..."
+        )
+    return scheduler
+
+
+def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, total: int | None) -> LRScheduler:
+    known = [*SCHEDULES, *TRANSFORMERS_SCHEDULES]
+    if name not in known:
+        raise ConfigError(
+            f"`lr_scheduler` must be one of {', '.join(map(repr, known))}, a scheduler or a callable of the optimizer, "
+            f"got {name!r}.{did_you_mean(name, known)}"
+        )
+    shape = SCHEDULES.get(name)
+    if shape is not _constant and name != "inverse_sqrt":
+        if total is None:
+            raise ConfigError(
+                f"`lr_scheduler={name!r}` needs the number of steps, which cannot be told: the data has no length. "
+                "Set `max_steps`."
+            )
+        if warmup >= total:
+            raise ConfigError(f"`warmup_steps={warmup}` leaves nothing of the run's {total} steps. Make it smaller.")
+    if shape is None:
+        try:
+            from transformers import get_scheduler
+        except ImportError:
+            raise MissingExtraError(f"lr_scheduler={name!r}", "transformers", "hf") from None
+        return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
+    decay = (total or 0) - warmup
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        return shape(min((step - warmup) / decay, 1.0)) if decay > 0 else 1.0
+
+    return LambdaLR(optimizer, factor)

@@ -1,0 +1,65 @@
+"""One vocabulary of precisions for every backend, turned into autocast and GradScaler, or into an error."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from omnitrain.errors import ConfigError, did_you_mean
+
+__all__ = ["Precision"]
+
+_NAMES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What the forward pass computes in. Weights and optimizer state keep the dtype that the model came with.
+
+    >>> Precision.parse("bfloat16", torch.device("cpu"))
+    Precision(name='bf16', device_type='cpu')
+    """
+
+    name: str
+    device_type: str
+
+    @classmethod
+    def parse(cls, autocast: str | torch.dtype | None, device: torch.device) -> Precision:
+        """Read the `autocast` argument.
+
+        Raises:
+            ConfigError: If the name is unknown, or fp16 is asked for on a CPU, which has no fp16 autocast.
+        """
+        text = "fp32" if autocast is None else str(autocast).removeprefix("torch.").lower()
+        if text not in _NAMES:
+            raise ConfigError(
+                f"`autocast` must be one of {', '.join(map(repr, _NAMES))} or None, got {autocast!r}."
+                f"{did_you_mean(text, _NAMES)}"
+            )
+        name = _NAMES[text]
+        if name == "fp16" and device.type == "cpu":
+            raise ConfigError(
+                f"`autocast={autocast!r}` is not available on a CPU. Use `autocast='bf16'` there, or a GPU device."
+            )
+        return cls(name, device.type)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which forward and loss run."""
+        dtype = _DTYPES[self.name]
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
+
+    def grad_scaler(self, initial_scale: float) -> torch.amp.GradScaler:
+        """Return the loss scaler: a working one for fp16, PyTorch's own null object for everything else."""
+        return torch.amp.GradScaler(self.device_type, init_scale=initial_scale, enabled=self.name == "fp16")

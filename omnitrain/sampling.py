@@ -1,0 +1,193 @@
+"""One order of samples: which samples make up which micro-batch, on which process, and how they are fetched.
+
+Where batches come from (datasets, streams, a user's loader) is in `loaders.py`; what they are made of, in
+`collation.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from omnitrain.errors import DataError
+from omnitrain.reproducibility import GENERATORS, Generator, derive_seed
+
+__all__ = ["Collate", "EpochSampler", "Fetch", "Window", "tensor_columns", "windows"]
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer step on this process, and what they count.
+
+    Attributes:
+        batches: On the host, as the loader gave them.
+        weights: How much each micro-batch counts in the window's mean.
+        samples: Samples in the window, over all processes.
+        tokens: Tokens in the window, over all processes.
+    """
+
+    batches: list[Any]
+    weights: list[float]
+    samples: int
+    tokens: int
+
+
+def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Group micro-batches into windows, the lists of one optimizer step each; the last may be shorter.
+
+    >>> list(windows("abcde", 2))
+    [['a', 'b'], ['c', 'd'], ['e']]
+    """
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, size)):
+        yield window
+
+
+class EpochSampler:
+    """The order of samples in every epoch, and how each window of it is shared out.
+
+    The permutation follows from (seed, epoch) alone and a position is a number of samples, so a seek is arithmetic,
+    and step k sees the same samples on any number of processes with the same batch_size x world_size x accumulation.
+    A short last share is split unevenly: nothing is padded, nothing counted twice, and every process gets the same
+    number of micro-batches (of which some may then be empty).
+
+    Args:
+        size: Samples in the dataset.
+        batch_size: Samples of one micro-batch on one process.
+        shuffle: Whether each epoch has an order of its own; otherwise samples come as they are.
+        seed: Seed of the orders.
+        rank: This process.
+        world_size: Number of processes.
+
+    >>> [list(map(int, batch)) for batch in EpochSampler(5, 2, shuffle=False).batches(epoch=0, position=2)]
+    [[2, 3], [4]]
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, *, shuffle: bool = True, seed: int = 42, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.size = size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self._ordered: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        """Return the micro-batches of one epoch on one process."""
+        return math.ceil(self.size / (self.batch_size * self.world_size))
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the permutation of an epoch: int64, shape (size,)."""
+        epoch = epoch if self.shuffle else 0
+        if self._ordered is None or self._ordered[0] != epoch:
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
+                order = torch.randperm(self.size, generator=generator).numpy()
+            else:
+                order = np.arange(self.size)
+            self._ordered = (epoch, order)
+        return self._ordered[1]
+
+    def batches(self, epoch: int, position: int = 0) -> Iterator[np.ndarray]:
+        """Yield the indices of this process's micro-batches, from the sample at `position` of the epoch on."""
+        order, share = self.order(epoch), self.batch_size * self.world_size
+        first, last = self.rank * self.batch_size, (self.rank + 1) * self.batch_size
+        for start in range(position, self.size, share):
+            chunk = order[start : start + share]
+            yield chunk[first:last] if len(chunk) == share else np.array_split(chunk, self.world_size)[self.rank]
+
+
+class Fetch:
+    """Fetches the samples of one micro-batch and collates them; random numbers depend on the sample alone.
+
+    Tensors are indexed once for the whole batch. Otherwise each sample is fetched with the generators seeded by
+    (seed, epoch, index), but only those generators that the dataset was ever seen to draw from: each fetch is
+    watched, and one that moves a generator which was not seeded is done again with it seeded. So workers, resumes and
+    the number of processes cannot change a sample, a dataset that draws nothing pays next to nothing, and the
+    training's own generators are left as they were.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.seed = seed
+        self.columns, self.rows = tensor_columns(dataset)
+        self.drawn: list[Generator] = []
+        self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
+
+    def __call__(self, epoch: int, indices: np.ndarray) -> Any:
+        """Return the collated batch of the samples at `indices`."""
+        if self.columns is not None:
+            return self._fetch_columns(indices)
+        positions = indices.tolist()
+        while True:
+            watched = [(generator, generator.mark()) for generator in GENERATORS]
+            try:
+                samples = self._samples(epoch, positions)
+            finally:
+                moved = [(generator, mark) for generator, mark in watched if generator.moved(mark)]
+                for generator, mark in moved:
+                    generator.restore(mark)
+            unseen = [generator for generator, _ in moved if generator not in self.drawn]
+            if not unseen:
+                return self.collate(samples)
+            self.drawn += unseen
+
+    def _samples(self, epoch: int, positions: list[int]) -> Sequence[Any]:
+        if not self.drawn:
+            if self._has_batch_fetch:
+                return self.dataset.__getitems__(positions)
+            dataset = self.dataset
+            return [dataset[position] for position in positions]
+        samples = []
+        for position in positions:
+            seed = derive_seed(self.seed, epoch, position)
+            for generator in self.drawn:
+                generator.seed(seed)
+            samples.append(self.dataset[position])
+        return samples
+
+    def _fetch_columns(self, indices: np.ndarray) -> Any:
+        if self.rows is not None:
+            indices = self.rows[indices]
+        index = torch.from_numpy(indices)
+        columns = self.columns
+        values = columns.values() if isinstance(columns, dict) else columns
+        fetched = [
+            column.index_select(0, index if column.device == index.device else index.to(column.device))
+            for column in values  # type: ignore[union-attr]
+        ]
+        if isinstance(columns, dict):
+            return dict(zip(columns, fetched, strict=True))
+        return fetched[0] if isinstance(self.dataset, torch.Tensor) else tuple(fetched)
+
+
+def tensor_columns(dataset: Any) -> tuple[dict[str, torch.Tensor] | tuple[torch.Tensor, ...] | None, Any]:
+    """Return the tensors that a dataset consists of, if it does, and the rows of them that it is (None: all)."""
+    if type(dataset) is Subset:
+        columns, rows = tensor_columns(dataset.dataset)
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        return columns, chosen if rows is None else rows[chosen]
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if isinstance(dataset, torch.Tensor):
+        return (dataset,), None
+    columns = dataset.values() if type(dataset) is dict else dataset if type(dataset) is tuple else ()
+    if columns and all(isinstance(column, torch.Tensor) and column.ndim for column in columns):
+        if len({len(column) for column in columns}) > 1:
+            raise DataError(
+                f"The tensors of a dataset must have equally many rows, got {[len(column) for column in columns]}."
+            )
+        return dataset, None
+    return None, None

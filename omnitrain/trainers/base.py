@@ -1,0 +1,471 @@
+"""BaseTrainer: the arguments, and the calls that a user makes. The loop that they start is in `loop.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain import evaluation
+from omnitrain.callbacks.cadence import Cadence
+from omnitrain.callbacks.early_stopping import EarlyStopping
+from omnitrain.callbacks.interrupt import Interrupt
+from omnitrain.callbacks.jsonl import JsonlLogger
+from omnitrain.callbacks.progress_bar import ProgressBar
+from omnitrain.checkpoint.state import save_weights, unwrap
+from omnitrain.duration import Duration, Every, Limits
+from omnitrain.errors import ConfigError
+from omnitrain.events import Algorithm, Callback
+from omnitrain.finite import FiniteGuard, LossMeter
+from omnitrain.lifecycle import STOP_REASONS, Lifecycle
+from omnitrain.loaders import GivenLoader, Loader, make_loader
+from omnitrain.metrics import MetricsDict
+from omnitrain.objective import Objective
+from omnitrain.optimization import build_optimizer, build_scheduler
+from omnitrain.precision import Precision
+from omnitrain.reproducibility import seed_everything
+from omnitrain.scoring import make_scorer
+from omnitrain.trainers.loop import TrainingLoop
+from omnitrain.trainers.settings import check_settings, describe, refuse_unknown, resolve_accumulation
+from omnitrain.units import ModelUnit
+
+__all__ = ["BaseTrainer"]
+
+logger = logging.getLogger("omnitrain")
+
+
+class BaseTrainer(TrainingLoop, ABC):
+    """The common base of all trainers: one lifecycle, one loop, hooks for what differs.
+
+    Every argument is described in `docs/arguments.md`; `Trainer` is the one to use on one device. A subclass that
+    overrides `_setup_training_components`, `_prepare_batch` and `_train_epoch` is complete.
+
+    Args:
+        model: Any `nn.Module`.
+        train_dataset: Map-style or iterable dataset, or tensors.
+        eval_dataset: The same, or a dict of named sets.
+        test_dataset: The same; never used to select anything.
+
+    Raises:
+        ConfigError: If an argument is wrong, or two contradict each other.
+        ObjectiveError: If nobody can tell whether a higher or a lower `optimization_metric` is better.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        test_dataset: Any = None,
+        *,
+        # data
+        train_loader: Iterable[Any] | None = None,
+        eval_loader: Iterable[Any] | None = None,
+        test_loader: Iterable[Any] | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        batch_size: int = 8,
+        eval_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int | None = None,
+        # length
+        epochs: int | float | None = 3,
+        max_steps: int | None = None,
+        max_duration: int | str | Duration | None = None,
+        # optimizer
+        optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
+        learning_rate: float = 2e-5,
+        weight_decay: float = 0.0,
+        lr_scheduler: Any = None,
+        warmup_steps: int = 0,
+        scheduler_interval: str = "step",
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = 1.0,
+        grad_reduction: str = "mean",
+        # loss and metrics
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        unit: Any = None,
+        compute_metrics: Any = None,
+        optimization_metric: str = "loss",
+        optimization_direction: str | None = None,
+        patience: int | None = None,
+        delta: float = 0.0,
+        early_stopper: Callable[[int, float], bool] | None = None,
+        # cadence
+        eval_steps: int | str | Duration | None = None,
+        eval_on_start: bool = False,
+        save_steps: int | str | Duration | None = None,
+        log_steps: int | str | Duration = 10,
+        # checkpoints
+        save_dir: str | Path | None = None,
+        save_total_limit: int | None = None,
+        keep_best: int = 1,
+        load_best_at_end: bool | None = None,
+        overwrite: bool = False,
+        # precision and placement
+        autocast: str | torch.dtype | None = None,
+        fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        device: str | torch.device | None = None,
+        # run
+        seed: int = 42,
+        deterministic: bool = False,
+        on_nonfinite: str = "raise",
+        callbacks: Iterable[Callback] = (),
+        algorithms: Iterable[Algorithm] = (),
+        progress_bar: bool | None = None,
+        trial_name: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")}
+        refuse_unknown(unknown, list(given), type(self).__name__)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
+        check_settings(given)
+        self._given = {name: value for name, value in given.items() if name != "model"}
+        self.model = model
+        self.train_dataset, self.eval_dataset, self.test_dataset = train_dataset, eval_dataset, test_dataset
+        self.data_collator = data_collator
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.epochs, self.max_steps = epochs, max_steps
+        self.limits = Limits(epochs, max_steps, max_duration)
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.max_grad_norm, self.grad_reduction = max_grad_norm, grad_reduction
+        self.scheduler_interval = scheduler_interval
+        self.loss_fn, self.unit = loss_fn, unit if unit is not None else ModelUnit(model, loss_fn)
+        self.compute_metrics = compute_metrics
+        self.scorer = make_scorer(compute_metrics)
+        self.eval_on_start = eval_on_start
+        self.save_dir = None if save_dir is None else Path(save_dir)
+        self.fp16_loss_scale = fp16_loss_scale
+        self.seed, self.deterministic, self.on_nonfinite = seed, deterministic, on_nonfinite
+        self.trial_name = trial_name
+        self.algorithms = list(algorithms)
+        self._user_callbacks = list(callbacks)
+        self.device = self._choose_device(device)
+        self._set_up_distribution()
+        self.gradient_accumulation_steps = resolve_accumulation(given, self.world_size)
+        self._set_up_data()
+        self.precision = Precision.parse(autocast, self.device)
+        self._new_run()
+        self._setup_training_components()
+        self._finish_setup()
+
+    # --- setting up
+
+    def _set_up_data(self) -> None:
+        given = self._given
+        pin_memory = self.device.type == "cuda" if given["pin_memory"] is None else given["pin_memory"]
+        self._loading = {
+            "collate": self.data_collator,
+            "seed": self.seed,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "num_workers": given["num_workers"],
+            "pin_memory": pin_memory and self.device.type != "cpu",
+            "prefetch_factor": given["prefetch_factor"],
+        }
+        self.train_loader: Any = None
+        if given["train_loader"] is not None:
+            self.train_loader = GivenLoader(given["train_loader"], self.seed)
+        elif self.train_dataset is not None:
+            self.train_loader = make_loader(
+                self.train_dataset, self.batch_size, name="train_dataset", shuffle=given["shuffle"], **self._loading
+            )
+        self.eval_loader = self._evaluation_loader(self.eval_dataset, given["eval_loader"], "eval_dataset")
+        self.test_loader = self._evaluation_loader(self.test_dataset, given["test_loader"], "test_dataset")
+
+    def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
+        if loader is not None:
+            return GivenLoader(loader, self.seed)
+        if evaluation.is_named_sets(dataset):
+            return {key: self._evaluation_loader(value, None, f"{name}[{key!r}]") for key, value in dataset.items()}
+        return dataset if dataset is None else make_loader(dataset, self.eval_batch_size, name=name, **self._loading)
+
+    def _loader_for(self, dataset: Any) -> Any:
+        """Return the loader of a set to evaluate; the constructor's own keep theirs, so workers start only once."""
+        for own, loader in ((self.eval_dataset, self.eval_loader), (self.test_dataset, self.test_loader)):
+            if dataset is own:
+                return loader
+        return self._evaluation_loader(dataset, None, "dataset")
+
+    def _new_run(self) -> None:
+        """Start counting from nothing: progress, history, best."""
+        given = self._given
+        metric = given["optimization_metric"]
+        objective = Objective(
+            metric,
+            given["optimization_direction"],
+            given["delta"],
+            self.scorer.higher_is_better.get(metric.removeprefix("eval_")),
+        )
+        self._check_objective(objective)
+        log = Every(Duration.parse(given["log_steps"], "ba", "log_steps"), self.limits)
+        evaluate = None
+        if self._has_eval:
+            interval = "1ep" if given["eval_steps"] is None else given["eval_steps"]
+            evaluate = Every(Duration.parse(interval, "ba", "eval_steps"), self.limits)
+        patience = None if given["patience"] == -1 else given["patience"]
+        self._interrupt = Interrupt()
+        own: list[Callback] = [
+            self._interrupt,
+            Cadence(self.limits, log, evaluate, None),
+            EarlyStopping(patience, given["early_stopper"]),
+            ProgressBar(given["progress_bar"]),
+        ]
+        if self.save_dir is not None:
+            own.append(JsonlLogger())
+        self.lifecycle = Lifecycle(self, [*own, *self._user_callbacks], objective)
+        self.progress.epoch_size = None if self.train_loader is None else self.train_loader.size
+        self._loss, self._grad_norm, self._logged = LossMeter(self.device), None, (0, 0.0, 0, 0)
+
+    def _check_objective(self, objective: Objective) -> None:
+        """Refuse a metric that cannot come, where the names of the metrics are known beforehand."""
+        names = self.scorer.names
+        if not self._has_eval or names is None:
+            return
+        known = [f"eval_{name}" for name in ("loss", *names)]
+        if evaluation.is_named_sets(self.eval_dataset):
+            known += [f"eval_{key}_{name}" for key in self.eval_dataset for name in ("loss", *names)]
+        objective.key(dict.fromkeys(known, 0.0))
+
+    @property
+    def _has_eval(self) -> bool:
+        return self._given["eval_dataset"] is not None or self._given["eval_loader"] is not None
+
+    def _finish_setup(self) -> None:
+        """Build what `_setup_training_components` left to be built."""
+        self.lr_scheduler = None
+        if not self._can_train:
+            return
+        self.lr_scheduler = build_scheduler(
+            self._given["lr_scheduler"],
+            self.optimizer,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps if self.scheduler_interval == "step" else self._total_epochs,
+        )
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if not self._has_eval:
+                raise ConfigError("`lr_scheduler=ReduceLROnPlateau` follows evaluations. Pass `eval_dataset`.")
+            self.scheduler_interval = "evaluation"
+
+    @property
+    def _can_train(self) -> bool:
+        return self.train_loader is not None or self._has_own_epoch
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer: the user's, or one that is built when it is first looked at, once the model is in place."""
+        return build_optimizer(self._given["optimizer"], self.model, self.learning_rate, self.weight_decay)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in an epoch, or None for data without length."""
+        try:
+            batches = len(self.train_loader)
+        except TypeError:
+            return None
+        return -(-batches // self.gradient_accumulation_steps)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run where that can be told."""
+        return self.limits.total_steps(
+            self.steps_per_epoch, None if self.train_loader is None else self.train_loader.size
+        )
+
+    @property
+    def _total_epochs(self) -> int | None:
+        total, steps = self.total_steps, self.steps_per_epoch
+        return None if total is None or not steps else -(-total // steps)
+
+    def _begin_run(self) -> None:
+        """Refuse what cannot train, and start counting anew."""
+        if not self._can_train:
+            raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
+        if self.progress.step or self.metrics["train_metrics_history"]:
+            self._new_run()
+            if self._given["optimizer"] is None or not hasattr(self._given["optimizer"], "param_groups"):
+                del self.optimizer
+            self._finish_setup()
+        seed_everything(self.seed)
+        self.optimizer.zero_grad()
+        deferred = self.on_nonfinite == "raise" and FiniteGuard.can_defer(self.device, self.optimizer)
+        self._guard = FiniteGuard(self.device, self.optimizer, deferred and self.precision.name != "fp16")
+
+    # --- the public calls
+
+    def train(self, resume_from: str | Path | None = None) -> MetricsDict:
+        """Train to the first limit, and return history and best.
+
+        A second call trains once more from the present weights, with progress and history started anew.
+
+        Raises:
+            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
+            KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
+        """
+        if resume_from is not None:
+            raise ConfigError("`resume_from` is not available yet: this version writes no checkpoints.")
+        self._begin_run()
+        failed = True
+        try:
+            with self._deterministic():
+                self.lifecycle.begin_train()
+                if self.eval_on_start and not self.control.stop:
+                    self._evaluate_in_run(counts=False)
+                self._fit()
+            failed = False
+        except BaseException as error:
+            self.lifecycle.failed(error)
+            raise
+        finally:
+            self._guard.release(self.optimizer)
+            self.lifecycle.end_train(failed)
+        if self._interrupt.error is not None:
+            raise self._interrupt.error
+        return self.metrics
+
+    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        """Return `<prefix>_loss` and the metrics of a dataset, a loader, a dict of named sets, or of the eval set.
+
+        Leaves the run as it is: history, best and random numbers are not touched.
+        """
+        chosen = self.eval_loader if dataset is None else self._loader_for(dataset)
+        if chosen is None:
+            raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
+        return self._evaluated(chosen, prefix)
+
+    def test(self, dataset: Any = None) -> dict[str, float]:
+        """Return `test_loss` and the metrics of a dataset or of the test set; kept in the history, never selected on."""
+        chosen = self.test_loader if dataset is None else self._loader_for(dataset)
+        if chosen is None:
+            raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
+        metrics = self._evaluated(chosen, "test")
+        row = {"step": self.progress.step, "epoch": self.progress.epochs, **metrics}
+        self.metrics.add_test(row)
+        self.lifecycle.logged(row)
+        return metrics
+
+    def _evaluated(self, loader: Any, prefix: str) -> dict[str, float]:
+        metrics = evaluation.evaluate(self, loader, prefix)
+        if metrics is None:
+            raise KeyboardInterrupt("The evaluation was cut short by a signal.")
+        return metrics
+
+    def predict(self, dataset: Any) -> evaluation.Predictions:
+        """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any."""
+        return evaluation.predict(self, self._loader_for(dataset))
+
+    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
+        return save_weights(self.model, Path(path), overwrite)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
+        """Write metrics as `<split>_results.json` into `save_dir`, or into the current folder without one."""
+        folder = self.save_dir or Path()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{split}_results.json"
+        path.write_text(json.dumps(dict(metrics), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def get_model(self) -> nn.Module:
+        """Return the bare module, without what a backend or `torch.compile` has wrapped around it."""
+        return unwrap(self.model)
+
+    unwrap_model = get_model
+
+    def stop(self, reason: str = "requested") -> None:
+        """Ask for the end of the run at the next step boundary; the first reason is the one that counts."""
+        if reason not in STOP_REASONS:
+            logger.info("The run was asked to stop: %s", reason)
+            reason = "requested"
+        self.control.stop = self.control.stop or reason
+
+    def request_evaluate(self) -> None:
+        """Ask for an evaluation at the next step boundary."""
+        if not self._has_eval:
+            raise ConfigError("An evaluation was requested, but there is no evaluation set. Pass `eval_dataset`.")
+        self.control.evaluate = True
+
+    def request_log(self) -> None:
+        """Ask for a row of logs at the next step boundary."""
+        self.control.log = True
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        resolved = {
+            "autocast": self.precision.name,
+            "device": str(self.device),
+            "eval_batch_size": self.eval_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "global_batch_size": self.batch_size * self.world_size * self.gradient_accumulation_steps,
+            "optimization_direction": self.objective.direction,
+            "optimizer": self.optimizer,
+            "unit": self.unit,
+        }
+        plain = {name: describe(value) for name, value in {**self._given, **resolved}.items()}
+        return {"trainer": describe(type(self)), "model": describe(self.get_model()), **plain}
+
+    @property
+    def objective(self) -> Objective:
+        """What evaluations are judged by."""
+        return self.lifecycle.objective
+
+    @property
+    def metrics(self) -> MetricsDict:
+        """History and best of the run."""
+        return self.lifecycle.metrics
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run is ending or has ended; empty while nothing ends it."""
+        return self.control.stop
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is the one that prints and writes."""
+        return self.rank == 0
+
+    # --- what a backend overrides
+
+    def _choose_device(self, device: str | torch.device | None) -> torch.device:
+        """Return the device to train on: the one asked for, else the first there is of cuda, xpu, mps, cpu."""
+        if device is None:
+            kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = "cpu" if kind is None else kind.type
+        try:
+            chosen = torch.device(device)
+            chosen = torch.empty(0, device=chosen).device  # "cuda" becomes "cuda:0"
+        except (RuntimeError, AssertionError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"`device={device!r}` cannot be used: {reason} Leave it out to take what there is."
+            ) from None
+        return chosen
+
+    def _set_up_distribution(self) -> None:
+        """Find out about the other processes of the run, before anything is counted."""
+
+    def _setup_training_components(self) -> None:
+        """Put the model in place. `self.optimizer` is built afterwards, unless this sets it."""
+        self.model.to(self.device)
+
+    @contextlib.contextmanager
+    def _deterministic(self) -> Iterator[None]:
+        """Allow only deterministic kernels inside, if that was asked for."""
+        before = torch.are_deterministic_algorithms_enabled()
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)

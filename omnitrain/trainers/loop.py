@@ -1,0 +1,361 @@
+"""The training loop, once: epochs, windows, steps, and the answers to what callbacks ask for.
+
+The order of events is printed in `Event`. A backend or a user changes the loop by overriding the hooks at the end of
+the class, whose defaults are plain PyTorch on one device. Arguments and public calls are in `base.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain import evaluation
+from omnitrain.collation import count_samples, move_to_device
+from omnitrain.errors import ConfigError, DataError, NonFiniteError
+from omnitrain.events import Algorithm
+from omnitrain.finite import FiniteGuard, LossMeter
+from omnitrain.lifecycle import Control, Lifecycle
+from omnitrain.loaders import Loader, copied_ahead
+from omnitrain.nonfinite import Place, nonfinite_error
+from omnitrain.precision import Precision
+from omnitrain.progress import Progress
+from omnitrain.sampling import Window, windows
+from omnitrain.units import ModelUnit, StepOutput, count_labels, count_tokens, run_unit
+
+__all__ = ["TrainingLoop"]
+
+logger = logging.getLogger("omnitrain")
+
+_NOTHING = contextlib.nullcontext()
+
+
+class TrainingLoop:
+    """A template method: `_fit` calls the hooks, and the lifecycle after each of them."""
+
+    model: nn.Module
+    unit: Any
+    device: torch.device
+    precision: Precision
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    scheduler_interval: str
+    train_loader: Any
+    eval_loader: Any
+    algorithms: list[Algorithm]
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    grad_reduction: str
+    on_nonfinite: str
+    lifecycle: Lifecycle
+    world_size: int = 1
+    rank: int = 0
+
+    _guard: FiniteGuard
+    _loss: LossMeter
+    _grad_norm: torch.Tensor | None = None
+    _epoch_is_complete: bool
+    _logged: tuple[int, float, int, int]
+    """Step, seconds, samples and tokens at the latest log."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.lifecycle.progress
+
+    @property
+    def control(self) -> Control:
+        """What callbacks have asked for."""
+        return self.lifecycle.control
+
+    # --- the loop
+
+    def _fit(self) -> None:
+        """Train epoch by epoch until something ends the run."""
+        while not self.control.stop:
+            self.lifecycle.begin_epoch()
+            self._epoch_is_complete = True
+            with self._counting_steps_of_others():
+                train_loss = self._train_epoch(self.progress.epoch)
+            self._end_epoch(train_loss)
+            self._answer_requests()
+        if self._logged[0] < self.progress.step and self.control.stop != "signal":
+            self._log()
+
+    def _train_epoch(self, epoch: int) -> float:
+        """Train on the data of an epoch, or the rest of it, and return its mean loss.
+
+        Override it for a loop of your own: events of steps then do not fire, everything else stays as it is.
+        """
+        self.model.train()
+        start = self.progress.samples_in_epoch
+        for window in self._windows(epoch):
+            self.lifecycle.begin_step()
+            applied = self._train_step(window)
+            self.lifecycle.end_step(window.samples, window.tokens, skipped=not applied)
+            self._answer_requests()
+            if self.control.stop:
+                self._epoch_is_complete = self.progress.is_epoch_consumed
+                break
+        if self.progress.samples_in_epoch == start and not self.control.stop:
+            raise DataError(f"Epoch {epoch + 1} has no samples: the training data yielded none.")
+        return self._loss.mean()
+
+    def _train_step(self, window: Window) -> bool:
+        """Train on one window, and return whether the weights were updated."""
+        if self._must_undo:
+            self._loss.begin_step()
+        divisor, targets, last = self._divisor(window), 0, len(window.batches) - 1
+        for i, (batch, weight) in enumerate(zip(window.batches, window.weights, strict=True)):
+            with self._accumulating(last=i == last):
+                batch = self._prepare_batch(batch)
+                for algorithm in self.algorithms:
+                    batch = algorithm.transform_batch(self, batch)
+                with self._autocast():
+                    output = self._forward(self.model, batch)
+                    loss = output.loss
+                    for algorithm in reversed(self.algorithms):
+                        loss = algorithm.transform_loss(self, loss)
+                if output.num_targets is None:
+                    self._loss.add(loss, weight)
+                else:  # the loss is the sum over targets, which only the forward could count
+                    targets += (count := int(output.num_targets))
+                    self._loss.add(loss / max(count, 1), count)
+                    weight = 1.0 if count else 0.0
+                if weight:  # a mean over nothing is NaN, and 0 x NaN is NaN
+                    self._backward(loss if weight == divisor else loss * (weight / divisor))
+        if targets and self.grad_reduction != "sum":
+            self._scale_gradients(divisor / (self._sum_over_ranks(targets) / self.world_size))
+        return self._optimizer_step(window)
+
+    def _optimizer_step(self, window: Window) -> bool:
+        """Clip, check, update and clear the gradients; return whether the update was made."""
+        self._grad_norm = self._clip_gradients()
+        self.lifecycle.before_optimizer_step()
+        applied = self._is_admitted(self._grad_norm, window) and self._apply_update()
+        self.optimizer.zero_grad()
+        if not applied:
+            self._loss.undo_step()
+        elif self.lr_scheduler is not None and self.scheduler_interval == "step":
+            self.lr_scheduler.step()
+        return applied
+
+    def _answer_requests(self) -> None:
+        """Do what callbacks have asked for: the only place where a run logs, evaluates or saves."""
+        control = self.control
+        if control.log:
+            control.log = False
+            self._log()
+        if control.evaluate:
+            control.evaluate = False
+            if self.lifecycle.evaluated_step != self.progress.step:
+                self._evaluate_in_run()
+
+    def _evaluate_in_run(self, counts: bool = True) -> None:
+        self.lifecycle.begin_evaluation()
+        metrics = evaluation.evaluate(self, self.eval_loader, "eval")
+        if metrics is None:
+            return  # cut short by a signal: half an evaluation is none
+        for algorithm in self.algorithms:
+            metrics = algorithm.transform_metrics(self, metrics)
+        self.lifecycle.evaluated(metrics, counts)
+        if self.lr_scheduler is not None and self.scheduler_interval == "evaluation":
+            self.lr_scheduler.step(metrics[self.lifecycle.objective.key(metrics)])
+
+    def _end_epoch(self, train_loss: float) -> None:
+        self._raise_if_bad(wait=True)
+        if not isinstance(train_loss, (int, float)) and not hasattr(train_loss, "__float__"):
+            raise ConfigError(
+                f"{type(self).__name__}._train_epoch must return the epoch's mean loss as a float, got {train_loss!r}."
+            )
+        train_loss = float(train_loss)
+        if not self._loss.weight and math.isfinite(train_loss):
+            self._loss.add(torch.tensor(train_loss), 1)  # a loop of the user's own: its mean is what there is to log
+        elif not math.isfinite(train_loss) and self.on_nonfinite == "raise" and self._has_own_epoch:
+            raise NonFiniteError(f"{type(self).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
+        row = {"train_loss": train_loss, "learning_rate": self._learning_rate, **self._read_grad_norm()}
+        if self._epoch_is_complete:
+            if self.lr_scheduler is not None and self.scheduler_interval == "epoch":
+                self.lr_scheduler.step()
+            self._loss.begin_epoch()
+        self.lifecycle.end_epoch(self._epoch_is_complete, row)
+
+    def _log(self) -> None:
+        """Read the loss off the device, once per log, and send the row out."""
+        self.lifecycle.tick()
+        self._raise_if_bad(wait=True)
+        progress, (_, seconds, samples, tokens) = self.progress, self._logged
+        passed = max(progress.seconds - seconds, 1e-9)
+        logs: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": progress.epochs,
+            "loss": self._loss.mean_since_last(),
+            "learning_rate": self._learning_rate,
+            **self._read_grad_norm(),
+            "samples_per_second": (progress.samples - samples) / passed,
+        }
+        if progress.tokens:
+            logs["tokens_per_second"] = (progress.tokens - tokens) / passed
+        if progress.skipped_steps:
+            logs["skipped_steps"] = progress.skipped_steps
+        logs.update(self._backend_logs())
+        self._logged = (progress.step, progress.seconds, progress.samples, progress.tokens)
+        self.lifecycle.logged(logs)
+
+    @property
+    def _learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _read_grad_norm(self) -> dict[str, float]:
+        return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
+
+    # --- what a window is made of
+
+    def _windows(self, epoch: int) -> Iterator[Window]:
+        """Yield the windows of an epoch, from the present position on, weighed while they are on the host."""
+        batches = self.train_loader.batches(epoch, self.progress.samples_in_epoch)
+        for group in windows(self._weighed(batches), self.gradient_accumulation_steps):
+            ready, weights, samples, tokens = zip(*group, strict=True)
+            yield Window(list(ready), list(weights), sum(samples), sum(tokens))
+
+    def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float, int, int]]:
+        pairs = ((batch, batch) for batch in batches)
+        if self.device.type == "cuda" and type(self)._prepare_batch is TrainingLoop._prepare_batch:
+            pairs = copied_ahead(batches, self.device)
+        for batch, ready in pairs:
+            yield ready, self._weigh(batch), count_samples(batch), count_tokens(batch)
+
+    def _weigh(self, batch: Any) -> float:
+        """Return how much a micro-batch (on the host) counts in its window: its labels that count, or its samples."""
+        if self.grad_reduction == "sum":
+            return 1
+        labels = count_labels(batch, self._shifts_labels)
+        if labels is not None:
+            return labels
+        if self.grad_reduction == "per-token-mean" and isinstance(self.unit, ModelUnit):
+            raise DataError(
+                "`grad_reduction='per-token-mean'` needs token counts, but the labels are not integers of more than "
+                "one dimension. Use grad_reduction='mean', or a `unit` that returns (loss, num_targets)."
+            )
+        return count_samples(batch)
+
+    @cached_property
+    def _shifts_labels(self) -> bool:
+        # transformers' causal language models predict labels[1:], and count those
+        return getattr(self.model, "loss_type", None) == "ForCausalLM"
+
+    def _divisor(self, window: Window) -> float:
+        """Return what the window's weighted losses are divided by: the mean over processes of their weights."""
+        if self.grad_reduction == "sum":
+            return 1.0
+        return self._sum_over_ranks(sum(window.weights)) / self.world_size or 1.0
+
+    # --- non-finite losses and gradients
+
+    @property
+    def _must_undo(self) -> bool:
+        """Whether a step may turn out to be skipped, so that its loss has to be taken back."""
+        return self.on_nonfinite != "raise"
+
+    def _is_admitted(self, norm: torch.Tensor, window: Window) -> bool:
+        """Return whether the update may be made, under the policy for non-finite numbers."""
+        progress = self.progress
+        place = Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, window.samples)
+        if self._guard.admits(self._finite_evidence(norm), place):
+            if self._guard.deferred:
+                self._raise_if_bad()
+            return True
+        if self.on_nonfinite == "raise":
+            self.optimizer.zero_grad()
+            raise nonfinite_error(self, place)
+        skips = self.on_nonfinite == "skip"
+        todo = "the step is skipped" if skips else "the update is made all the same (on_nonfinite='warn')"
+        logger.warning("The loss or a gradient is not finite at step %d: %s.", place.step, todo)
+        if not skips:
+            self._loss.undo_step()
+        return not skips
+
+    def _finite_evidence(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return a number that is finite exactly if the losses so far and the gradients are."""
+        return norm + self._loss.sum
+
+    def _raise_if_bad(self, wait: bool = False) -> None:
+        place = self._guard.first_bad(wait)
+        if place is not None:
+            raise nonfinite_error(self, place)
+
+    # --- a loop of the user's own
+
+    @property
+    def _has_own_epoch(self) -> bool:
+        return type(self)._train_epoch is not TrainingLoop._train_epoch
+
+    @contextlib.contextmanager
+    def _counting_steps_of_others(self) -> Iterator[None]:
+        """Count the optimizer steps of a `_train_epoch` of the user's own, which does not count them itself."""
+        if not self._has_own_epoch:
+            yield
+            return
+        if isinstance(self.train_loader, Loader):
+            self.train_loader.set_epoch(self.progress.epoch)
+        before, taken = self.progress.step, [0]
+        handle = self.optimizer.register_step_post_hook(lambda *_: taken.append(taken.pop() + 1))
+        try:
+            yield
+        finally:
+            handle.remove()
+        if self.progress.step == before:
+            self.progress.step += taken[0]
+
+    # --- what a backend or a user may override; the defaults are plain PyTorch on one device
+
+    def _prepare_batch(self, batch: Any) -> Any:
+        """Return the batch as the model is to see it, on the device."""
+        return move_to_device(batch, self.device, non_blocking=True)
+
+    def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Return loss and outputs of a batch on the device."""
+        return run_unit(self.unit, model, batch)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of forward and loss."""
+        return self.precision.autocast()
+
+    def _accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch; `last` says that gradients are to be complete after it."""
+        return _NOTHING
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss`."""
+        loss.backward()
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by `factor`."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def _clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that, on the device."""
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def _apply_update(self) -> bool:
+        """Take the optimizer's step; return False if it was left out."""
+        self.optimizer.step()
+        return True
+
+    def _backend_logs(self) -> dict[str, float]:
+        """Return what the backend adds to each row of logs."""
+        return {}
+
+    def _sum_over_ranks(self, value: float) -> float:
+        """Return the sum of `value` over all processes."""
+        return value

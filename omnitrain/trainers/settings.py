@@ -1,0 +1,171 @@
+"""What may be said to a trainer: each argument by itself, and those that contradict each other. No torch, no effects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omnitrain.errors import ConfigError, did_you_mean
+
+__all__ = ["check_settings", "describe", "refuse_unknown", "resolve_accumulation"]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "scheduler_interval": ("step", "epoch"),
+    "grad_reduction": ("mean", "sum", "per-token-mean"),
+    "on_nonfinite": ("raise", "skip", "warn"),
+}
+POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor")
+NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
+
+
+def refuse_unknown(unknown: Mapping[str, Any], known: list[str], who: str) -> None:
+    """Raise a TypeError that names the nearest argument, if there are unknown ones."""
+    for name in unknown:
+        raise TypeError(f"{who}() got an unexpected argument {name!r}.{did_you_mean(name, known)}")
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first argument, or pair of arguments, that cannot be meant.
+
+    Args:
+        given: All arguments of the constructor by name.
+    """
+    _check_each(given)
+    _check_data(given)
+    _check_pairs(given)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_each(given: Mapping[str, Any]) -> None:
+    for name, choices in CHOICES.items():
+        if given[name] not in choices:
+            raise ConfigError(
+                f"`{name}` must be one of {', '.join(map(repr, choices))}, got {given[name]!r}."
+                f"{did_you_mean(str(given[name]), choices)}"
+            )
+    for names, least, words in ((POSITIVE, 1, "a positive integer"), (NOT_NEGATIVE, 0, "an integer of at least 0")):
+        for name in names:
+            value = given[name]
+            if value is not None and (not _is_integer(value) or value < least):
+                raise ConfigError(f"`{name}` must be {words}, got {value!r}.")
+    for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
+        if given[name] is None:
+            raise ConfigError(f"`{name}` must be an integer, got None. Leave it out for its default.")
+    for name in ("learning_rate", "weight_decay", "delta"):
+        value = given[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {value!r}.")
+    norm = given["max_grad_norm"]
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 < norm < math.inf):
+        raise ConfigError(f"`max_grad_norm` must be a positive number or None, got {norm!r}. None does not clip.")
+    patience = given["patience"]
+    if patience is not None and (not _is_integer(patience) or patience < -1 or patience == 0):
+        raise ConfigError(
+            f"`patience` must be a positive integer or None, got {patience!r}. Leave it out to train all epochs."
+        )
+    scale = given["fp16_loss_scale"]
+    if not isinstance(scale, (tuple, list)) or len(scale) != 2 or not 0 < scale[1] <= scale[0] < math.inf:
+        raise ConfigError(f"`fp16_loss_scale` must be (initial, minimum) with 0 < minimum <= initial, got {scale!r}.")
+
+
+def _check_data(given: Mapping[str, Any]) -> None:
+    for kind in ("train", "eval", "test"):
+        if given[f"{kind}_dataset"] is not None and given[f"{kind}_loader"] is not None:
+            raise ConfigError(f"`{kind}_dataset` and `{kind}_loader` are both given. Pass one of them.")
+    has_eval = given["eval_dataset"] is not None or given["eval_loader"] is not None
+    for name, off in (
+        ("patience", (None, -1)),
+        ("early_stopper", (None,)),
+        ("eval_steps", (None,)),
+        ("eval_on_start", (False,)),
+    ):
+        if not has_eval and given[name] not in off:
+            raise ConfigError(
+                f"`{name}={given[name]!r}` needs evaluations, but there is no evaluation set. "
+                f"Pass `eval_dataset`, or leave `{name}` out."
+            )
+    if given["prefetch_factor"] is not None and not given["num_workers"]:
+        raise ConfigError(
+            f"`prefetch_factor={given['prefetch_factor']}` has no effect with `num_workers=0`. Set `num_workers`."
+        )
+    if given["train_loader"] is not None:
+        for name, default in (("global_batch_size", None), ("data_collator", None), ("num_workers", 0)):
+            if given[name] != default and given["eval_dataset"] is None and given["test_dataset"] is None:
+                raise ConfigError(
+                    f"`{name}={given[name]!r}` has no effect on a `train_loader` of your own, which is used as it is. "
+                    "Set it in that loader, or pass `train_dataset` instead."
+                )
+
+
+def _check_pairs(given: Mapping[str, Any]) -> None:
+    if given["unit"] is not None and given["loss_fn"] is not None:
+        raise ConfigError("`unit` and `loss_fn` are both given: the unit computes its own loss. Pass one of them.")
+    optimizer = given["optimizer"]
+    if optimizer is not None and not isinstance(optimizer, (str, type)):
+        for name, default in (("learning_rate", 2e-5), ("weight_decay", 0.0)):
+            if given[name] != default:
+                raise ConfigError(
+                    f"`{name}={given[name]!r}` has no effect with an `optimizer` of your own. "
+                    "Set it in that optimizer, or pass its class instead."
+                )
+    if given["scheduler_interval"] == "epoch":
+        if given["lr_scheduler"] is None:
+            raise ConfigError("`scheduler_interval='epoch'` has no effect without `lr_scheduler`. Pass one.")
+        if given["warmup_steps"]:
+            raise ConfigError(
+                f"`warmup_steps={given['warmup_steps']}` counts steps, but `scheduler_interval='epoch'` moves the "
+                "schedule once per epoch. Use scheduler_interval='step'."
+            )
+    if given["save_dir"] is None:
+        for name, off in (
+            ("save_steps", None),
+            ("save_total_limit", None),
+            ("overwrite", False),
+            ("load_best_at_end", None),
+        ):
+            if given[name] != off and given[name] is not False:
+                raise ConfigError(
+                    f"`{name}={given[name]!r}` needs a place for checkpoints. Pass `save_dir`, or leave `{name}` out."
+                )
+
+
+def resolve_accumulation(given: Mapping[str, Any], world_size: int) -> int:
+    """Return the micro-batches per window and process, from `global_batch_size` if that is given.
+
+    Raises:
+        ConfigError: If the global batch does not divide, or contradicts `gradient_accumulation_steps`.
+    """
+    accumulation, whole = given["gradient_accumulation_steps"], given["global_batch_size"]
+    if whole is None:
+        return accumulation
+    share = given["batch_size"] * world_size
+    if whole % share:
+        raise ConfigError(
+            f"`global_batch_size={whole}` must be a multiple of batch_size x processes = "
+            f"{given['batch_size']} x {world_size} = {share}."
+        )
+    if accumulation not in (1, whole // share):
+        raise ConfigError(
+            f"`gradient_accumulation_steps={accumulation}` contradicts `global_batch_size={whole}`, which makes it "
+            f"{whole} / ({given['batch_size']} x {world_size}) = {whole // share}. Leave one of them out."
+        )
+    return whole // share
+
+
+def describe(value: Any) -> Any:
+    """Return a setting as JSON types: plain values as they are, objects by the name of what they are."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): describe(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple) and len(value) < 100:
+        return [describe(entry) for entry in value]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,241 @@
+"""What is computed on one batch: from a batch to a loss and outputs. Not when, how often, or what follows from it.
+
+`ModelUnit` is the default and knows the usual shapes of models; a user's own `TrainUnit` takes its place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from omnitrain.collation import IGNORED_LABEL, LABEL_KEYS, labels_of
+from omnitrain.errors import DataError
+
+__all__ = ["EvalUnit", "ModelUnit", "StepOutput", "TrainUnit", "count_labels", "count_tokens", "run_unit"]
+
+logger = logging.getLogger("omnitrain")
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What came of one micro-batch.
+
+    Attributes:
+        loss: A scalar: the mean over the batch, or the sum over `num_targets` targets where that is given.
+            None where nothing asked for a loss and the batch has no labels.
+        outputs: What metrics look at, usually logits of shape (samples, ..., classes).
+        labels: What they are compared with.
+        num_targets: How many targets `loss` is the sum of.
+    """
+
+    loss: Tensor | None
+    outputs: Any = None
+    labels: Any = None
+    num_targets: int | Tensor | None = None
+
+
+@runtime_checkable
+class TrainUnit(Protocol):
+    """A user's own step: `unit(batch)` returns a mean loss, or (sum of losses, number of targets).
+
+    A method `set_step_nr(step)` is called before each step, counted from 1, if there is one.
+    """
+
+    def __call__(self, batch: Any) -> Tensor | tuple[Tensor, int | Tensor | None]:
+        """Return the loss of `batch`, a batch on the device."""
+        ...
+
+
+@runtime_checkable
+class EvalUnit(Protocol):
+    """A unit that also says what metrics are to look at."""
+
+    def evaluate(self, batch: Any) -> StepOutput:
+        """Return loss, outputs and labels of an evaluation batch; called without gradients."""
+        ...
+
+
+class ModelUnit:
+    """The default unit: calls the model and finds the loss in what it returns.
+
+    A dict batch is passed by keyword, less the keys that `forward` does not take; a tuple batch as
+    `model(*inputs)`, its last entry being the labels. The loss is `loss_fn(outputs, labels)` if there is a
+    `loss_fn`; `model.loss(outputs, batch)` for models in Composer's shape (whose `forward` takes the whole batch);
+    else the output's `loss`, a dict's "loss" (or "total"), a tuple's first entry, or the output itself if scalar.
+
+    Args:
+        model: The bare module, looked at for its signature only; the model to run is an argument of the call.
+        loss_fn: The user's loss.
+
+    >>> unit = ModelUnit(nn.Linear(2, 1), nn.MSELoss())
+    >>> unit(nn.Linear(2, 1), (torch.ones(3, 2), torch.ones(3, 1))).outputs.shape
+    torch.Size([3, 1])
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+        self.loss_fn = loss_fn
+        self.model_loss = None
+        if loss_fn is None and isinstance(inspect.getattr_static(type(model), "loss", None), FunctionType):
+            self.model_loss = model.loss
+        parameters = inspect.signature(model.forward).parameters.values()
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._takes = None if takes_any else {parameter.name for parameter in parameters if parameter.kind in named}
+        self._needs = {p.name for p in parameters if p.kind in named and p.default is p.empty}
+        self._told: set[str] = set()
+
+    def __call__(self, model: Any, batch: Any) -> StepOutput:
+        """Return loss and outputs of `batch`. Without gradients a batch without labels may have no loss.
+
+        Raises:
+            DataError: If a loss is needed and cannot be found, or is no scalar.
+        """
+        labels = labels_of(batch)
+        needs_loss = torch.is_grad_enabled()
+        if self.model_loss is not None:
+            outputs = model(batch)
+            loss = _total(self.model_loss(outputs, batch)) if needs_loss or labels is not None else None
+        else:
+            outputs = self._call(model, batch)
+            if self.loss_fn is None:
+                loss = _loss_in(outputs)
+            else:
+                loss = self.loss_fn(outputs, labels) if needs_loss or labels is not None else None
+        if needs_loss:
+            self._check(loss, outputs)
+        return StepOutput(loss, _scores_in(outputs, loss), labels)
+
+    def _call(self, model: Any, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            if self.loss_fn is None and (self._takes is None or batch.keys() <= self._takes):
+                return model(**batch)
+            return model(**self._fitting(batch))
+        if isinstance(batch, (tuple, list)):
+            return model(*batch[:-1]) if len(batch) > 1 else model(*batch)
+        return model(batch)
+
+    def _fitting(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of `batch` that the model is to see; with a `loss_fn` the labels are not among them."""
+        fitting = {}
+        for key, value in batch.items():
+            is_ours = self.loss_fn is not None and key in LABEL_KEYS and key not in self._needs
+            if not is_ours and (self._takes is None or key in self._takes):
+                fitting[key] = value
+            elif not is_ours and key not in self._told and not (key in LABEL_KEYS and self.loss_fn is not None):
+                self._told.add(key)
+                logger.warning("The batch's %r is not passed to the model: its forward() takes no such argument.", key)
+        return fitting
+
+    def _check(self, loss: Any, outputs: Any) -> None:
+        if not isinstance(loss, Tensor):
+            raise DataError(
+                f"No loss found: the model returned {_describe(outputs)}. Return an output with `.loss`, a dict with "
+                "'loss' or a tuple that starts with the loss, or pass `loss_fn=` (called as loss_fn(outputs, labels))."
+            )
+        if loss.ndim and loss.numel() != 1:
+            raise DataError(
+                f"The loss must be a scalar, got a tensor of shape {tuple(loss.shape)}. "
+                "Reduce it in the model or in `loss_fn`, for example with reduction='mean'."
+            )
+
+
+def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
+    """Run the default unit or a user's own on `batch`, and return what came of it in one shape."""
+    if isinstance(unit, ModelUnit):
+        return unit(model, batch)
+    if not torch.is_grad_enabled() and hasattr(unit, "evaluate"):
+        return unit.evaluate(batch)
+    result = unit(batch)
+    if isinstance(result, StepOutput):
+        return result
+    loss, num_targets = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise DataError(
+            f"`unit` must return a scalar loss or (sum of losses, number of targets), got {_describe(result)}."
+        )
+    return StepOutput(loss, labels=labels_of(batch), num_targets=num_targets)
+
+
+def _total(loss: Any) -> Any:
+    """Return one loss of Composer's three kinds: a tensor, a tuple that is summed, a dict with "total" or summed."""
+    if isinstance(loss, Mapping):
+        return loss["total"] if "total" in loss else sum(loss.values())
+    return sum(loss) if isinstance(loss, (tuple, list)) else loss
+
+
+def _loss_in(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.numel() == 1 else None
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss", outputs.get("total"))
+    if isinstance(outputs, (tuple, list)) and outputs:
+        first = outputs[0]
+        return first if isinstance(first, Tensor) and first.numel() == 1 else None
+    return getattr(outputs, "loss", None)
+
+
+def _scores_in(outputs: Any, loss: Any) -> Any:
+    """Return what metrics look at: `logits` where they are named, else everything that is not the loss."""
+    if isinstance(outputs, Tensor):
+        return None if outputs is loss else outputs
+    if isinstance(outputs, Mapping):
+        rest = {key: value for key, value in outputs.items() if key not in ("loss", "total") and value is not None}
+        for key in ("logits", "predictions"):
+            if key in rest:
+                return rest[key]
+        values = tuple(rest.values())
+    elif isinstance(outputs, (tuple, list)):
+        values = tuple(value for value in outputs if value is not loss)
+    else:
+        return getattr(outputs, "logits", None)
+    return values[0] if len(values) == 1 else (values or None)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {', '.join(map(repr, value))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(_describe(entry) for entry in value[:4])}"
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def count_labels(batch: Any, shifted: bool = False) -> int | None:
+    """Return how many labels are not -100, where labels are integers of more than one dimension; else None.
+
+    Args:
+        batch: A batch on the host: counting on a device would wait for it.
+        shifted: Count as causal language models do, whose first label has nothing to be predicted from.
+    """
+    labels = labels_of(batch)
+    if isinstance(batch, Mapping) and "shift_labels" in batch:
+        labels, shifted = batch["shift_labels"], False
+    if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point() or labels.is_complex():
+        return None
+    if shifted:
+        labels = labels[..., 1:]
+    if labels.device.type != "cpu":
+        return int((labels != IGNORED_LABEL).sum())
+    return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
+
+
+def count_tokens(batch: Any) -> int:
+    """Return the tokens of a host batch: unmasked ones, else all of `input_ids`, else labels that count, else 0."""
+    if isinstance(batch, Mapping):
+        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type == "cpu":
+            return int(np.count_nonzero(mask.numpy()))
+        if isinstance(ids, Tensor):
+            return ids.numel()
+    return count_labels(batch) or 0

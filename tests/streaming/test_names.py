@@ -1,0 +1,421 @@
+"""Metrics by name: each against scikit-learn, however the data is cut into batches and processes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import pearsonr
+from sklearn import metrics as sk
+
+from omnitrain.errors import ConfigError, DataError, MissingExtraError
+from omnitrain.streaming import NamedMetrics
+from omnitrain.streaming.names import _ALIASES, _FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # scikit-learn's own, on classes without samples
+
+CLASSES = 4
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def rank_of_label(true: np.ndarray, scores: np.ndarray, k: int) -> float:
+    return float(sk.top_k_accuracy_score(true, scores, k=k, labels=range(scores.shape[-1])))
+
+
+def averaged(stem: str) -> dict:
+    function = getattr(sk, f"{stem}_score")
+    return {
+        f"{stem}_{average}": lambda t, s, average=average: function(t, s.argmax(-1), average=average)
+        for average in ("macro", "micro", "weighted")
+    }
+
+
+BY_CLASS = {
+    "accuracy": lambda t, s: sk.accuracy_score(t, s.argmax(-1)),
+    "accuracy_score": lambda t, s: sk.accuracy_score(t, s.argmax(-1)),
+    "balanced_accuracy": lambda t, s: sk.balanced_accuracy_score(t, s.argmax(-1)),
+    **averaged("f1"),
+    **averaged("precision"),
+    **averaged("recall"),
+    **averaged("jaccard"),
+    "mcc": lambda t, s: sk.matthews_corrcoef(t, s.argmax(-1)),
+    "matthews_corrcoef": lambda t, s: sk.matthews_corrcoef(t, s.argmax(-1)),
+    "cohen_kappa": lambda t, s: sk.cohen_kappa_score(t, s.argmax(-1)),
+    "hamming_loss": lambda t, s: sk.hamming_loss(t, s.argmax(-1)),
+    "zero_one_loss": lambda t, s: sk.zero_one_loss(t, s.argmax(-1)),
+    "neg_zero_one_loss": lambda t, s: -sk.zero_one_loss(t, s.argmax(-1)),
+    "top2_accuracy": lambda t, s: rank_of_label(t, s, 2),
+    "top3_accuracy": lambda t, s: rank_of_label(t, s, 3),
+    "log_loss": lambda t, s: sk.log_loss(t, softmax(s), labels=range(s.shape[-1])),
+    "neg_log_loss": lambda t, s: -sk.log_loss(t, softmax(s), labels=range(s.shape[-1])),
+    "perplexity": lambda t, s: math.exp(sk.log_loss(t, softmax(s), labels=range(s.shape[-1]))),
+    "roc_auc": lambda t, s: sk.roc_auc_score(t, softmax(s), multi_class="ovr", labels=range(s.shape[-1])),
+    "average_precision": lambda t, s: sk.average_precision_score(np.eye(s.shape[-1])[t], softmax(s)),
+}
+BINARY = {
+    name: lambda t, s, name=name: getattr(sk, f"{name}_score")(t, s.argmax(-1))
+    for name in ("f1", "precision", "recall", "jaccard")
+}
+BINARY_SCORES = {
+    "roc_auc": lambda t, s: sk.roc_auc_score(t, softmax(s)[:, 1]),
+    "average_precision": lambda t, s: sk.average_precision_score(t, softmax(s)[:, 1]),
+}
+BY_VALUE = {
+    "mse": sk.mean_squared_error,
+    "neg_mean_squared_error": lambda t, p: -sk.mean_squared_error(t, p),
+    "rmse": sk.root_mean_squared_error,
+    "mean_absolute_error": sk.mean_absolute_error,
+    "mape": sk.mean_absolute_percentage_error,
+    "r2": sk.r2_score,
+    "r2_score": sk.r2_score,
+    "explained_variance": sk.explained_variance_score,
+    "max_error": lambda t, p: np.abs(t - p).max(),
+    "pearson": lambda t, p: np.mean(
+        [pearsonr(a, b)[0] for a, b in zip(np.atleast_2d(t.T), np.atleast_2d(p.T), strict=True)]
+    ),
+}
+
+
+def score(names, outputs, labels, batch_size=3, processes=1):
+    """Score as a run does: batch by batch on each process, then everything merged into a fresh scorer."""
+    outputs, labels = torch.as_tensor(outputs), torch.as_tensor(labels)
+    scorers = [NamedMetrics(names) for _ in range(processes)]
+    for i, start in enumerate(range(0, len(labels), batch_size)):
+        rows = slice(start, start + batch_size)
+        scorers[i % processes].update(outputs[rows], labels[rows])
+    if processes == 1:
+        return scorers[0].compute()
+    merged = NamedMetrics(names)
+    for scorer in scorers:
+        merged.merge(scorer.state())
+    return merged.compute()
+
+
+def expect(reference, *arrays):
+    return {name: float(function(*arrays)) for name, function in reference.items()}
+
+
+cuts = {"batch_size": st.integers(1, 7), "processes": st.integers(1, 3), "seed": st.integers(0, 2**31)}
+
+
+@given(samples=st.integers(8, 40), **cuts)
+@settings(max_examples=25, deadline=None)
+def test_every_classification_name_gives_scikit_learns_number(samples, batch_size, processes, seed):
+    random = np.random.default_rng(seed)
+    labels, outputs = random.integers(0, CLASSES, samples), random.normal(size=(samples, CLASSES)) * 3
+    labels[:CLASSES] = range(CLASSES)
+    found = score(list(BY_CLASS), outputs, labels, batch_size, processes)
+    assert found == pytest.approx(expect(BY_CLASS, labels, outputs), rel=1e-12, nan_ok=True)
+
+
+@given(samples=st.integers(4, 40), **cuts)
+@settings(max_examples=15, deadline=None)
+def test_names_for_two_classes_give_scikit_learns_number(samples, batch_size, processes, seed):
+    random = np.random.default_rng(seed)
+    labels, outputs = random.integers(0, 2, samples), random.normal(size=(samples, 2))
+    labels[:2] = 0, 1
+    reference = BINARY | BINARY_SCORES
+    found = score(list(reference), outputs, labels, batch_size, processes)
+    assert found == pytest.approx(expect(reference, labels, outputs), rel=1e-12)
+
+
+@given(samples=st.integers(2, 40), columns=st.integers(1, 3), **cuts)
+@settings(max_examples=25, deadline=None)
+def test_every_regression_name_gives_scikit_learns_number(samples, columns, batch_size, processes, seed):
+    random = np.random.default_rng(seed)
+    labels = random.normal(size=(samples, columns)) * 3 + 1
+    outputs = labels + random.normal(size=(samples, columns))
+    found = score(list(BY_VALUE), outputs, labels, batch_size, processes)
+    assert found == pytest.approx(expect(BY_VALUE, labels, outputs), rel=1e-9)
+
+
+def test_the_references_above_cover_every_name():
+    kinds = {kind for kinds in _FAMILIES.values() for kind in kinds}
+    tested = BY_CLASS.keys() | BINARY.keys() | BY_VALUE.keys()
+    assert kinds == {_ALIASES.get(name.removeprefix("neg_"), name.removeprefix("neg_")) for name in tested} & kinds
+
+
+def test_large_means_cost_no_digits():
+    random = np.random.default_rng(0)
+    labels = random.normal(size=200) + 1e8
+    outputs = labels + random.normal(size=200)
+    names = ["r2", "explained_variance", "pearson"]
+    reference = {name: BY_VALUE[name] for name in names}
+    assert score(names, outputs, labels, 7, 3) == pytest.approx(expect(reference, labels, outputs), rel=1e-6)
+
+
+def test_nan_labels_are_left_out_of_their_own_column_only():
+    labels = np.array([[1.0, 2.0, np.nan], [np.nan, 4.0, np.nan], [3.0, 8.0, np.nan], [5.0, np.nan, np.nan]])
+    outputs = labels + np.array([1.0, 2.0, 3.0])
+    outputs[np.isnan(labels)] = 1e6
+    found = score(["rmse", "mae", "max_error", "r2"], outputs, labels, 2)
+    r2 = [sk.r2_score(labels[~np.isnan(labels[:, i]), i], outputs[~np.isnan(labels[:, i]), i]) for i in (0, 1)]
+    assert found == pytest.approx({"rmse": 1.5, "mae": 1.5, "max_error": 2.0, "r2": np.mean(r2)})
+
+
+def test_a_regression_label_of_minus_100_is_a_number():
+    assert score(["mae"], torch.tensor([-90.0, 1.0]), torch.tensor([-100.0, 1.0])) == {"mae": 5.0}
+
+
+def test_a_nan_prediction_is_not_hidden():
+    outputs = torch.tensor([1.0, float("nan"), 2.0])
+    found = score(["mse", "r2", "max_error"], outputs, torch.tensor([1.0, 1.0, 1.0]), 2)
+    assert all(math.isnan(value) for value in found.values() if value is not None)
+
+
+def test_constant_labels_have_scikit_learns_r2():
+    labels = torch.full((5,), 2.0)
+    assert score(["r2"], labels, labels, 2) == {"r2": 1.0}
+    assert score(["r2"], labels + 1, labels, 2) == {"r2": 0.0}
+
+
+def test_a_last_dimension_of_one_does_not_broadcast():
+    labels, outputs = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0], [2.0], [3.0]])
+    assert score(["mse"], outputs, labels) == {"mse": 0.0}
+    assert score(["mse"], labels, outputs) == {"mse": 0.0}
+
+
+def test_samples_of_several_dimensions_have_one_column_per_value():
+    random = np.random.default_rng(0)
+    labels, outputs = random.normal(size=(6, 2, 3)), random.normal(size=(6, 2, 3))
+    assert score(["rmse"], outputs, labels, 4)["rmse"] == pytest.approx(
+        sk.root_mean_squared_error(labels.reshape(6, -1), outputs.reshape(6, -1))
+    )
+
+
+@pytest.mark.parametrize("classes_at", [1, -1])
+@pytest.mark.parametrize("name", ["accuracy", "f1_macro", "log_loss", "top2_accuracy", "roc_auc"])
+def test_token_labels_of_minus_100_are_ignored(name, classes_at):
+    random = np.random.default_rng(3)
+    labels, outputs = random.integers(0, CLASSES, (9, 5)), random.normal(size=(9, 5, CLASSES))
+    labels[random.random((9, 5)) < 0.4] = -100
+    kept = labels != -100
+    expected = BY_CLASS[name](labels[kept], outputs[kept])
+    found = score([name], np.moveaxis(outputs, -1, classes_at).copy(), labels, 2)
+    assert found[name] == pytest.approx(expected, rel=1e-12)
+
+
+def test_where_two_dimensions_could_be_the_classes_an_earlier_batch_decides():
+    scores = torch.zeros(2, 3, 3)
+    scores[:, 1, :] = 1.0  # torch's (N, C, L): class 1 everywhere
+    alone, after = NamedMetrics(["accuracy"]), NamedMetrics(["accuracy"])
+    after.update(torch.nn.functional.one_hot(torch.ones(2, 5, dtype=torch.long), 3).mT.float(), torch.ones(2, 5).long())
+    for scorer in (alone, after):
+        scorer.update(scores, torch.ones(2, 3).long())
+    assert (alone.compute()["accuracy"], after.compute()["accuracy"]) == (pytest.approx(1 / 3), 1.0)
+
+
+def test_a_changed_number_of_classes_is_an_error():
+    scorer = NamedMetrics(["accuracy"])
+    scorer.update(torch.zeros(2, 3), torch.zeros(2).long())
+    with pytest.raises(DataError, match="3 classes in dimension -1, as in the batches before"):
+        scorer.update(torch.zeros(2, 4), torch.zeros(2).long())
+
+
+def test_integer_predictions_are_taken_as_they_are():
+    labels, predicted = torch.tensor([-1, 1, 1, -1, 7, -100]), torch.tensor([-1, 1, -1, -1, 3, 5])
+    found = score(["accuracy", "f1_macro"], predicted, labels, 2, 2)
+    true, guess = labels[:-1].numpy(), predicted[:-1].numpy()
+    assert found == pytest.approx({"accuracy": 0.6, "f1_macro": sk.f1_score(true, guess, average="macro")}, rel=1e-12)
+    assert score(["f1"], predicted[:4], labels[:4])["f1"] == pytest.approx(sk.f1_score(true[:4], guess[:4]))
+
+
+def test_bool_labels_are_classes():
+    assert score(["accuracy"], torch.eye(2), torch.tensor([False, False])) == {"accuracy": 0.5}
+
+
+def test_a_vocabulary_of_classes_needs_no_square_matrix():
+    classes, samples = 60_000, 50
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (samples,), generator=generator)
+    outputs = torch.rand(samples, classes, generator=generator)
+    outputs[torch.arange(0, samples, 2), labels[::2]] = 2.0
+    scorer = NamedMetrics(["accuracy", "f1_macro"])
+    for rows in torch.arange(samples).split(7):
+        scorer.update(outputs[rows], labels[rows])
+    true, guess = labels.numpy(), outputs.argmax(-1).numpy()
+    assert scorer.compute() == pytest.approx(
+        {"accuracy": sk.accuracy_score(true, guess), "f1_macro": sk.f1_score(true, guess, average="macro")}, rel=1e-12
+    )
+    assert (
+        sum(
+            array.nbytes
+            for array in scorer.state()["statistics"][0].values()
+            if array is not None and isinstance(array, np.ndarray)
+        )
+        < 16 * 2 * samples
+    )
+
+
+def test_pairs_that_come_in_many_batches_are_all_counted(monkeypatch):
+    random = np.random.default_rng(0)
+    labels, predicted = random.integers(0, 5000, 300_000), random.integers(0, 5000, 300_000)
+    predicted[::3] = labels[::3]
+    assert score(["accuracy"], predicted, labels, 30_000)["accuracy"] == sk.accuracy_score(labels, predicted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scores_of_any_float_type_are_read(dtype):
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(30, CLASSES, generator=generator).to(dtype)
+    labels = torch.arange(30) % CLASSES
+    exact = outputs.double().numpy()
+    names = ["accuracy", "log_loss", "roc_auc"]
+    expected = expect({name: BY_CLASS[name] for name in names}, labels.numpy(), exact)
+    assert score(names, outputs, labels, 4) == pytest.approx(expected, rel=1e-6)
+
+
+def test_equal_scores_are_ranked_as_the_argmax_ranks_them():
+    names = ["accuracy", "top1_accuracy", "top2_accuracy"]
+    found = score(names, torch.zeros(3, 3), torch.tensor([0, 1, 2]))
+    assert found == pytest.approx({"accuracy": 1 / 3, "top1_accuracy": 1 / 3, "top2_accuracy": 2 / 3})
+
+
+def test_scores_of_nan_make_no_top_hits():
+    assert score(["top2_accuracy"], torch.full((2, 3), float("nan")), torch.tensor([0, 1])) == {"top2_accuracy": 0.0}
+
+
+def test_one_score_a_sample_is_ranked():
+    scores, labels = torch.tensor([0.1, 0.9, 0.4, 0.35]), torch.tensor([0, 1, 1, 0])
+    for outputs in (scores, scores.unsqueeze(1)):
+        for truth in (labels, labels.float(), labels.bool(), labels.unsqueeze(1)):
+            assert score(["roc_auc"], outputs, truth, 3) == {"roc_auc": 1.0}
+
+
+def test_sure_scores_keep_their_order():
+    outputs = torch.tensor([[0.0, 100.0], [0.0, 101.0], [0.0, 102.0]])
+    assert score(["roc_auc"], outputs, torch.tensor([0, 0, 1])) == {"roc_auc": 1.0}
+
+
+def test_long_rows_of_scores_are_summed_in_chunks(monkeypatch):
+    from omnitrain.streaming.classification import CrossEntropy
+
+    outputs, labels = torch.randn(10, 6, CLASSES, generator=torch.Generator().manual_seed(1)), torch.zeros(10, 6).long()
+    whole = score(["log_loss"], outputs, labels, 10)
+    monkeypatch.setattr(CrossEntropy, "CHUNK", 50)
+    assert score(["log_loss"], outputs, labels, 10) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(0).long(), torch.full((3,), -100)])
+def test_nothing_to_score_gives_none(labels):
+    names = list(BY_CLASS)
+    found = score(names, torch.rand(len(labels), CLASSES), labels, 2, 2)
+    assert found == dict.fromkeys(names)
+
+
+def test_regression_without_a_label_gives_none():
+    assert score(["mse", "r2"], torch.ones(2), torch.full((2,), float("nan"))) == {"mse": None, "r2": None}
+
+
+def test_a_process_without_a_batch_changes_nothing():
+    outputs, labels = torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 2])
+    for names in (["accuracy"], ["log_loss"], ["roc_auc"], ["top2_accuracy"]):
+        assert score(names, outputs, labels, 3, 2) == score(names, outputs, labels, 3, 1)
+
+
+def test_a_state_is_not_changed_by_what_comes_after():
+    scorer = NamedMetrics(["accuracy", "roc_auc", "log_loss"])
+    scorer.update(torch.eye(2), torch.tensor([0, 1]))
+    state = scorer.state()
+    scorer.update(torch.eye(2), torch.tensor([1, 0]))
+    scorer.merge(state)
+    fresh = NamedMetrics(["accuracy", "roc_auc", "log_loss"])
+    fresh.merge(state)
+    assert fresh.compute()["accuracy"] == fresh.compute()["roc_auc"] == 1.0
+
+
+def test_no_update_waits_for_the_device():
+    scorer = NamedMetrics(["accuracy", "f1_macro", "top2_accuracy", "log_loss"])
+    regression = NamedMetrics(["rmse", "r2"])
+    for _ in range(2):  # tensors on "meta" have no values: whoever looks at one gets an error
+        scorer.update(torch.empty(4, CLASSES, device="meta"), torch.empty(4, dtype=torch.long, device="meta"))
+        regression.update(torch.empty(4, device="meta"), torch.empty(4, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "outputs, labels, told",
+    [
+        (torch.zeros(8, 1), torch.zeros(8).long(), "float32 of shape (8, 1)"),
+        (torch.zeros(8), torch.zeros(8).long(), "class scores (N, C)"),
+        (torch.zeros(8, 3), torch.zeros(8, 3).long(), "class scores (N, C)"),
+        (torch.zeros(8, 3), torch.zeros(8), "labels that are float32 of shape (8,). Expected integer labels"),
+        (torch.zeros(8, 2).long(), torch.zeros(8).long(), "integer predictions of the labels' shape"),
+        (torch.zeros(8, 3), torch.tensor(0), "dimension of samples"),
+    ],
+)
+def test_outputs_that_are_no_classes_are_refused_and_told_how_to(outputs, labels, told):
+    with pytest.raises(DataError) as error:
+        NamedMetrics(["accuracy"]).update(outputs, labels)
+    assert told in str(error.value)
+    assert "pass a function" in str(error.value)
+
+
+def test_outputs_and_labels_of_other_shapes_are_no_regression():
+    with pytest.raises(DataError, match="'mse' cannot score outputs that are float32 of shape"):
+        NamedMetrics(["mse"]).update(torch.zeros(8, 2), torch.zeros(8))
+
+
+@pytest.mark.parametrize("names", [["log_loss"], ["top2_accuracy"], ["roc_auc"]])
+def test_predictions_have_no_scores(names):
+    with pytest.raises(DataError, match="needs class scores"):
+        NamedMetrics(names).update(torch.tensor([1, 0]), torch.tensor([1, 0]))
+
+
+def test_labels_outside_the_classes_are_an_error():
+    scorer = NamedMetrics(["accuracy"])
+    scorer.update(torch.zeros(4, 3), torch.tensor([0, 3, -1, -100]))
+    with pytest.raises(DataError, match=r"2 labels are outside 0\.\.2"):
+        scorer.compute()
+    merged = NamedMetrics(["accuracy"])
+    merged.merge(scorer.state())
+    with pytest.raises(DataError, match="2 labels are outside"):
+        merged.compute()
+
+
+def test_binary_names_refuse_more_classes():
+    with pytest.raises(DataError, match=r"3 classes\. Use 'f1_macro', 'f1_micro' or 'f1_weighted'"):
+        NamedMetrics(["f1"]).update(torch.zeros(2, 3), torch.zeros(2).long())
+    with pytest.raises(DataError, match=r"the classes \[0, 1, 2\]. Use 'recall_macro'"):
+        score(["recall_score"], torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]))
+
+
+def test_an_unknown_name_is_refused_with_all_names():
+    with pytest.raises(ConfigError) as error:
+        NamedMetrics(["acuracy"])
+    assert "'acuracy'. Did you mean 'accuracy'?" in str(error.value)
+    assert "jaccard_weighted" in str(error.value)
+    for name in ("neg_accuracy", "top0_accuracy", "neg_r2", ""):
+        with pytest.raises(ConfigError):
+            NamedMetrics([name])
+
+
+def test_without_scikit_learn_its_names_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="scikit-learn"):
+        NamedMetrics(["accuracy"])
+    assert score(["mse"], torch.ones(2), torch.ones(2)) == {"mse": 0.0}
+
+
+def test_directions_are_known():
+    names = ["accuracy", "mse", "neg_mse", "perplexity", "top5_accuracy", "neg_log_loss", "r2", "hamming_loss"]
+    assert NamedMetrics(names).higher_is_better == dict(
+        zip(names, [True, False, True, False, True, True, True, False], strict=True)
+    )
+
+
+def test_a_tuple_is_scored_by_its_first_and_a_mapping_by_its_logits():
+    labels, logits, other = torch.tensor([0, 1]), torch.eye(2), torch.zeros(2, 7)
+    for outputs in ((logits, other), [logits], {"hidden": other, "logits": logits}, {"scores": logits}):
+        scorer = NamedMetrics(["accuracy"])
+        scorer.update(outputs, labels)
+        assert scorer.compute() == {"accuracy": 1.0}
+    with pytest.raises(DataError, match=r"\['a', 'b'\] is to be scored"):
+        NamedMetrics(["accuracy"]).update({"a": logits, "b": other}, labels)

@@ -1,0 +1,349 @@
+"""The laws of CONTRIBUTING.md that a machine can check: floors, cycles, imports, public names, sizes, docstrings.
+
+The sizes are generous guards against files that nobody can read, and no reason to chop code up.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import omnitrain
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "omnitrain"
+
+FLOORS = {
+    0: "errors duration progress metrics objective events",
+    1: "whatever is named on no other floor",
+    2: "callbacks algorithms",
+    3: "evaluation trainers",
+    4: "config cli demo __main__",
+}
+FLOOR_OF = {name: floor for floor, names in FLOORS.items() if floor != 1 for name in names.split()}
+NO_TORCH = [f"omnitrain.{name}" for name in (*FLOORS[0].split(), "lifecycle", "checkpoint.store")]
+HEAVY = {
+    "accelerate",
+    "deepspeed",
+    "matplotlib",
+    "sklearn",
+    "tensorboard",
+    "transformers",
+    "torchmetrics",
+    "wandb",
+    "yaml",
+}
+LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+MAX_METHODS = 45
+
+
+@dataclass(slots=True, frozen=True)
+class Import:
+    """One name that a module imports."""
+
+    target: str
+    """The module meant: `omnitrain.data` for `from omnitrain.data import windows`."""
+    is_top_level: bool
+    """Whether importing the module runs it; False inside a function."""
+    line: int
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def targets_of(module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+        base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [node.module])])
+    # The version is a constant at the top of the package; whoever writes files may read it.
+    names = [alias.name for alias in node.names if (base, alias.name) != ("omnitrain", "__version__")]
+    return [f"{base}.{name}" if f"{base}.{name}" in MODULES else base for name in names]
+
+
+def imports_of(module: str) -> list[Import]:
+    """Return what the module imports, except what only type checkers see."""
+
+    def walk(nodes: list[ast.stmt] | list[ast.AST], is_top_level: bool) -> Iterator[Import]:
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for target in targets_of(module, node):
+                    yield Import(target, is_top_level, node.lineno)
+            elif isinstance(node, ast.If) and is_type_checking(node.test):
+                yield from walk(node.orelse, is_top_level)
+            else:
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(list(ast.iter_child_nodes(node)), is_top_level and not is_function)
+
+    return list(walk(tree_of(module).body, True))
+
+
+def own_imports_of(module: str) -> list[Import]:
+    return [found for found in imports_of(module) if found.target.split(".")[0] == "omnitrain"]
+
+
+def floor_of(module: str) -> int:
+    """Return the floor a module lives on; the package itself, which names everything, is above all."""
+    return FLOOR_OF.get(module.split(".")[1], 1) if "." in module else max(FLOORS) + 1
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def loaded_by(statements: str) -> set[str]:
+    """Return the top-level packages that are in memory after a fresh Python ran the statements."""
+    return set(run_python(f"{statements}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})").split())
+
+
+every_module = pytest.mark.parametrize("module", MODULES)
+
+
+# Imports
+
+
+@every_module
+def test_imports_go_down_only(module: str) -> None:
+    up = [
+        f"{MODULES[module].name}:{found.line} imports {found.target}"
+        for found in own_imports_of(module)
+        if floor_of(found.target) > floor_of(module)
+    ]
+    assert not up
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    graph = {
+        module: {found.target for found in own_imports_of(module) if found.is_top_level} - {module}
+        for module in MODULES
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("module", [name for name in NO_TORCH if name in MODULES])
+def test_words_and_referees_do_not_name_torch(module: str) -> None:
+    assert "torch" not in {found.target.split(".")[0] for found in imports_of(module)}
+
+
+def test_words_and_referees_load_no_torch() -> None:
+    present = [name for name in NO_TORCH if name in MODULES]
+    assert "torch" not in loaded_by(f"import {', '.join(present)}")
+
+
+def test_importing_the_package_loads_neither_torch_nor_an_optional_package() -> None:
+    assert not loaded_by("import omnitrain") & {"torch", *HEAVY}
+
+
+def test_the_public_names_load_no_optional_package() -> None:
+    names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
+    assert not loaded_by(f"from omnitrain import {', '.join(names)}") & HEAVY
+
+
+# Public names
+
+
+def test_public_names_are_sorted_and_unique() -> None:
+    assert list(omnitrain.__all__) == sorted(set(omnitrain.__all__))
+
+
+@pytest.mark.parametrize("name", getattr(omnitrain, "__all__", []))
+def test_every_public_name_can_be_imported(name: str) -> None:
+    assert getattr(omnitrain, name) is not None
+    assert name in dir(omnitrain)
+
+
+def test_the_package_shows_no_name_of_ours_outside_all() -> None:
+    ours = {
+        name
+        for name, value in vars(omnitrain).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").split(".")[0] == "omnitrain"
+    }
+    assert ours <= set(omnitrain.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Trainr"):
+        omnitrain.Trainr  # noqa: B018
+
+
+# Sizes and names
+
+
+def definitions_in(module: str) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function without its signature and its docstring."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+@every_module
+def test_files_functions_and_classes_stay_readable(module: str) -> None:
+    too_large = []
+    lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+    if lines > MAX_FILE_LINES:
+        too_large.append(f"{module}: {lines} lines, at most {MAX_FILE_LINES}")
+    for node in definitions_in(module):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
+            if methods > MAX_METHODS:
+                too_large.append(f"{module}.{node.name}: {methods} methods, at most {MAX_METHODS}")
+        elif body_lines(node) > MAX_FUNCTION_LINES:
+            too_large.append(f"{module}.{node.name}: {body_lines(node)} lines, at most {MAX_FUNCTION_LINES}")
+    assert not too_large
+
+
+@every_module
+def test_names_say_what_a_thing_does(module: str) -> None:
+    empty_words = {"manager", "handler", "helper", "helpers", "util", "utils"}
+    names = [*module.split("."), *(node.name for node in definitions_in(module))]
+    vague = [
+        name for name in names if empty_words & set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower()))
+    ]
+    assert not vague
+
+
+# Docstrings and annotations
+
+
+def public_members(value: type) -> Iterator[str]:
+    for name, member in vars(value).items():
+        is_callable = inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
+        if not name.startswith("_") and (is_callable or isinstance(member, functools.cached_property)):
+            yield name
+
+
+def undocumented_in(module: ModuleType) -> Iterator[str]:
+    if not module.__doc__:
+        yield module.__name__
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isfunction(value) and not value.__doc__:
+            yield f"{module.__name__}.{name}"
+        elif inspect.isclass(value):
+            if not value.__doc__:
+                yield f"{module.__name__}.{name}"
+            # `getdoc` finds the docstring that an override inherits.
+            for member in public_members(value):
+                if not inspect.getdoc(getattr(value, member)):
+                    yield f"{module.__name__}.{name}.{member}"
+
+
+@every_module
+def test_whatever_is_public_has_a_docstring(module: str) -> None:
+    assert not list(undocumented_in(importlib.import_module(module)))
+
+
+def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) -> list[ast.arg]:
+    found = [*node.args.posonlyargs, *node.args.args]
+    if is_method and not any(ast.unparse(item) == "staticmethod" for item in node.decorator_list):
+        found = found[1:]  # self or cls
+    return [*found, *node.args.kwonlyargs, *(arg for arg in (node.args.vararg, node.args.kwarg) if arg)]
+
+
+@every_module
+def test_functions_and_methods_are_annotated(module: str) -> None:
+    methods = {item for node in definitions_in(module) if isinstance(node, ast.ClassDef) for item in node.body}
+    bare = []
+    for node in definitions_in(module):
+        if isinstance(node, ast.ClassDef):
+            continue
+        bare += [f"{node.name}({arg.arg})" for arg in arguments_of(node, node in methods) if arg.annotation is None]
+        bare += [f"{node.name} -> ?"] if node.returns is None else []
+    assert not bare
+
+
+# The project
+
+
+def project() -> dict[str, list[str]]:
+    """Return the project's requirements: those of the package under the empty name, then those of each extra."""
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {"": metadata["dependencies"], **metadata["optional-dependencies"]}
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_constraints_pin_every_requirement() -> None:
+    needed = {normalized(re.split(r"[\[<>=]", line)[0]) for lines in project().values() for line in lines} - {
+        "omnitrain"
+    }
+    assert needed <= {normalized(name) for name in pins("constraints.txt")}
+
+
+@pytest.mark.parametrize("extra", ["", "hf", "torchmetrics", "plot", "tensorboard", "wandb", "config"])
+def test_oldest_constraints_are_the_floors_of_the_metadata(extra: str) -> None:
+    floors = dict(line.split(">=") for line in project()[extra])
+    oldest = pins("constraints-oldest.txt")
+    assert floors == {name: oldest.get(name) for name in floors}
+
+
+def test_files_name_no_place_on_the_machine_they_were_written_on() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    places = "|".join(["home", "Users", "root", "work", "farm", "opt", "mnt", "srv", "tmp"])
+    pattern = re.compile(rf"(?<![\w.~/-])/({places})/\w|file:/" + r"/|--(extra-)?index-url")
+    found = []
+    for name in listed.stdout.decode().split("\0"):
+        path = ROOT / name
+        if not path.is_file() or path.suffix in (".png", ".npz", ".safetensors"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{name}:{number}: {line.strip()[:100]}")
+    assert not found

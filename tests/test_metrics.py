@@ -1,0 +1,298 @@
+"""The history of a run: both spellings, plain values, JSON, the table, the plot; and exact means."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import pickle
+import sys
+import weakref
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnitrain.errors import ConfigError, MissingExtraError
+from omnitrain.metrics import MetricRow, MetricsDict, WeightedMean
+
+
+def history(epochs: int = 3) -> MetricsDict:
+    """Return a run of `epochs` epochs of 10 steps, evaluated in the middle and at the end of each."""
+    metrics = MetricsDict()
+    for epoch in range(1, epochs + 1):
+        metrics.add_valid({"epoch": epoch - 0.5, "step": 10 * epoch - 5, "eval_loss": 1.0}, best=False)
+        row = {"epoch": epoch, "step": 10 * epoch, "train_loss": 1 / epoch, "learning_rate": 2e-5, "grad_norm": 3.0}
+        metrics.add_train(row)
+        row = {"epoch": epoch, "step": 10 * epoch, "eval_loss": 0.5, "eval_accuracy": 0.25 * epoch}
+        metrics.add_valid(row, best=epoch < 3)
+    return metrics
+
+
+@pytest.mark.parametrize("stored", ["eval_accuracy", "test_accuracy", "train_accuracy", "accuracy"])
+def test_a_metric_is_found_without_its_prefix(stored: str) -> None:
+    row = MetricRow({stored: 0.5})
+    assert row["accuracy"] == row.get("accuracy") == 0.5 and "accuracy" in row
+
+
+def test_a_metric_is_found_with_a_prefix_it_is_stored_without_but_not_under_another() -> None:
+    row = MetricRow(accuracy=0.5, test_f1=0.25)
+    assert row["eval_accuracy"] == row.get("eval_accuracy") == 0.5 and "eval_accuracy" in row
+    assert "eval_f1" not in row and row.get("eval_f1", -1) == -1
+
+
+def test_the_exact_spelling_goes_first() -> None:
+    row = MetricRow(eval_loss=1.0, loss=2.0, train_loss=3.0)
+    assert (row["loss"], row["eval_loss"], row["train_loss"]) == (2.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize("name", ["acc", "accuracu"])
+def test_a_metric_that_is_not_there_is_a_key_error_that_lists_those_that_are(name: str) -> None:
+    with pytest.raises(KeyError, match=f"no metric '{name}' here.*'eval_loss', 'eval_accuracy'.*mean 'eval_accuracy'"):
+        MetricRow(eval_loss=1.0, eval_accuracy=0.5)[name]
+
+
+def test_a_key_that_is_no_name_is_a_plain_key_error() -> None:
+    row, key = MetricRow(eval_loss=1.0), cast(Any, 3)
+    assert key not in row
+    with pytest.raises(KeyError):
+        row[key]
+
+
+def test_an_empty_history_has_the_structure_and_nothing_made_up() -> None:
+    metrics = MetricsDict()
+    assert metrics == {"train_metrics_history": [], "valid": [], "test": [], "best_valid": {}}
+    assert metrics.get("stop_reason") is None and "best_step" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("key", "why"), [("best_step", "no evaluation"), ("stop_reason", "not over"), ("vald", "valid")]
+)
+def test_a_key_that_is_not_there_says_why(key: str, why: str) -> None:
+    with pytest.raises(KeyError, match=why):
+        MetricsDict()[key]
+
+
+def test_a_key_the_contract_does_not_know_cannot_be_stored() -> None:
+    with pytest.raises(ConfigError, match=r"no place for 'stop_reson'.*mean 'stop_reason'"):
+        MetricsDict()["stop_reson"] = "epochs"
+
+
+def test_the_best_evaluation_and_its_step_are_kept() -> None:
+    metrics = history()
+    assert metrics["best_valid"]["accuracy"] == metrics["best_valid"]["eval_accuracy"] == 0.5
+    assert metrics["best_step"] == 20
+    assert len(metrics["valid"]) == 6
+
+
+def test_the_best_evaluation_has_to_say_its_step() -> None:
+    with pytest.raises(KeyError, match="no metric 'step'"):
+        MetricsDict().add_valid({"eval_loss": 1.0}, best=True)
+
+
+def test_rows_are_copies_of_the_callers() -> None:
+    metrics, row = MetricsDict(), {"epoch": 1, "step": 1, "eval_loss": 1.0}
+    metrics.add_train(row)
+    metrics.add_valid(row, best=True)
+    metrics.add_test(row)
+    row["eval_loss"] = 9.0
+    metrics["valid"][0]["eval_loss"] = 8.0
+    assert (
+        metrics["train_metrics_history"][0]["loss"]
+        == metrics["best_valid"]["loss"]
+        == metrics["test"][0]["loss"]
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.float64(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.array(0.5), 0.5),
+        (np.bool_(True), 1),
+        (True, 1),
+        (np.str_("a"), "a"),
+        (Path("runs") / "a", str(Path("runs") / "a")),
+        (3, 3),
+        (-math.inf, -math.inf),
+    ],
+)
+def test_values_become_plain_at_once(value: Any, plain: Any) -> None:
+    metrics = MetricsDict()
+    metrics.add_test({"step": 1, "value": value})
+    stored = metrics["test"][0]["value"]
+    assert stored == plain and type(stored) is type(plain)
+
+
+def test_neither_a_tensor_nor_its_graph_is_kept() -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.ones((), requires_grad=True)
+    loss = weight * 2
+    watch = weakref.ref(loss)
+    metrics = MetricsDict()
+    metrics.add_train({"epoch": 1, "step": 1, "train_loss": loss})
+    assert type(metrics["train_metrics_history"][0]["train_loss"]) is float
+    del loss
+    gc.collect()
+    assert watch() is None
+
+
+@pytest.mark.parametrize("value", [np.ones((3, 3)), {"a": 1.0}, [1.0], None, 1j])
+def test_what_is_no_number_is_refused_by_the_name_of_the_metric(value: Any) -> None:
+    with pytest.raises(ConfigError, match="'eval_confusion' must be a number or a string, got a"):
+        MetricsDict().add_valid({"step": 1, "eval_confusion": value}, best=False)
+    with pytest.raises(ConfigError, match="stop_reason"):
+        MetricsDict()["stop_reason"] = value
+
+
+numbers = st.one_of(st.floats(), st.integers(-(2**40), 2**40), st.text(max_size=5))
+rows = st.lists(st.dictionaries(st.text(max_size=8), numbers, max_size=4), max_size=4)
+
+
+@given(train=rows, valid=rows, test=rows, facts=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_a_history_goes_through_json_and_back_unchanged(train: Any, valid: Any, test: Any, facts: bool) -> None:
+    metrics = MetricsDict()
+    for row in train:
+        metrics.add_train(row)
+    for row in valid:
+        metrics.add_valid({"step": 3, **row}, best=True)
+    for row in test:
+        metrics.add_test(row)
+    if facts:
+        metrics["stop_reason"], metrics["best_checkpoint"] = "epochs", "checkpoint-000003"
+    assert MetricsDict.from_dict(json.loads(json.dumps(metrics))) == metrics
+    assert MetricsDict.from_dict(json.loads(json.dumps(metrics.to_dict(), allow_nan=False))) == metrics
+
+
+def test_a_file_is_strict_json_and_reads_back_with_both_spellings(tmp_path: Path) -> None:
+    metrics = history()
+    metrics.add_valid({"epoch": 4, "step": 40, "eval_loss": math.nan, "eval_ppl": math.inf}, best=False)
+    path = metrics.to_json(tmp_path / "new" / "metrics.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    back = MetricsDict.from_json(path)
+    assert back == metrics and isinstance(back, MetricsDict)
+    assert back["best_valid"]["accuracy"] == 0.5 and math.isnan(back["valid"][-1]["loss"])
+
+
+def test_copies_and_pickles_stay_what_they_are() -> None:
+    metrics = history()
+    for other in (copy.deepcopy(metrics), pickle.loads(pickle.dumps(metrics))):
+        assert other == metrics and type(other) is MetricsDict
+        assert other["valid"][1]["accuracy"] == 0.25
+
+
+def test_the_table_joins_training_and_evaluation_of_the_same_step() -> None:
+    metrics = history()
+    metrics["stop_reason"] = "epochs"
+    metrics.add_test({"epoch": 2, "step": 20, "test_loss": 0.75, "test_accuracy": 0.5})
+    assert str(metrics) == (
+        "stopped by: epochs · best: step 20 (epoch 2), loss 0.5000, accuracy 0.5000\n"
+        " epoch  step  train_loss     lr  grad_norm  eval_loss  eval_accuracy\n"
+        "0.5000     5                                   1.0000\n"
+        "     1    10      1.0000  2e-05     3.0000     0.5000         0.2500\n"
+        "1.5000    15                                   1.0000\n"
+        "     2    20      0.5000  2e-05     3.0000     0.5000         0.5000  *\n"
+        "2.5000    25                                   1.0000\n"
+        "     3    30      0.3333  2e-05     3.0000     0.5000         0.7500\n"
+        "test: loss 0.7500, accuracy 0.5000 (step 20)"
+    )
+
+
+def test_the_middle_of_a_long_table_is_left_out() -> None:
+    lines = str(history(epochs=30)).splitlines()
+    assert len(lines) == 2 + 5 + 1 + 15
+    assert lines[7] == "… 40 rows …"
+    assert [line.split()[1] for line in (lines[2], lines[6], lines[8], lines[-1])] == ["5", "25", "230", "300"]
+
+
+def test_a_table_is_cut_only_if_that_saves_a_line() -> None:
+    metrics = MetricsDict()
+    for step in range(1, 22):
+        metrics.add_train({"epoch": step, "step": step, "train_loss": 1.0})
+    assert "…" not in str(metrics)
+    metrics.add_train({"epoch": 22, "step": 22, "train_loss": 1.0})
+    assert "… 2 rows …" in str(metrics)
+
+
+def test_an_empty_history_prints_as_such() -> None:
+    assert str(MetricsDict()) == "no metrics yet"
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("curves.png", b"\x89PNG"), ("curves.svg", b"<?xml"), ("curves", b"\x89PNG")]
+)
+def test_the_plot_is_written_where_it_was_asked_for(tmp_path: Path, name: str, start: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    metrics = history()
+    metrics.add_valid(
+        {"epoch": 4, "step": 40, "eval_loss": math.nan, "eval_model": "a", "eval_accuracy": 1.0}, best=True
+    )
+    path = metrics.plot(tmp_path / "new" / name)
+    assert path == tmp_path / "new" / name and path.read_bytes().startswith(start)
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_the_plot_shows_the_losses_together_and_each_metric_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[list[str]] = []
+
+    def look(self: Any, path: Path, format: str) -> None:
+        drawn.extend([line.get_label() for line in axes.get_lines()] for axes in self.axes)
+
+    monkeypatch.setattr(figure.Figure, "savefig", look)
+    history().plot(tmp_path / "curves.png")
+    assert drawn == [["train_loss", "eval_loss"], ["eval_accuracy"]]
+
+
+def test_an_empty_history_can_be_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert MetricsDict().plot(tmp_path / "curves.png").exists()
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'omnitrain\[plot\]'"):
+        MetricsDict().plot(tmp_path / "curves.png")
+
+
+def test_the_mean_of_nothing_is_nan() -> None:
+    assert math.isnan(WeightedMean().value)
+
+
+def test_what_weighs_nothing_does_not_count_though_it_be_nan() -> None:
+    mean = WeightedMean()
+    mean.add(math.nan, weight=0)
+    mean.add(2.0, weight=3)
+    assert mean.value == 2.0
+
+
+parts = st.lists(st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 9)), max_size=5), max_size=4)
+
+
+@given(parts=parts)
+@settings(max_examples=60, deadline=None)
+def test_a_mean_over_uneven_parts_is_the_mean_of_all(parts: list[list[tuple[int, int]]]) -> None:
+    total = WeightedMean()
+    for part in parts:
+        mean = WeightedMean()
+        for value, weight in part:
+            mean.add(value, weight)
+        total.merge(WeightedMean.from_state(json.loads(json.dumps(mean.state_dict()))))
+    entries = [entry for part in parts for entry in part]
+    weight = sum(weight for _, weight in entries)
+    expected = sum(value * weight for value, weight in entries) / weight if weight else math.nan
+    assert total.value == expected or (weight == 0 and math.isnan(total.value))

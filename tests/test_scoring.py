@@ -1,0 +1,433 @@
+"""The `compute_metrics` argument: what may be passed, how it is called, what comes back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pathlib
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from sklearn import metrics as sk
+
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.scoring import EvalPrediction, make_scorer, to_numpy
+
+LABELS = np.array([0, 1, 2, 1, 0])
+SCORES = np.eye(3, dtype=np.float32)[[0, 1, 1, 1, 2]]
+
+
+def run(compute_metrics, outputs=SCORES, labels=LABELS, batch_size=2):
+    """Score as the evaluation loop does: batches for what streams, arrays for functions."""
+    scorer = make_scorer(compute_metrics)
+    for start in range(0, len(labels), batch_size):
+        rows = slice(start, start + batch_size)
+        scorer.update(torch.as_tensor(outputs[rows]), torch.as_tensor(labels[rows]))
+    return scorer.compute(outputs, labels) if scorer.keeps_predictions else scorer.compute()
+
+
+def two(y_true, y_pred):
+    return {"right": (y_true == y_pred).mean()}
+
+
+# What may be passed
+
+
+def test_none_scores_nothing():
+    scorer = make_scorer(None)
+    scorer.update(torch.zeros(2), None)
+    assert (scorer.compute(), scorer.names, scorer.keeps_predictions) == ({}, [], False)
+
+
+def test_a_name_or_several_stream():
+    assert run("accuracy") == {"accuracy": 0.6}
+    scorer = make_scorer(["accuracy", "log_loss"])
+    assert scorer.names == ["accuracy", "log_loss"]
+    assert scorer.higher_is_better == {"accuracy": True, "log_loss": False}
+    assert not scorer.keeps_predictions
+
+
+def test_names_and_functions_may_be_mixed():
+    scorer = make_scorer(["accuracy", two])
+    assert scorer.keeps_predictions
+    assert scorer.names is None
+    assert run(["accuracy", two]) == {"accuracy": 0.6, "right": 0.6}
+
+
+def test_functions_keep_nothing_of_the_batches():
+    scorer = make_scorer(two)
+    scorer.update(torch.zeros(2, 3), None)
+    assert scorer.states() == []
+
+
+@pytest.mark.parametrize("wrong", [3, {"accuracy": two}, torchmetrics.MeanMetric, {"accuracy"}, [None]])
+def test_anything_else_is_refused(wrong):
+    with pytest.raises(ConfigError, match="Expected the name of a metric, a function"):
+        make_scorer(wrong)
+
+
+@pytest.mark.parametrize(
+    "function, told",
+    [
+        (lambda: {}, "and has 0"),
+        (lambda a, b, c: {}, "and has 3"),
+        (lambda *args: {}, r"\(\*args\)"),
+        (lambda pred, *, threshold: {}, "threshold"),
+        (torch.nn.MSELoss(), "cannot tell how to call MSELoss"),
+        (dict.get, "signature|has 2|how to call"),
+    ],
+)
+def test_a_function_that_nobody_knows_how_to_call_is_refused(function, told):
+    if function is dict.get:
+        function = type("NoSignature", (), {"__call__": lambda self, a: a, "__signature__": 5})()
+    with pytest.raises(ConfigError, match=told):
+        make_scorer(function)
+
+
+def test_the_same_name_twice_is_refused():
+    with pytest.raises(ConfigError, match="named 'accuracy'"):
+        make_scorer(["accuracy", "accuracy"])
+    with pytest.raises(ConfigError, match="named 'MeanSquaredError'"):
+        make_scorer([torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()])
+    with pytest.raises(DataError, match="named 'right'"):
+        run([two, two])
+
+
+# Functions of one argument
+
+
+def test_a_function_of_one_argument_gets_what_transformers_gives():
+    seen = []
+
+    def compute(eval_pred):
+        predictions, labels = eval_pred
+        seen.append((eval_pred.predictions, eval_pred.label_ids, eval_pred[0]))
+        return {"accuracy": (predictions.argmax(-1) == labels).mean()}
+
+    assert run(compute) == {"accuracy": 0.6}
+    predictions, labels, first = seen[0]
+    assert predictions is SCORES
+    assert labels is LABELS
+    assert first is SCORES
+
+
+def test_the_class_is_transformers_own_where_it_is_loaded(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    seen = []
+    scorer = make_scorer(lambda eval_pred: seen.append(type(eval_pred)) or {"x": 1})
+    scorer.compute(SCORES, LABELS)
+    monkeypatch.delitem(sys.modules, "transformers")
+    scorer.compute(SCORES, LABELS)
+    assert seen == [transformers.EvalPrediction, EvalPrediction]
+
+
+def test_tuple_outputs_stay_a_tuple():
+    seen = []
+    scorer = make_scorer(lambda eval_pred: seen.append(eval_pred.predictions) or {"x": 1})
+    scorer.compute((SCORES, LABELS), LABELS)
+    assert isinstance(seen[0], tuple)
+    assert seen[0][1] is LABELS
+
+
+def test_an_optional_argument_does_not_count():
+    assert run(lambda pred, threshold=0.5: {"t": threshold}) == {"t": 0.5}
+    assert run(functools.partial(lambda pred, threshold: {"t": threshold}, threshold=0.25)) == {"t": 0.25}
+
+
+def test_a_method_and_a_callable_object_work():
+    class Judge:
+        def __call__(self, y_true, y_pred):
+            return 0.5
+
+        def judge(self, eval_pred):
+            return {"judged": 1}
+
+    assert run([Judge(), Judge().judge]) == {"Judge": 0.5, "judged": 1.0}
+
+
+# Functions of two arguments
+
+
+def test_a_function_of_two_arguments_gets_labels_and_predicted_classes():
+    seen = []
+    run(lambda y_true, y_pred: seen.append((y_true, y_pred)) or {"x": 1})
+    assert seen[0][0] is LABELS
+    assert seen[0][1].tolist() == [0, 1, 1, 1, 2]
+
+
+def test_scikit_learns_functions_work_as_they_are():
+    fbeta = functools.partial(sk.fbeta_score, beta=0.5, average="macro")
+    predicted = SCORES.argmax(-1)
+    assert run([sk.accuracy_score, fbeta]) == {
+        "accuracy_score": 0.6,
+        "fbeta_score": pytest.approx(sk.fbeta_score(LABELS, predicted, beta=0.5, average="macro")),
+    }
+
+
+def test_a_function_that_asks_for_scores_gets_scores():
+    scores = np.random.default_rng(0).random((5, 3))
+    found = run(functools.partial(sk.top_k_accuracy_score, k=2), scores)
+    assert found == {"top_k_accuracy_score": sk.top_k_accuracy_score(LABELS, scores, k=2)}
+
+
+@pytest.mark.parametrize(
+    "predictions, labels",
+    [
+        (np.ones((4, 1)), np.ones(4)),
+        (np.ones((4, 3)), np.ones((4, 3), int)),  # many labels a sample
+        (np.ones((4, 1)), np.ones(4, int)),
+        (np.ones((4, 3)), np.ones((4, 3))),
+        (np.ones(4), np.ones(4, int)),
+    ],
+)
+def test_all_else_comes_as_it_is(predictions, labels):
+    seen = []
+    make_scorer(lambda t, p: seen.append((t, p)) or {"x": 1}).compute(predictions, labels)
+    assert seen[0][0] is labels
+    assert seen[0][1] is predictions
+
+
+@pytest.mark.parametrize("kind", ["scores", "torch scores", "classes", "floats"])
+def test_token_labels_are_flattened_to_what_is_not_ignored(kind):
+    labels = np.array([[0, 1, -100], [2, -100, -100]])
+    classes = np.array([[0, 2, 5], [2, 5, 5]])
+    outputs = {
+        "scores": np.eye(6)[classes],
+        "torch scores": np.moveaxis(np.eye(6)[classes], -1, 1),
+        "classes": classes,
+        "floats": classes.astype(float),
+    }[kind]
+    seen = []
+    make_scorer(lambda t, p: seen.append((t, p)) or {"x": 1}).compute(outputs, labels)
+    assert seen[0][0].tolist() == [0, 1, 2]
+    assert seen[0][1].tolist() == [0, 2, 2]
+
+
+def test_a_tuple_of_outputs_stands_for_its_first():
+    found = make_scorer(two).compute((SCORES, np.zeros(5)), LABELS)
+    assert found == {"right": 0.6}
+
+
+# What comes back
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, np.float32(0.5), np.array(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([[0.5]])]
+)
+def test_numbers_of_every_kind_become_floats(value):
+    found = run(lambda eval_pred: {"x": value})
+    assert found == {"x": 0.5}
+    assert type(found["x"]) is float
+
+
+def test_a_result_keeps_no_graph():
+    loss = torch.ones(2, requires_grad=True).sum()
+    assert type(run(lambda eval_pred: {"x": loss})["x"]) is float
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [1, 2], np.ones(2), torch.ones(2), "0.5", None, 1j])
+def test_what_is_no_number_is_refused_by_name(value):
+    with pytest.raises(DataError, match="The metric 'per_class' is no number but"):
+        run(lambda eval_pred: {"per_class": value})
+
+
+def test_a_function_that_returns_nothing_is_refused():
+    def forgot(eval_pred):
+        pass
+
+    with pytest.raises(DataError, match="'forgot' is no number but NoneType"):
+        run(forgot)
+
+
+def test_a_number_of_a_lambda_has_no_name():
+    with pytest.raises(DataError, match="lambda"):
+        run(lambda y_true, y_pred: 0.5)
+
+
+# Nothing to score
+
+
+@pytest.mark.parametrize("labels", [np.zeros(0, int), np.full(4, -100), np.full((2, 3), -100)])
+def test_nothing_to_score_is_left_out_with_one_warning(labels, caplog):
+    def never(y_true, y_pred):
+        raise AssertionError
+
+    def nor_this(eval_pred):
+        raise AssertionError
+
+    metric = torchmetrics.classification.MulticlassAccuracy(3, ignore_index=-100)
+    outputs = np.zeros((*labels.shape, 3), np.float32)
+    outputs = outputs if labels.ndim == 1 else np.moveaxis(outputs, -1, 1)
+    with caplog.at_level(logging.WARNING, logger="omnitrain"):
+        assert run(["accuracy", metric, never, nor_this], outputs, labels) == {}
+    assert len(caplog.records) == 1
+    assert "accuracy, MulticlassAccuracy, never, nor_this" in caplog.text
+
+
+def test_missing_labels_are_an_error():
+    with pytest.raises(DataError, match="needs labels"):
+        make_scorer("accuracy").update(torch.zeros(2, 2), None)
+    with pytest.raises(DataError, match="needs labels for two"):
+        make_scorer(two).compute(SCORES, None)
+
+
+# torchmetrics
+
+
+def multiclass(**options):
+    return torchmetrics.classification.MulticlassAccuracy(3, average="micro", **options)
+
+
+def test_torchmetrics_stream():
+    scorer = make_scorer(multiclass())
+    assert not scorer.keeps_predictions
+    assert (scorer.names, scorer.higher_is_better) == (["MulticlassAccuracy"], {"MulticlassAccuracy": True})
+    found = run(multiclass())
+    assert found == {"MulticlassAccuracy": pytest.approx(0.6)}
+    assert type(found["MulticlassAccuracy"]) is float
+
+
+def test_a_collection_names_its_own_results():
+    collection = torchmetrics.MetricCollection(
+        {"acc": multiclass(), "f1": torchmetrics.classification.MulticlassF1Score(3)}
+    )
+    scorer = make_scorer(["accuracy", collection])
+    assert scorer.names == ["accuracy", "acc", "f1"]
+    assert run(["accuracy", collection]) == {
+        "accuracy": 0.6,
+        "acc": pytest.approx(0.6),
+        "f1": pytest.approx(sk.f1_score(LABELS, SCORES.argmax(-1), average="macro")),
+    }
+
+
+def test_a_vector_gives_a_number_per_entry():
+    metric = torchmetrics.classification.MulticlassRecall(3, average=None)
+    names = [f"MulticlassRecall_{i}" for i in range(3)]
+    assert make_scorer(metric).names == names
+    assert run(metric) == pytest.approx(
+        {"MulticlassRecall_0": 0.5, "MulticlassRecall_1": 1.0, "MulticlassRecall_2": 0.0}
+    )
+
+
+def test_a_table_is_refused():
+    with pytest.raises(DataError, match="'MulticlassConfusionMatrix' is no number but Tensor of shape"):
+        run(torchmetrics.classification.MulticlassConfusionMatrix(3))
+
+
+def test_names_that_only_data_can_tell_are_not_told():
+    assert make_scorer(torchmetrics.R2Score(multioutput="raw_values")).names is None
+    assert make_scorer(torchmetrics.SpearmanCorrCoef()).names is None
+
+
+def test_the_users_metric_is_left_alone():
+    metric = multiclass()
+    one, other = make_scorer(metric), make_scorer(metric)
+    one.update(torch.as_tensor(SCORES), torch.as_tensor(LABELS))
+    assert other.compute() == {}
+    assert metric.update_count == 0
+
+
+class Largest(torchmetrics.Metric):
+    """A user's own metric, with a maximum as its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("largest", torch.tensor(float("-inf")), dist_reduce_fx="max")
+
+    def update(self, outputs, labels):
+        self.largest = torch.maximum(self.largest, (outputs - labels).abs().max())
+
+    def compute(self):
+        return self.largest
+
+
+METRICS = {
+    "sum": multiclass,
+    "cat": lambda: torchmetrics.classification.MulticlassAUROC(3),
+    "none": lambda: torchmetrics.PearsonCorrCoef(),
+    "max": lambda: Largest(),
+    "list": lambda: torchmetrics.SpearmanCorrCoef(),
+    "composed": lambda: multiclass() + multiclass(),
+    "wrapped": lambda: torchmetrics.wrappers.ClasswiseWrapper(
+        torchmetrics.classification.MulticlassRecall(3, average=None)
+    ),
+    "collection": lambda: torchmetrics.MetricCollection(
+        [multiclass(), torchmetrics.classification.MulticlassF1Score(3, average="micro")]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_torchmetrics_of_several_processes_are_joined(kind, processes):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (20,), generator=generator)
+    outputs = torch.rand(20, 3, generator=generator).softmax(-1)
+    if kind in ("none", "list", "max"):
+        outputs, labels = outputs[:, 0], outputs[:, 1]
+    alone = make_scorer(METRICS[kind]())
+    scorers = [make_scorer(METRICS[kind]()) for _ in range(processes + 1)]  # the last one sees nothing
+    for i, rows in enumerate(torch.arange(20).split(3)):
+        alone.update(outputs[rows], labels[rows])
+        scorers[i % processes].update(outputs[rows], labels[rows])
+    states = pickle.loads(pickle.dumps([scorer.states() for scorer in scorers]))
+    scorers[0].reset()
+    for state in states:
+        scorers[0].merge(state)
+    for state in states[1:]:
+        scorers[1].merge(states[0] if state is states[1] else state)
+    assert scorers[0].compute() == pytest.approx(alone.compute(), rel=1e-5)
+    assert scorers[1].compute() == pytest.approx(alone.compute(), rel=1e-5)
+    assert scorers[1].compute() == scorers[1].compute()
+
+
+# A pass, and the next
+
+
+def test_reset_begins_a_new_pass():
+    scorer = make_scorer(["accuracy", multiclass()])
+    outputs, labels = torch.eye(3), torch.arange(3)
+    scorer.update(outputs, labels)
+    scorer.reset()
+    scorer.update(outputs, labels.roll(1))
+    assert scorer.compute() == {"accuracy": 0.0, "MulticlassAccuracy": 0.0}
+
+
+def test_two_metrics_of_one_run_do_not_share_results():
+    outputs, labels = torch.eye(3)[[0, 1, 1, 1]], torch.tensor([0, 1, 2, 1])
+    scorer = make_scorer(["accuracy", "zero_one_loss", "recall_macro"])
+    scorer.update(outputs, labels)
+    assert scorer.compute() == pytest.approx({"accuracy": 0.75, "zero_one_loss": 0.25, "recall_macro": 2 / 3})
+
+
+def test_a_pass_may_leave_inference_mode():
+    scorer = make_scorer(["accuracy", multiclass()])
+    with torch.inference_mode():
+        scorer.update(torch.eye(3), torch.arange(3))
+    scorer.update(torch.eye(3, requires_grad=True), torch.arange(3))
+    assert scorer.compute() == {"accuracy": 1.0, "MulticlassAccuracy": 1.0}
+
+
+def test_two_thousand_batches_of_a_megabyte_are_not_kept():
+    statm = pathlib.Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("reads the memory in use from /proc")
+    scorer = make_scorer(["accuracy", "log_loss"])
+    base, labels = torch.rand(1024, 256), torch.arange(1024) % 256
+    scorer.update(base.clone(), labels)
+    before = int(statm.read_text().split()[1])
+    for _ in range(2000):
+        scorer.update(base.clone(), labels)
+    grown = (int(statm.read_text().split()[1]) - before) * 4096
+    assert grown < 50e6
+
+
+def test_bfloat16_becomes_float32_and_structures_stay():
+    tree = to_numpy({"a": torch.ones(2, dtype=torch.bfloat16), "b": (torch.ones(1), [torch.ones(1)]), "c": None})
+    assert tree["a"].dtype == np.float32
+    assert isinstance(tree["b"], tuple)
+    assert tree["c"] is None
