@@ -71,6 +71,7 @@ class DistributedError(OmnitrainError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    """Return `" Did you mean 'accuracy'?"` for the nearest known name, which may be one that `name` abbreviates."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [each for each in known if each.startswith(name)]
+    return f" Did you mean {near[0]!r}?" if near and name else ""

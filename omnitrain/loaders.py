@@ -190,8 +190,8 @@ class _Stream(IterableDataset[Any]):
             self.dataset.set_epoch(self.epoch)
         info = torch.utils.data.get_worker_info()
         # Hugging Face's streams share themselves out among workers; sharing them out again would lose samples.
-        shares_itself = info is None or type(self.dataset).__module__.split(".")[0] == "datasets"
-        skip, every = (0, 1) if shares_itself else (info.id, info.num_workers)
+        shares_itself = type(self.dataset).__module__.split(".")[0] == "datasets"
+        skip, every = (0, 1) if info is None or shares_itself else (info.id, info.num_workers)
         samples = self._samples()
         for _ in itertools.islice(samples, self.position):
             pass

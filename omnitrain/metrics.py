@@ -48,7 +48,9 @@ class MetricRow(dict[str, Any]):
         """Look `key` up in its other spellings."""
         stored = self._stored(key)
         if stored is None:
-            raise KeyError(f"There is no metric {key!r} here, only {quoted(self)}.{suggestion(str(key), self)}")
+            raise KeyError(
+                f"There is no metric {key!r} here, only {quoted(self)}.{did_you_mean(str(key), [*self, *map(bare_name, self)])}"
+            )
         return self[stored]
 
     def __contains__(self, key: object) -> bool:
@@ -95,7 +97,7 @@ class MetricsDict(dict[str, Any]):
         else:
             known = [*_TABLES, "best_valid", *_FACTS]
             raise ConfigError(
-                f"MetricsDict has no place for {key!r}, only for {quoted(known)}.{suggestion(str(key), known)}"
+                f"MetricsDict has no place for {key!r}, only for {quoted(known)}.{did_you_mean(str(key), known)}"
             )
         super().__setitem__(key, value)
 
@@ -104,7 +106,7 @@ class MetricsDict(dict[str, Any]):
         if key in _FACTS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
-        raise KeyError(f"There is no {key!r} here, only {quoted(self)}.{suggestion(str(key), self)}")
+        raise KeyError(f"There is no {key!r} here, only {quoted(self)}.{did_you_mean(str(key), self)}")
 
     def add_train(self, row: Mapping[str, Any]) -> None:
         """Add the row of an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
@@ -219,7 +221,8 @@ class MetricsDict(dict[str, Any]):
         except ImportError as error:
             raise MissingExtraError("MetricsDict.plot", "matplotlib", "plot") from error
         train, valid = self["train_metrics_history"], self["valid"]
-        names = {name for row in valid for name, value in row.items() if not isinstance(value, str)}
+        texts = {name for row in valid for name, value in row.items() if isinstance(value, str)}
+        names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
         panels = [losses, *([name] for name in sorted(names - {*losses, *_POSITION}))]
         # A figure of its own, without pyplot: nothing is left in a notebook's or a user's global state.
@@ -288,13 +291,6 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'accuracy'?"` for the nearest name, which may be one that `name` abbreviates."""
-    known = list(known)
-    longer = [other for other in known if bare_name(other).startswith(bare_name(name))]
-    return did_you_mean(name, known) or (f" Did you mean {longer[0]!r}?" if longer else "")
-
-
 def _plain(name: str, value: Any) -> float | int | str:
     """Return a float, an int or a string that keeps nothing else alive."""
     if isinstance(value, os.PathLike):
@@ -340,6 +336,6 @@ def _words(row: Mapping[str, Any]) -> str:
 
 def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
     """Draw one curve, if there is anything to it."""
-    points = [(row["step"], row[name]) for row in rows if name in row and not isinstance(row[name], str)]
+    points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=name)

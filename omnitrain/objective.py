@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from omnitrain.errors import CheckpointError, ConfigError, ObjectiveError
-from omnitrain.metrics import bare_name, quoted, suggestion
+from omnitrain.errors import CheckpointError, ConfigError, ObjectiveError, did_you_mean
+from omnitrain.metrics import bare_name, quoted
 
 __all__ = ["Objective", "infer_direction"]
 
@@ -75,7 +75,8 @@ _SUFFIXES: dict[str, Direction] = {"score": "max", "error": "min", "loss": "min"
 _INVERTING = "inverse inv inverted minus reciprocal not non no"
 _UNCLEAR = """
 neg negative std stdev stddev sd sem var variance gap diff difference drop change delta reduction decrease increase
-improvement gain count num number threshold weight scale coef ratio temperature bias vs rejected
+improvement gain count num number threshold weight scale coef ratio temperature bias vs rejected lost time
+steps attack
 """
 _INVERTING_WORDS = frozenset(_INVERTING.split())
 _UNCLEAR_WORDS = _INVERTING_WORDS | frozenset(_UNCLEAR.split())
@@ -222,7 +223,7 @@ class Objective:
         known = [bare_name(name) for name in metrics if name not in ("epoch", "step")]
         raise ObjectiveError(
             f"`optimization_metric={self.metric!r}` is not among the metrics: {quoted(known)}."
-            f"{suggestion(self.metric, known)}"
+            f"{did_you_mean(self.metric, known)}"
         )
 
     def is_better(self, value: float, than: float | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
 
@@ -47,10 +47,10 @@ def build_optimizer(
         raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
     if spec is None:
         return fused_adamw(trainable, learning_rate, weight_decay)
-    if isinstance(spec, torch.optim.Optimizer) or hasattr(spec, "param_groups"):
-        optimizer = spec
+    if hasattr(spec, "param_groups"):
+        optimizer: Any = spec
     else:
-        factory = import_by_path(spec, "optimizer") if isinstance(spec, str) else spec
+        factory: Any = import_by_path(spec, "optimizer") if isinstance(spec, str) else spec
         if not callable(factory):
             raise ConfigError(
                 f"`optimizer` must be an optimizer, a class, a dotted path or a callable of the parameters, got {spec!r}."
@@ -66,7 +66,7 @@ def build_optimizer(
                 )
         optimizer = factory(trainable, **options)
     _check_optimizer(optimizer, model)
-    return optimizer  # type: ignore[return-value]
+    return optimizer
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
@@ -130,7 +130,7 @@ def build_scheduler(
     *,
     warmup_steps: int,
     total_steps: int | None,
-) -> LRScheduler | ReduceLROnPlateau | None:
+) -> Any:
     """Return the schedule that `spec` names: an instance, a name of transformers, or a callable of the optimizer.
 
     Raises:
@@ -146,7 +146,7 @@ def build_scheduler(
             "Use a name such as lr_scheduler='cosine', or put the warm-up into the schedule itself."
         )
     scheduler = spec
-    if not callable(getattr(spec, "step", None)):
+    if isinstance(spec, type) or not callable(getattr(spec, "step", None)):
         if not callable(spec):
             raise ConfigError(
                 f"`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got {spec!r}."

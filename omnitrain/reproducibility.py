@@ -98,7 +98,7 @@ class _NumpyGenerator:
         self._known: tuple[Any, Any] = (None, None)
 
     def _peek(self) -> Any:
-        bit_generator = np.random.get_bit_generator()
+        bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if bit_generator is not self._bit_generator:
             self._bit_generator, self._words = bit_generator, None
             if isinstance(bit_generator, np.random.MT19937):

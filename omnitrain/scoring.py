@@ -21,7 +21,7 @@ import torch
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.streaming import IGNORED, NamedMetrics, class_dimension, main_output
 
-__all__ = ["EvalPrediction", "Scorer", "make_scorer"]
+__all__ = ["EvalPrediction", "Scorer", "make_scorer", "to_numpy"]
 
 logger = logging.getLogger("omnitrain")
 

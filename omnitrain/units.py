@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,6 +42,12 @@ class StepOutput:
     outputs: Any = None
     labels: Any = None
     num_targets: int | Tensor | None = None
+
+    def required_loss(self) -> Tensor:
+        """Return the loss, or raise DataError if there is none."""
+        if self.loss is None:
+            raise DataError("Training needs a loss, but the unit, or `_forward`, gave none for this batch.")
+        return self.loss
 
 
 @runtime_checkable
@@ -86,7 +92,7 @@ class ModelUnit:
         self.loss_fn = loss_fn
         self.model_loss = None
         if loss_fn is None and isinstance(inspect.getattr_static(type(model), "loss", None), FunctionType):
-            self.model_loss = model.loss
+            self.model_loss = cast(Callable[..., Any], model.loss)
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -68,8 +68,8 @@ def test_what_is_no_duration_is_refused_with_its_value_its_name_and_the_units(te
         Duration.parse(text, unit="ba", name="save_steps")
     message = str(caught.value)
     assert message.startswith(f"`save_steps` must be a positive duration, got {text!r}. Give a number of steps or")
-    for example in ("'10ep'", "'500ba'", "sp'", "tok'", "'2h30m'", "'0.3dur'"):
-        assert example in message
+    for text in ("'10ep'", "'500ba'", "sp'", "tok'", "'2h30m'", "'0.3dur'"):
+        assert text in message
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ neg_accuracy cosine_distance mean_rank
 """
 UNCLEAR = """
 foo loss_score error_recall f1_wer wer_score risk_score accuracy_gap accuracy_std gap_f1 1-ssim one_minus_f1
-inverse_loss neg_foo error_reduction loss_scale learning_rate grad_norm entropy coverage num_correct _
+inverse_loss neg_foo error_reduction loss_scale learning_rate grad_norm time_to_accuracy attack_success_rate
+entropy coverage num_correct _
 """
 PREFIXES = [
     "",

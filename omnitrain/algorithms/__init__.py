@@ -1,0 +1,1 @@
+"""What changes the training itself: one file each."""

@@ -1,0 +1,1 @@
+"""Checkpoints: files and folders in `store.py`, tensors in `state.py`."""

@@ -172,7 +172,8 @@ def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | N
 class Store:
     """The checkpoints of one run folder: saves them whole or not at all, and finds them again.
 
-    One process at a time saves into a folder, one save at a time; any number may read meanwhile.
+    One process at a time saves into a folder, one save at a time; any number may read meanwhile. The folder need
+    not exist: nothing is written before the first save.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
@@ -184,7 +185,6 @@ class Store:
     """
 
     def __init__(self, root: str | os.PathLike[str], fs: FileSystem | None = None) -> None:
-        """Take the run folder, which need not exist: nothing is written before the first save."""
         self.root = Path(root)
         self.fs = fs or FileSystem()
         self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}

@@ -149,8 +149,11 @@ class NamedMetrics:
     def merge(self, state: Mapping[str, Any]) -> None:
         """Take in the state of another process."""
         layout, (dim, classes, outside) = self._layout, state["layout"]
-        if None not in (layout.classes, classes) and layout.classes != classes:
-            raise DataError(f"The processes scored outputs of {layout.classes} and of {classes} classes.")
+        if None not in (layout.classes, classes) and (layout.dim, layout.classes) != (dim, classes):
+            raise DataError(
+                f"The processes disagree on the scores: {layout.classes} in dimension {layout.dim}, and {classes} "
+                f"in dimension {dim}. Give every process outputs of one shape, with the classes in the last dimension."
+            )
         outside = torch.tensor(outside) + (0 if layout.outside is None else layout.outside.cpu())
         self._layout = Layout(layout.dim or dim, layout.classes or classes, outside)
         for statistic, other in zip(self._statistics.values(), state["statistics"], strict=True):

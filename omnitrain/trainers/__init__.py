@@ -1,0 +1,1 @@
+"""The trainers: arguments and loop in `base.py` and `loop.py`, one file per backend."""

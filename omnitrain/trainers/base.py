@@ -26,7 +26,7 @@ from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import STOP_REASONS, Lifecycle
-from omnitrain.loaders import GivenLoader, Loader, make_loader
+from omnitrain.loaders import GivenLoader, make_loader
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler
@@ -150,6 +150,9 @@ class BaseTrainer(TrainingLoop, ABC):
         self.seed, self.deterministic, self.on_nonfinite = seed, deterministic, on_nonfinite
         self.trial_name = trial_name
         self.algorithms = list(algorithms)
+        for algorithm in self.algorithms:
+            if not isinstance(algorithm, Algorithm):
+                raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
         self._user_callbacks = list(callbacks)
         self.device = self._choose_device(device)
         self._set_up_distribution()
@@ -345,7 +348,7 @@ class BaseTrainer(TrainingLoop, ABC):
         return self._evaluated(chosen, prefix)
 
     def test(self, dataset: Any = None) -> dict[str, float]:
-        """Return `test_loss` and the metrics of a dataset or of the test set; kept in the history, never selected on."""
+        """Return `test_loss` and the metrics of a dataset, or of the test set; never used to select anything."""
         chosen = self.test_loader if dataset is None else self._loader_for(dataset)
         if chosen is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")

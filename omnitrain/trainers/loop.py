@@ -112,17 +112,19 @@ class TrainingLoop:
         """Train on one window, and return whether the weights were updated."""
         if self._must_undo:
             self._loss.begin_step()
+        if hasattr(self.unit, "set_step_nr"):
+            self.unit.set_step_nr(self.progress.step + 1)
         divisor, targets, last = self._divisor(window), 0, len(window.batches) - 1
         for i, (batch, weight) in enumerate(zip(window.batches, window.weights, strict=True)):
             with self._accumulating(last=i == last):
                 batch = self._prepare_batch(batch)
                 for algorithm in self.algorithms:
-                    batch = algorithm.transform_batch(self, batch)
+                    batch = algorithm.transform_batch(self, batch)  # type: ignore[arg-type]
                 with self._autocast():
                     output = self._forward(self.model, batch)
-                    loss = output.loss
+                    loss = output.required_loss()
                     for algorithm in reversed(self.algorithms):
-                        loss = algorithm.transform_loss(self, loss)
+                        loss = algorithm.transform_loss(self, loss)  # type: ignore[arg-type]
                 if output.num_targets is None:
                     self._loss.add(loss, weight)
                 else:  # the loss is the sum over targets, which only the forward could count
@@ -164,7 +166,7 @@ class TrainingLoop:
         if metrics is None:
             return  # cut short by a signal: half an evaluation is none
         for algorithm in self.algorithms:
-            metrics = algorithm.transform_metrics(self, metrics)
+            metrics = algorithm.transform_metrics(self, metrics)  # type: ignore[arg-type]
         self.lifecycle.evaluated(metrics, counts)
         if self.lr_scheduler is not None and self.scheduler_interval == "evaluation":
             self.lr_scheduler.step(metrics[self.lifecycle.objective.key(metrics)])

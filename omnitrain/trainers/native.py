@@ -54,9 +54,9 @@ class Trainer(BaseTrainer):
         applied = self.scaler.get_scale() >= scale  # the scale is only lowered after a skipped step
         if not applied and self.scaler.get_scale() < self.fp16_loss_scale[1]:
             raise NonFiniteError(
-                f"The fp16 loss scale fell to {self.scaler.get_scale():g}, below its minimum {self.fp16_loss_scale[1]:g}, at "
-                f"step {self.progress.step + 1}: the gradients overflow whatever the scale. Lower the learning rate, use "
-                "autocast='bf16', or lower the minimum in `fp16_loss_scale`."
+                f"The fp16 loss scale fell to {self.scaler.get_scale():g}, below its minimum "
+                f"{self.fp16_loss_scale[1]:g}, at step {self.progress.step + 1}: the gradients overflow whatever the "
+                "scale. Lower the learning rate, use autocast='bf16', or lower the minimum in `fp16_loss_scale`."
             )
         return applied
 

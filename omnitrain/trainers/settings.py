@@ -1,4 +1,4 @@
-"""What may be said to a trainer: each argument by itself, and those that contradict each other. No torch, no effects."""
+"""What may be said to a trainer: each argument by itself, and those that contradict each other. No torch here."""
 
 from __future__ import annotations
 
@@ -167,5 +167,5 @@ def describe(value: Any) -> Any:
         return {str(key): describe(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple) and len(value) < 100:
         return [describe(entry) for entry in value]
-    named = value if hasattr(value, "__qualname__") else type(value)
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

@@ -47,8 +47,10 @@ def offline(tmp_path, monkeypatch):
 
 def records(tmp_path: Path) -> Iterator[Any]:
     """Read what an offline run would upload: protobuf messages in the log format of LevelDB."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # `finish()` may return before the service process has written everything; this waits for it
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         data, at, parts = path.read_bytes(), 7, b""
         while at + 7 <= len(data):

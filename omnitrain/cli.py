@@ -1,0 +1,92 @@
+"""The `omnitrain` command: what may be typed, and how a run's end is told to the shell.
+
+Each subcommand is one function that adds its parser; what a subcommand does is in a module of its own, imported when
+it runs, so that `--help` and a mistyped option are answered without waiting for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import omnitrain
+from omnitrain.errors import OmnitrainError
+
+__all__ = ["main"]
+
+TRAINERS = {"native": "Trainer"}
+"""The public class behind each choice of `--trainer`."""
+
+DATA = {
+    "digits": "a convolutional network on scikit-learn's handwritten digits, in seconds",
+    "stdlib": "a character-level GPT on the source of Python's standard library, in about a minute",
+}
+"""The functions of `omnitrain.demo` behind each choice of `--data`, and what they train."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `omnitrain` command and return its exit code.
+
+    0 is done, 1 an error, 2 a wrong option, 130 a run ended by Ctrl-C; SIGTERM ends it with SystemExit(143).
+
+    Args:
+        argv: The words after the command's name; None takes the process's own.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        return 128 + 2
+    except BrokenPipeError:  # `omnitrain demo | head`: whoever read us has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails once more
+        return 1
+    except (OmnitrainError, OSError) as error:
+        print(f"omnitrain: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omnitrain", description="PyTorch trainers that give the same numbers everywhere.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for add in (_add_demo,):
+        add(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    about = "Train on real data that is already on this machine, without a network."
+    demo = commands.add_parser("demo", help=about, description=about, allow_abbrev=False)
+    demo.add_argument("--trainer", choices=TRAINERS, default="native", help="which trainer (default: %(default)s)")
+    demo.add_argument(
+        "--data",
+        choices=DATA,
+        default="digits",
+        help="; ".join(f"{name}: {what}" for name, what in DATA.items()) + " (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="FOLDER",
+        help="where weights, metrics and curves go; an earlier demo there is replaced (default: %(default)s)",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from omnitrain import demo
+
+    trainer_class = getattr(omnitrain, TRAINERS[args.trainer])
+    getattr(demo, args.data)(trainer_class, args.out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

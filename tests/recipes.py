@@ -1,0 +1,121 @@
+"""Small models, datasets and hand-written loops that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from omnitrain import Callback, Event
+
+
+def t16(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """The small regression model: 4 -> 16 -> 1."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1)).to(dtype)
+
+
+def rows(size: int = 60, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """Fixed rows of 4 numbers and a target of 1."""
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(
+        torch.randn(size, 4, generator=generator, dtype=dtype), torch.randn(size, 1, generator=generator, dtype=dtype)
+    )
+
+
+class Tagger(nn.Module):
+    """Predicts a class per token; its loss is the plain mean over labels that are not -100."""
+
+    def __init__(self, classes: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, 8, dtype=dtype)
+        self.out = nn.Linear(8, classes, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.out(self.embed(ids))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of 6 tokens of which 1 to 6 have a label."""
+
+    def __init__(self, size: int = 8) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(0, 11, (size, 6), generator=generator)
+        self.labels = torch.randint(0, 5, (size, 6), generator=generator)
+        for i in range(size):
+            self.labels[i, 1 + i % 6 :] = -100
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"ids": self.ids[index], "labels": self.labels[index]}
+
+
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Fixed rows with an augmentation that draws from all three global generators."""
+
+    def __init__(self, size: int = 60) -> None:
+        self.x, self.y = rows(size).tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import random
+
+        import numpy as np
+
+        noise = 0.1 * torch.randn(4, dtype=torch.float64) + 0.01 * random.random() + 0.01 * np.random.rand()
+        return self.x[index] + noise, self.y[index]
+
+
+class Trace(Callback):
+    """Writes down every event with the position, every logged loss, and the index stream."""
+
+    order = 99
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.logs: list[dict[str, Any]] = []
+        self.learning_rates: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def on_log(self, trainer: Any, logs: Any) -> None:
+        self.events.append("log")
+        self.logs.append(dict(logs))
+
+
+def _noting(event: Event) -> Any:
+    def note(self: Trace, trainer: Any, *details: Any) -> None:
+        self.events.append(str(event))
+        if event is Event.STEP_END:
+            self.learning_rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    return note
+
+
+for _event in Event:
+    if _event is not Event.LOG:
+        setattr(Trace, f"on_{_event}", _noting(_event))
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    """A copy of all parameters."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def distance(a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> float:
+    """The largest absolute difference between two lists of tensors."""
+    return max(float((x.double() - y.double()).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def same(a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> bool:
+    """Whether two lists of tensors are equal to the bit."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

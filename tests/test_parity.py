@@ -1,0 +1,257 @@
+"""The crown: one table of promises over all trainers. A feature is in when its row is; a trainer, when it passes all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Noisy, Sentences, Tagger, Trace, distance, rows, same, t16, weights
+from torch import nn
+
+from omnitrain import Callback, Trainer
+from omnitrain.sampling import EpochSampler
+
+TRAINERS = {"native": Trainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def run(trainer_class: Any, model: nn.Module, data: Any, *guests: Callback, **options: Any) -> Any:
+    options = {"device": "cpu", "progress_bar": False, "log_steps": 1, "learning_rate": 0.05, **options}
+    if isinstance(model, nn.Sequential):
+        options.setdefault("loss_fn", F.mse_loss)
+    trainer = trainer_class(model, data, callbacks=guests, **options)
+    trainer.train()
+    return trainer
+
+
+def by_hand(
+    model: nn.Module, data: Any, *, window: int, epochs: int, lr: float, schedule: Any = None, clip: float | None = 1.0
+) -> dict[str, list[float]]:
+    """What a careful user would write: full-batch windows in the sampler's order, SGD, clip, one scheduler step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    scheduler = schedule(optimizer) if schedule else None
+    sampler = EpochSampler(len(data), window)
+    seen: dict[str, list[float]] = {"loss": [], "grad_norm": [], "learning_rate": []}
+    for epoch in range(epochs):
+        for indices in sampler.batches(epoch):
+            samples = [data[int(i)] for i in indices]
+            if isinstance(samples[0], dict):
+                loss = model(**{key: torch.stack([s[key] for s in samples]) for key in samples[0]})["loss"]
+            else:
+                x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+                loss = F.mse_loss(model(x), y)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler:
+                scheduler.step()
+            seen["loss"].append(loss.item())
+            seen["grad_norm"].append(norm.item())
+            seen["learning_rate"].append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+
+
+# --- events
+
+
+def test_events_come_in_the_order_that_the_docstring_of_event_prints(trainer_class: Any) -> None:
+    trace = Trace()
+    run(
+        trainer_class, t16(), rows(12), trace, eval_dataset=rows(4), epochs=2, batch_size=4, eval_steps=2,
+        gradient_accumulation_steps=2, log_steps=2, eval_on_start=True,
+    )  # fmt: skip
+    step = ["step_start", "before_optimizer_step", "step_end"]
+    evaluation = ["eval_start", "eval_end"]
+    epoch = ["epoch_start", *step, *step, "log", *evaluation, "epoch_end"]
+    assert trace.events == ["train_start", *evaluation, *epoch, *epoch, "train_end"]
+
+
+def test_a_failure_is_told_and_the_end_of_the_run_still_comes(trainer_class: Any) -> None:
+    class Fails(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            raise RuntimeError("boom")
+
+    trace = Trace()
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        run(trainer_class, t16(), rows(8), trace, Fails(), epochs=1)
+    assert trace.events[-2:] == ["exception", "train_end"]
+    assert any("Fails.on_step_end" in note for note in caught.value.__notes__)
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(12, 1), (6, 2), (4, 3), (1, 12), (5, 2)])
+def test_loss_norm_rate_and_weights_equal_a_hand_written_full_batch_loop(
+    trainer_class: Any, batch: int, accumulation: int
+) -> None:
+    # 31 samples: the last window is short, and with batches of 5 its last micro-batch is short too
+    window = batch * accumulation
+    model, reference, trace = t16(), t16(), Trace()
+    run(
+        trainer_class, model, rows(31), trace, optimizer=sgd, lr_scheduler=cosine, max_grad_norm=0.5,
+        batch_size=batch, gradient_accumulation_steps=accumulation, epochs=3, learning_rate=2e-5,
+    )  # fmt: skip
+    expected = by_hand(reference, rows(31), window=window, epochs=3, lr=0.05, schedule=cosine, clip=0.5)
+    assert distance(weights(model), weights(reference)) <= 1e-12
+    for key in ("loss", "grad_norm", "learning_rate"):
+        np.testing.assert_allclose([row[key] for row in trace.logs], expected[key], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8), (3, 3)])
+def test_masked_labels_weigh_every_token_the_same_in_every_split(
+    trainer_class: Any, batch: int, accumulation: int
+) -> None:
+    model, reference = Tagger(), Tagger()
+    data = Sentences(8)
+    run(
+        trainer_class, model, data, optimizer=sgd, batch_size=batch, gradient_accumulation_steps=accumulation,
+        epochs=1, max_grad_norm=None, learning_rate=2e-5,
+    )  # fmt: skip
+    by_hand(reference, data, window=8, epochs=1, lr=0.05, clip=None)
+    assert distance(weights(model), weights(reference)) <= 1e-12
+
+
+def test_short_last_window_is_averaged_over_its_own_batches(trainer_class: Any) -> None:
+    # 7 micro-batches of equal size in windows of 4: two steps, the second over three batches
+    gradients: list[torch.Tensor] = []
+
+    class Keep(Callback):
+        def on_before_optimizer_step(self, trainer: Any) -> None:
+            gradients.append(trainer.model[0].weight.grad.clone())
+
+    trainer = run(
+        trainer_class, t16(), rows(14), Keep(), batch_size=2, gradient_accumulation_steps=4, epochs=1,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0), max_grad_norm=None, learning_rate=2e-5,
+    )  # fmt: skip
+    model, data = t16(), rows(14)
+    last = EpochSampler(14, 8).order(0)[8:]
+    F.mse_loss(model(data.tensors[0][last]), data.tensors[1][last]).backward()
+    assert trainer.progress.step == len(gradients) == 2
+    assert distance([gradients[1]], [model[0].weight.grad]) <= 1e-14
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_the_logged_loss_is_the_weighted_mean_since_the_last_log(trainer_class: Any) -> None:
+    every, third = Trace(), Trace()
+    for trace, interval in ((every, 1), (third, 3)):
+        run(trainer_class, Tagger(), Sentences(20), trace, batch_size=4, epochs=2, log_steps=interval)
+    counts = []
+    sampler = EpochSampler(20, 4)
+    for epoch in range(2):
+        counts += [int((Sentences(20).labels[i] != -100).sum()) for i in map(torch.from_numpy, sampler.batches(epoch))]
+    losses = [row["loss"] for row in every.logs]
+    for row, first in zip(third.logs, (0, 3, 6, 9), strict=True):  # a log may span the end of an epoch
+        expected = np.average(losses[first : first + 3], weights=counts[first : first + 3])
+        assert row["loss"] == pytest.approx(expected, abs=1e-12)
+
+
+# --- watching changes nothing
+
+
+@pytest.mark.parametrize("data", [rows(20), Noisy(20)], ids=["tensors", "augmented"])
+def test_evaluating_and_logging_leave_the_weights_as_they_would_have_been(trainer_class: Any, data: Any) -> None:
+    def final(**options: Any) -> list[torch.Tensor]:
+        model = t16(dropout=0.3)
+        run(trainer_class, model, data, batch_size=4, epochs=2, **options)
+        return weights(model)
+
+    plain = final(log_steps=1000)
+    assert same(plain, final(log_steps=1))
+    for interval in (1, 3):
+        assert same(plain, final(eval_dataset=Noisy(7), eval_steps=interval, eval_on_start=True, log_steps=interval))
+
+
+# --- stopping
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "reason"),
+    [
+        ({"epochs": 2}, 10, "epochs"),
+        ({"epochs": 9, "max_steps": 7}, 7, "max_steps"),
+        ({"epochs": 9, "max_duration": "6ba"}, 6, "max_duration"),
+        ({"epochs": 9, "max_duration": "30sp"}, 8, "max_duration"),
+        ({"epochs": 9, "max_duration": "0.5ep"}, 3, "max_duration"),
+        ({"epochs": 9, "max_steps": 10}, 10, "max_steps"),
+        ({"epochs": 2, "max_steps": 10}, 10, "max_steps"),
+    ],
+)
+def test_the_first_limit_reached_ends_the_run(trainer_class: Any, options: Any, step: int, reason: str) -> None:
+    trainer = run(trainer_class, t16(), rows(20), batch_size=4, **options)
+    assert (trainer.progress.step, trainer.metrics["stop_reason"]) == (step, reason)
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_patience_counts_evaluations_in_a_row_without_a_gain(trainer_class: Any, patience: int) -> None:
+    scores = iter([0.5, 0.6, 0.6, 0.55, 0.61, 0.6, 0.6, 0.6, 0.6, 0.6])
+    trainer = run(
+        trainer_class, t16(), rows(8), eval_dataset=rows(4), epochs=10, batch_size=8, patience=patience,
+        compute_metrics=lambda _: {"accuracy": next(scores)}, optimization_metric="accuracy",
+    )  # fmt: skip
+    assert trainer.progress.epoch == {1: 3, 2: 4, 3: 8}[patience]
+    assert trainer.metrics["stop_reason"] == "early_stopping"
+    assert trainer.metrics["best_step"] == {1: 2, 2: 2, 3: 5}[patience]
+
+
+def test_a_stop_inside_an_epoch_does_not_count_the_epoch_nor_evaluate_it(trainer_class: Any) -> None:
+    class StopAtThree(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 3:
+                trainer.stop()
+
+    trace = Trace()
+    trainer = run(trainer_class, t16(), rows(20), StopAtThree(), trace, eval_dataset=rows(4), batch_size=4, epochs=2)
+    assert trainer.progress.epoch == 0 and trainer.progress.samples_in_epoch == 12
+    assert trainer.metrics["stop_reason"] == "requested"
+    assert "eval_start" not in trace.events
+    assert trace.events[-3:] == ["log", "epoch_end", "train_end"]  # EPOCH_END always pairs EPOCH_START
+
+
+def test_the_last_step_is_evaluated_once_though_no_interval_falls_on_it(trainer_class: Any) -> None:
+    trainer = run(
+        trainer_class, t16(), rows(20), eval_dataset=rows(4), batch_size=4, epochs=9, max_steps=7, eval_steps=3
+    )
+    assert [row["step"] for row in trainer.metrics["valid"]] == [3, 6, 7]
+
+
+# --- metrics
+
+
+def test_the_result_has_one_row_per_epoch_and_per_evaluation(trainer_class: Any) -> None:
+    trainer = run(trainer_class, t16(), rows(20), eval_dataset=rows(7), batch_size=4, epochs=2, eval_batch_size=3)
+    metrics = trainer.metrics
+    assert [(row["epoch"], row["step"]) for row in metrics["train_metrics_history"]] == [(1, 5), (2, 10)]
+    assert set(metrics["train_metrics_history"][0]) == {"epoch", "step", "train_loss", "learning_rate", "grad_norm"}
+    assert [(row["epoch"], row["step"]) for row in metrics["valid"]] == [(1, 5), (2, 10)]
+    x, y = rows(7).tensors
+    with torch.no_grad():
+        expected = F.mse_loss(trainer.get_model()(x), y).item()  # exact, though the last batch is short
+    assert metrics["valid"][-1]["eval_loss"] == pytest.approx(expected, abs=1e-14)
+    assert trainer.evaluate()["eval_loss"] == metrics["valid"][-1]["eval_loss"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17])
+def test_predictions_come_in_the_order_of_the_dataset_one_row_a_sample(trainer_class: Any, size: int) -> None:
+    trainer = run(trainer_class, t16(), rows(8), epochs=1, batch_size=4, eval_batch_size=3)
+    x, y = rows(size).tensors
+    result = trainer.predict(rows(size))
+    with torch.no_grad():
+        np.testing.assert_allclose(result.predictions, trainer.get_model()(x).numpy(), atol=1e-12)
+    np.testing.assert_array_equal(result.labels, y.numpy())

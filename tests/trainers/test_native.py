@@ -1,0 +1,563 @@
+"""What only one device and its loss scaler can show; what all trainers share is in test_parity.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Sentences, Tagger, Trace, distance, rows, same, t16, weights
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from omnitrain import Algorithm, BaseTrainer, Callback, DataError, MixUp, NonFiniteError, StepOutput, Trainer
+
+
+def make(model: nn.Module, data: Any, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "progress_bar": False,
+        "log_steps": 1,
+        "learning_rate": 0.05,
+        "loss_fn": F.mse_loss,
+    }
+    return Trainer(model, data, **{**defaults, **options})
+
+
+# --- precision
+
+
+class InfAt(Callback):
+    """Puts an infinity into the gradient at these windows, as an fp16 overflow does."""
+
+    def __init__(self, *windows: int) -> None:
+        self.windows = windows
+        self.count = 0
+
+    def on_before_optimizer_step(self, trainer: Any) -> None:
+        self.count += 1
+
+
+class Overflowing(nn.Module):
+    """Gives gradients of infinity in chosen forwards; the loss stays finite."""
+
+    def __init__(self, at: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.at, self.count = nn.Linear(4, 1), at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        out = self.layer(x)
+        if self.count in self.at:
+            out.register_hook(lambda gradient: gradient * math.inf)
+        return out
+
+
+def test_an_overflow_skips_the_step_counts_none_and_moves_no_schedule() -> None:
+    trace = Trace()
+    model = Overflowing(at=(3, 8))
+    trainer = make(
+        model, rows(40, torch.float32), batch_size=4, epochs=1, lr_scheduler="linear", callbacks=[trace],
+    )  # fmt: skip
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    metrics = trainer.train()
+    assert trainer.progress.step == 8 and trainer.progress.skipped_steps == 2
+    assert trainer.lr_scheduler.last_epoch == 8
+    assert trainer.scaler.get_scale() == 256.0
+    assert trace.logs[-1]["skipped_steps"] == 2 and trace.logs[-1]["loss_scale"] == 256.0
+    assert math.isfinite(metrics["train_metrics_history"][0]["train_loss"])
+
+
+def test_a_skipped_step_leaves_the_weights_to_the_bit() -> None:
+    kept: list[list[torch.Tensor]] = []
+
+    class Keep(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            kept.append(weights(trainer.model))
+
+    trainer = make(Overflowing(at=(3,)), rows(20, torch.float32), batch_size=4, epochs=1, callbacks=[Keep()])
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.train()
+    assert same(kept[1], kept[2]) and not same(kept[2], kept[3])
+
+
+def test_a_scale_below_the_minimum_ends_the_run() -> None:
+    trainer = make(
+        Overflowing(at=tuple(range(1, 99))), rows(40, torch.float32), batch_size=4, fp16_loss_scale=(8.0, 2.0)
+    )
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(NonFiniteError, match=r"fell to 1, below its minimum 2"):
+        trainer.train()
+
+
+def test_bf16_computes_in_bf16_and_keeps_weights_and_moments_in_fp32() -> None:
+    seen: list[torch.dtype] = []
+
+    class Look(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            seen.append(out.dtype)
+            return out
+
+    trainer = make(Look(4, 1), rows(8, torch.float32), autocast="bfloat16", epochs=1)
+    trainer.train()
+    assert set(seen) == {torch.bfloat16}
+    state = next(iter(trainer.optimizer.state.values()))
+    assert trainer.model.weight.dtype == state["exp_avg"].dtype == torch.float32
+
+
+# --- non-finite numbers
+
+
+def poisoned(index: int = 5) -> TensorDataset:
+    x, y = rows(20).tensors
+    x, y = x.clone(), y.clone()
+    y[index] = math.nan
+    return TensorDataset(x, y)
+
+
+class NoStepAfter(Callback):
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.weights = weights(trainer.model)
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.weights = weights(trainer.model)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_nan_stops_the_run_naming_step_and_sample_before_anything_is_updated(
+    accumulation: int, tmp_path: Path
+) -> None:
+    watcher, model = NoStepAfter(), t16()
+    trainer = make(
+        model,
+        poisoned(),
+        batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        callbacks=[watcher],
+        save_dir=tmp_path,
+    )
+    with pytest.raises(NonFiniteError, match=r"step \d+ .*samples of the training set: 5\.") as caught:
+        trainer.train()
+    assert same(watcher.weights, weights(model))
+    assert f"step {trainer.progress.step + 1} " in str(caught.value)
+    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert report["sample_indices"] == [5] and report["step"] == trainer.progress.step + 1
+
+
+def test_skip_leaves_the_step_out_and_counts_it() -> None:
+    trainer = make(t16(), poisoned(), batch_size=2, epochs=2, on_nonfinite="skip")
+    metrics = trainer.train()
+    assert (trainer.progress.step, trainer.progress.skipped_steps) == (18, 2)
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+    assert all(math.isfinite(row["train_loss"]) for row in metrics["train_metrics_history"])
+
+
+def test_warn_goes_on_as_plain_pytorch_would_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(t16(), poisoned(), batch_size=20, epochs=1, on_nonfinite="warn")
+    trainer.train()
+    assert "not finite at step 1" in caplog.text
+    assert not all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_a_micro_batch_with_nothing_to_predict_is_no_error_and_changes_nothing() -> None:
+    data = Sentences(6)
+    data.labels[4:] = -100  # the mean over no label is NaN
+    with_empty, without = Tagger(), Tagger()
+    options: dict[str, Any] = {"shuffle": False, "epochs": 1, "loss_fn": None, "optimizer": torch.optim.SGD}
+    make(with_empty, data, batch_size=2, gradient_accumulation_steps=3, **options).train()
+    make(without, torch.utils.data.Subset(data, range(4)), batch_size=4, **options).train()
+    assert distance(weights(with_empty), weights(without)) <= 1e-15
+
+
+# --- how losses are reduced
+
+
+def sum_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(outputs, labels, reduction="sum")
+
+
+def test_sum_adds_the_losses_up_as_they_are() -> None:
+    split, whole = t16(), t16()
+    options: dict[str, Any] = {
+        "grad_reduction": "sum",
+        "loss_fn": sum_loss,
+        "optimizer": torch.optim.SGD,
+        "learning_rate": 1e-3,
+        "epochs": 1,
+        "max_grad_norm": None,
+    }
+    make(split, rows(7), batch_size=2, gradient_accumulation_steps=4, **options).train()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3)
+    sum_loss(whole(rows(7).tensors[0]), rows(7).tensors[1]).backward()
+    optimizer.step()
+    assert distance(weights(split), weights(whole)) <= 1e-14
+
+
+def test_per_token_mean_refuses_labels_that_are_no_tokens() -> None:
+    with pytest.raises(DataError, match="per-token-mean"):
+        make(t16(), rows(8), grad_reduction="per-token-mean").train()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "per-token-mean"])
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (3, 3), (1, 8)])
+def test_a_unit_that_returns_a_sum_and_its_count_gives_the_mean_over_the_window(
+    reduction: str, batch: int, accumulation: int
+) -> None:
+    model, reference, steps = Tagger(), Tagger(), []
+
+    class Unit:
+        def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+            count = int((batch["labels"] != -100).sum())
+            return model(**batch)["loss"] * count, count
+
+        def set_step_nr(self, step: int) -> None:
+            steps.append(step)
+
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "epochs": 1, "max_grad_norm": None, "loss_fn": None}
+    trace = Trace()
+    make(
+        model, Sentences(8), unit=Unit(), grad_reduction=reduction, batch_size=batch,
+        gradient_accumulation_steps=accumulation, callbacks=[trace], **options,
+    ).train()  # fmt: skip
+    other = Trace()
+    make(reference, Sentences(8), batch_size=8, callbacks=[other], **options).train()
+    assert distance(weights(model), weights(reference)) <= 1e-15
+    assert trace.logs[0]["loss"] == pytest.approx(other.logs[0]["loss"], abs=1e-14)
+    assert steps == [1]
+
+
+# --- data of every kind
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(*rows(10).tensors, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_length_trains_to_max_steps_over_its_epochs(workers: int) -> None:
+    trainer = make(t16(), Numbers(), batch_size=4, epochs=9, max_steps=7, num_workers=workers)
+    metrics = trainer.train()
+    assert trainer.progress.step == 7 and trainer.progress.epoch == 2
+    assert metrics["stop_reason"] == "max_steps"
+
+
+def test_a_loader_of_the_users_own_is_used_as_it_is() -> None:
+    seen: list[int] = []
+
+    class Sampler(torch.utils.data.Sampler[int]):
+        def set_epoch(self, epoch: int) -> None:
+            seen.append(epoch)
+
+        def __iter__(self) -> Any:
+            return iter(range(9, -1, -1))
+
+        def __len__(self) -> int:
+            return 10
+
+    ours, theirs = t16(), t16()
+    loader = DataLoader(rows(10), 4, sampler=Sampler())
+    Trainer(
+        ours, train_loader=loader, loss_fn=F.mse_loss, epochs=2, learning_rate=0.05, device="cpu", progress_bar=False
+    ).train()
+    backwards = TensorDataset(*(tensor.flip(0) for tensor in rows(10).tensors))
+    make(theirs, backwards, batch_size=4, epochs=2, shuffle=False).train()
+    assert seen == [0, 1] and same(weights(ours), weights(theirs))
+
+
+def test_named_evaluation_sets_each_have_their_metrics_and_the_loss_is_their_mean() -> None:
+    sets = {"dev": rows(5), "web": rows(9)}
+    trainer = make(t16(), rows(8), eval_dataset=sets, epochs=1, optimization_metric="web_loss")
+    row = trainer.train()["valid"][0]
+    assert row["eval_loss"] == pytest.approx((row["eval_dev_loss"] + row["eval_web_loss"]) / 2)
+    assert trainer.objective.direction == "min" and trainer.metrics["best_valid"]["web_loss"] == row["eval_web_loss"]
+
+
+def test_the_test_set_never_selects() -> None:
+    trainer = make(t16(), rows(8), eval_dataset=rows(4), test_dataset=rows(6), epochs=1)
+    best = dict(trainer.train()["best_valid"])
+    result = trainer.test()
+    assert set(result) == {"test_loss"} and trainer.metrics["test"][0]["loss"] == result["test_loss"]
+    assert dict(trainer.metrics["best_valid"]) == best
+
+
+def test_without_an_evaluation_set_nothing_is_selected() -> None:
+    metrics = make(t16(), rows(8), epochs=1).train()
+    assert metrics["valid"] == [] and metrics["best_valid"] == {}
+
+
+# --- algorithms
+
+
+def test_batch_transforms_run_in_order_and_loss_transforms_in_reverse() -> None:
+    calls: list[str] = []
+
+    class Named(Algorithm):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+            calls.append(f"batch {self.name}")
+            return batch
+
+        def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+            calls.append(f"loss {self.name}")
+            return loss * 1
+
+        def transform_metrics(self, trainer: Any, metrics: dict[str, float]) -> dict[str, float]:
+            return {**metrics, f"eval_{self.name}": 1.0}
+
+    trainer = make(t16(), rows(4), eval_dataset=rows(4), epochs=1, algorithms=[Named("a"), Named("b")])
+    assert {"eval_a", "eval_b"} <= set(trainer.train()["valid"][0])
+    assert calls == ["batch a", "batch b", "loss b", "loss a"]
+
+
+def test_mixup_trains_a_classifier() -> None:
+    x = torch.randn(64, 4)
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    trainer = make(
+        nn.Linear(4, 2),
+        data,
+        eval_dataset=data,
+        loss_fn=F.cross_entropy,
+        algorithms=[MixUp(num_classes=2)],
+        compute_metrics="accuracy",
+        epochs=20,
+    )
+    assert trainer.train()["best_valid"]["accuracy"] > 0.9
+
+
+# --- loops of the user's own
+
+
+class Custom(BaseTrainer):
+    def _setup_training_components(self) -> None:
+        self.model.to(self.device)
+
+    def _prepare_batch(self, batch: Any) -> Any:
+        return tuple(tensor.to(self.device) for tensor in batch)
+
+    def _train_epoch(self, epoch: int) -> float:
+        self.model.train()
+        total = 0.0
+        for batch in self.train_loader:
+            x, y = self._prepare_batch(batch)
+            loss = F.mse_loss(self.model(x), y)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            total += loss.item()
+        return total / len(self.train_loader)
+
+
+def test_three_overrides_make_a_trainer_with_everything_else() -> None:
+    options: dict[str, Any] = {
+        "loss_fn": F.mse_loss,
+        "batch_size": 4,
+        "epochs": 3,
+        "learning_rate": 0.05,
+        "progress_bar": False,
+    }
+    trace, custom, native = Trace(), t16(), t16()
+    trainer = Custom(custom, rows(20), rows(6), device="cpu", patience=5, callbacks=[trace], **options)
+    metrics = trainer.train()
+    make(native, rows(20), max_grad_norm=None, **options).train()
+    assert same(weights(custom), weights(native))  # the same order of samples, epoch by epoch
+    assert trainer.progress.step == 15 and len(metrics["valid"]) == 3
+    assert [row["step"] for row in metrics["train_metrics_history"]] == [5, 10, 15]
+    assert trace.events.count("epoch_end") == 3
+
+
+def test_a_multi_task_trainer_needs_no_training_set() -> None:
+    class MultiTask(Trainer):
+        def __init__(self, model: nn.Module, task_datasets: dict[str, Any], **options: Any) -> None:
+            self.task_datasets = task_datasets
+            super().__init__(model, **options)
+
+        def _train_epoch(self, epoch: int) -> float:
+            losses = []
+            for data in self.task_datasets.values():
+                x, y = data.tensors
+                loss = F.mse_loss(self.model(x), y)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                losses.append(loss.item())
+            return sum(losses) / len(losses)
+
+    trainer = MultiTask(
+        t16(),
+        {"a": rows(8), "b": rows(9)},
+        eval_dataset=rows(4),
+        loss_fn=F.mse_loss,
+        device="cpu",
+        progress_bar=False,
+        epochs=2,
+    )
+    metrics = trainer.train()
+    assert trainer.progress.step == 4 and len(metrics["valid"]) == 2
+
+
+def test_an_epoch_that_returns_nothing_is_told_what_to_return() -> None:
+    class Forgetful(Custom):
+        def _train_epoch(self, epoch: int) -> Any:
+            super()._train_epoch(epoch)
+
+    with pytest.raises(ValueError, match="_train_epoch must return"):
+        Forgetful(t16(), rows(8), loss_fn=F.mse_loss, device="cpu", progress_bar=False).train()
+
+
+def test_forward_may_be_overridden() -> None:
+    class Doubled(Trainer):
+        def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
+            x, y = batch
+            outputs = model(x)
+            return StepOutput(2 * F.mse_loss(outputs, y), outputs, y)
+
+    plain, doubled = make(t16(), rows(8)), Doubled(t16(), rows(8), device="cpu")
+    assert doubled.evaluate(rows(8))["eval_loss"] == pytest.approx(2 * plain.evaluate(rows(8))["eval_loss"])
+
+
+# --- the run as a whole
+
+
+def test_a_second_train_starts_counting_anew_from_the_present_weights() -> None:
+    trainer = make(t16(), rows(8), eval_dataset=rows(4), epochs=2, batch_size=4)
+    first = trainer.train()
+    middle = weights(trainer.model)
+    second = trainer.train()
+    assert len(first["valid"]) == len(second["valid"]) == 2 and trainer.progress.step == 4
+    assert not same(middle, weights(trainer.model))
+
+
+def test_nothing_is_written_without_a_save_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(t16(), rows(8), eval_dataset=rows(4), epochs=1).train()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_number_is_read_off_the_device_between_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"now": 0}
+    per_step: list[int] = []
+    for name in ("item", "cpu", "tolist", "__bool__", "__float__", "__int__", "__index__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            counts["now"] += 1
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+    class Count(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            per_step.append(counts["now"])
+
+    make(t16(), rows(80), batch_size=4, epochs=1, log_steps=10, callbacks=[Count()]).train()
+    between = [b - a for i, (a, b) in enumerate(zip(per_step, per_step[1:], strict=False), start=1) if i % 10]
+    assert between and not any(between)
+
+
+def test_memory_does_not_grow_though_callbacks_keep_asking(tmp_path: Path) -> None:
+    import psutil
+
+    process, sizes = psutil.Process(), []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step in (500, 2500):
+                sizes.append(process.memory_info().rss)
+
+    make(t16(), rows(40), batch_size=8, epochs=500, log_steps=50, callbacks=[Watch()]).train()
+    assert sizes[1] - sizes[0] <= 2000 * 1024
+
+
+def test_save_model_writes_weights_that_load_and_refuses_to_replace_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    trainer = make(torch.compile(t16(), backend="eager"), rows(8), epochs=1)
+    trainer.save_model(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert set(tensors) == set(t16().state_dict())
+    with pytest.raises(ValueError, match="overwrite=True"):
+        trainer.save_model(tmp_path / "model")
+    trainer.save_model(tmp_path / "model", overwrite=True)
+
+
+def test_save_metrics_writes_json(tmp_path: Path) -> None:
+    trainer = make(t16(), rows(8), save_dir=tmp_path)
+    path = trainer.save_metrics("test", trainer.evaluate(rows(4), prefix="test"))
+    assert set(json.loads(path.read_text())) == {"test_loss"}
+
+
+# --- signals
+
+SCRIPT = """
+import os, signal, sys, time, torch
+from omnitrain import Callback, Trainer
+where = sys.argv[1]
+class Kill(Callback):
+    def on_step_start(self, trainer):
+        if where == "step" and trainer.progress.step == 3:
+            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    def on_eval_start(self, trainer):
+        if where == "eval":
+            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    def on_train_end(self, trainer):
+        print("ended at", trainer.progress.step, trainer.metrics["stop_reason"], len(trainer.metrics["valid"]), flush=True)
+data = torch.utils.data.TensorDataset(torch.randn(80, 4), torch.randn(80, 1))
+Trainer(torch.nn.Linear(4, 1), data, data, loss_fn=torch.nn.functional.mse_loss, device="cpu", progress_bar=False,
+        callbacks=[Kill()], epochs=2).train()
+print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(("where", "step"), [("step", 4), ("eval", 10)])
+def test_a_signal_finishes_the_step_and_exits_as_the_shell_expects(name: str, code: int, where: str, step: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), where, name],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert f"ended at {step} signal 0" in done.stdout and "not reached" not in done.stdout, done.stderr
+    assert done.returncode in (code, -getattr(signal, name)), done.stderr
+
+
+def test_handlers_are_put_back_after_training() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    inside: list[Any] = []
+
+    class Look(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    make(t16(), rows(4), epochs=1, callbacks=[Look()]).train()
+    assert inside[0] is not before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_the_second_signal_leaves_at_once() -> None:
+    class Twice(Callback):
+        def on_step_start(self, trainer: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        make(t16(), rows(4), callbacks=[Twice()]).train()

@@ -1,0 +1,177 @@
+"""Every wrong input is an error before the first step that names the value and the remedy; nothing is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import rows, t16
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
+
+from omnitrain import Callback, ConfigError, DataError, ObjectiveError, Trainer
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(*rows(8).tensors, strict=True))
+
+
+def foreign_scheduler() -> Any:
+    return CosineAnnealingLR(SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), 10)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(rows(8), 4)
+
+
+MODEL = t16()
+EVAL = {"eval_dataset": rows(4)}
+BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Exception], str]] = {
+    # name: (arguments, error, words that must be in its message)
+    "unknown argument": ({"learning_rte": 1}, TypeError, "learning_rte.*learning_rate"),
+    "batch size of 0": ({"batch_size": 0}, ConfigError, "batch_size.*positive.*0"),
+    "batch size of True": ({"batch_size": True}, ConfigError, "batch_size.*True"),
+    "batch size in words": ({"batch_size": "8"}, ConfigError, "batch_size.*'8'"),
+    "negative rate": ({"learning_rate": -1.0}, ConfigError, "learning_rate.*-1.0"),
+    "rate that is not finite": ({"learning_rate": float("nan")}, ConfigError, "learning_rate.*nan"),
+    "patience of 0": ({"patience": 0, **EVAL}, ConfigError, "patience.*0.*Leave it out"),
+    "patience without evaluations": ({"patience": 3}, ConfigError, "patience=3.*eval_dataset"),
+    "eval_steps without evaluations": ({"eval_steps": 5}, ConfigError, "eval_steps=5.*eval_dataset"),
+    "evaluation interval of 0": ({"eval_steps": 0, **EVAL}, ConfigError, "eval_steps.*0"),
+    "unknown unit of time": ({"max_duration": "3 parsecs"}, ConfigError, "max_duration.*parsecs.*ep"),
+    "no epochs": ({"epochs": 0}, ConfigError, "epochs.*0"),
+    "no steps": ({"max_steps": -5}, ConfigError, "max_steps.*-5"),
+    "clip at 0": ({"max_grad_norm": 0}, ConfigError, "max_grad_norm.*0.*None"),
+    "unknown precision": ({"autocast": "fp61"}, ConfigError, "fp61.*fp16"),
+    "fp16 on a CPU": ({"autocast": "fp16"}, ConfigError, "fp16.*bf16"),
+    "unknown device": ({"device": "gpuu"}, ConfigError, "gpuu"),
+    "unknown policy": ({"on_nonfinite": "ignore"}, ConfigError, "raise.*skip.*warn.*ignore"),
+    "unknown reduction": ({"grad_reduction": "average"}, ConfigError, "mean.*average"),
+    "unknown interval of the schedule": ({"scheduler_interval": "batch"}, ConfigError, "step.*epoch.*batch"),
+    "unknown direction": ({"optimization_direction": "up"}, ConfigError, "max.*min.*up"),
+    "direction that nobody can tell": (
+        {"optimization_metric": "foo", **EVAL},
+        ObjectiveError,
+        "foo.*optimization_direction",
+    ),
+    "metric that is not computed": (
+        {"optimization_metric": "acc", "compute_metrics": "accuracy", **EVAL},
+        ObjectiveError,
+        "acc.*accuracy",
+    ),
+    "unknown metric": ({"compute_metrics": "acuracy", **EVAL}, ConfigError, "acuracy.*accuracy"),
+    "two sets to train on": ({"train_loader": loader()}, ConfigError, "train_dataset.*train_loader"),
+    "two sets to evaluate on": ({"eval_loader": loader(), **EVAL}, ConfigError, "eval_dataset.*eval_loader"),
+    "empty training set": ({"train_dataset": []}, DataError, "train_dataset.*empty"),
+    "empty evaluation set": ({"eval_dataset": []}, DataError, "eval_dataset.*empty"),
+    "a data set that is none": ({"train_dataset": 7}, DataError, "train_dataset.*int"),
+    "a generator as data set": ({"train_dataset": (x for x in [])}, DataError, "train_dataset.*generator"),
+    "a model that is none": ({"model": "bert"}, ConfigError, "model.*str"),
+    "a model without parameters": ({"model": torch.nn.ReLU()}, ConfigError, "nothing to train"),
+    "global batch that does not divide": ({"global_batch_size": 30}, ConfigError, "30.*8.*1"),
+    "global batch against accumulation": (
+        {"global_batch_size": 32, "gradient_accumulation_steps": 3},
+        ConfigError,
+        "3.*32.*4",
+    ),
+    "rate beside an optimizer": (
+        lambda: {"optimizer": AdamW(MODEL.parameters()), "learning_rate": 1e-3},
+        ConfigError,
+        "learning_rate=0.001.*optimizer",
+    ),
+    "decay beside an optimizer": (
+        lambda: {"optimizer": AdamW(MODEL.parameters()), "weight_decay": 0.1},
+        ConfigError,
+        "weight_decay=0.1.*optimizer",
+    ),
+    "optimizer of another model": (
+        lambda: {"optimizer": AdamW(t16().parameters())},
+        ConfigError,
+        "none of the model's",
+    ),
+    "optimizer that needs a closure": ({"optimizer": torch.optim.LBFGS}, ConfigError, "LBFGS.*closure"),
+    "optimizer that cannot be imported": ({"optimizer": "torch.optim.Sdg"}, ConfigError, "torch.optim.Sdg"),
+    "schedule of another optimizer": ({"lr_scheduler": foreign_scheduler()}, ConfigError, "another optimizer"),
+    "unknown schedule": ({"lr_scheduler": "cosin"}, ConfigError, "cosin.*cosine"),
+    "warm-up of a schedule of one's own": (
+        {"lr_scheduler": lambda o: CosineAnnealingLR(o, 5), "warmup_steps": 3},
+        ConfigError,
+        "warmup_steps=3",
+    ),
+    "warm-up longer than the run": ({"lr_scheduler": "cosine", "warmup_steps": 99}, ConfigError, "warmup_steps=99"),
+    "schedule over an unknown length": (
+        {"train_dataset": Stream(), "lr_scheduler": "linear"},
+        ConfigError,
+        "max_steps",
+    ),
+    "schedule per epoch without a schedule": ({"scheduler_interval": "epoch"}, ConfigError, "lr_scheduler"),
+    "warm-up steps of a schedule per epoch": (
+        {"scheduler_interval": "epoch", "lr_scheduler": "cosine", "warmup_steps": 2},
+        ConfigError,
+        "warmup_steps=2.*epoch",
+    ),
+    "plateau without evaluations": (
+        {"lr_scheduler": ReduceLROnPlateau},
+        ConfigError,
+        "ReduceLROnPlateau.*eval_dataset",
+    ),
+    "prefetch without workers": ({"prefetch_factor": 2}, ConfigError, "prefetch_factor=2.*num_workers"),
+    "unit beside a loss": ({"unit": lambda batch: 0}, ConfigError, "unit.*loss_fn"),
+    "a class as a callback": ({"callbacks": [Callback]}, ConfigError, "callbacks.*Callback"),
+    "a function as an algorithm": ({"algorithms": [print]}, ConfigError, "algorithms.*print"),
+    "checkpoints without a place": ({"save_steps": 5}, ConfigError, "save_steps=5.*save_dir"),
+    "retention without a place": ({"save_total_limit": 2}, ConfigError, "save_total_limit=2.*save_dir"),
+    "loss scale upside down": ({"fp16_loss_scale": (1.0, 2.0)}, ConfigError, "fp16_loss_scale"),
+    "seed that is no integer": ({"seed": "x"}, ConfigError, "seed.*'x'"),
+    "negative delta": ({"delta": -0.1, "patience": 2, **EVAL}, ConfigError, "delta.*-0.1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_in_the_constructor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, error, words = BAD[name]
+    options = {
+        "loss_fn": F.mse_loss,
+        "device": "cpu",
+        "model": MODEL,
+        "train_dataset": rows(8),
+        **(options() if callable(options) else options),
+    }
+    before = [parameter.clone() for parameter in MODEL.parameters()]
+    with pytest.raises(error) as caught:
+        Trainer(**options)
+    assert re.search(words, str(caught.value), re.DOTALL), str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, MODEL.parameters(), strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_there_are_at_least_twenty_kinds() -> None:
+    assert len(BAD) >= 20
+
+
+def test_training_without_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="train_dataset"):
+        Trainer(t16(), eval_dataset=rows(4), loss_fn=F.mse_loss, device="cpu").train()
+
+
+def test_a_hook_that_no_event_calls_is_refused_when_its_class_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"on_steps_end.*Did you mean 'on_step_end'"):
+        type("Typo", (Callback,), {"on_steps_end": lambda self, trainer: None})
+
+
+def test_resolved_config_is_json_and_names_what_is_in_force() -> None:
+    import json
+
+    trainer = Trainer(t16(), rows(8), loss_fn=F.mse_loss, device="cpu", global_batch_size=16, batch_size=4)
+    config = json.loads(json.dumps(trainer.resolved_config()))
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["optimizer"].endswith("AdamW")
+    assert config["optimization_direction"] == "min"
