@@ -40,23 +40,25 @@ class Spread(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """A variant of a case beside the reference of the same rounds.
+    """A variant of a case beside the reference of the same rounds, which is the case's first row.
 
     Attributes:
-        unit: Of `value` and `added`.
+        unit: Of `value` and what is added.
         value: Median of the rounds.
-        ratio: To the reference; None where the reference is next to nothing.
-        cpu_ratio: The same in CPU time, which other programs on the machine disturb less.
+        ratio: To the reference.
         added: Difference to the reference.
+        cpu_ratio: The ratio in CPU time, which other programs on the machine disturb less; None where not measured.
+        cpu_added: The difference in CPU time.
     """
 
     case: str
     variant: str
     unit: str
     value: float
-    ratio: Spread | None
-    cpu_ratio: Spread | None
+    ratio: Spread
     added: Spread
+    cpu_ratio: Spread | None
+    cpu_added: Spread | None
 
 
 def timed(prepare: Callable[[], Callable[[], Any]], check: Callable[[Any], None]) -> Callable[[], Sample]:
@@ -74,9 +76,7 @@ def timed(prepare: Callable[[], Callable[[], Any]], check: Callable[[Any], None]
     return sample
 
 
-def interleaved(
-    variants: Mapping[str, Callable[[], Sample]], rounds: int, warm_up: int = 1
-) -> dict[str, list[Sample]]:
+def interleaved(variants: Mapping[str, Callable[[], Sample]], rounds: int, warm_up: int = 1) -> dict[str, list[Sample]]:
     """Measure all variants once per round, each round starting with another one; rounds to warm up are left out."""
     names = list(variants)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
@@ -89,62 +89,59 @@ def interleaved(
     return samples
 
 
-def summarize(case: str, samples: Mapping[str, list[Sample]], unit: str, per_second: float) -> list[Row]:
+def compare(values: Sequence[float], others: Sequence[float], scale: float) -> tuple[Spread, Spread]:
+    """Return ratio and difference of two variants' measurements, round by round."""
+    pairs = list(zip(values, others, strict=True))
+    return Spread.of([one / other for one, other in pairs]), Spread.of([(one - other) * scale for one, other in pairs])
+
+
+def summarize(case: str, samples: Mapping[str, list[Sample]], unit: str, scale: float) -> list[Row]:
     """Return the rows of a case, whose first variant is the reference.
 
     Args:
         case: Its name.
         samples: What `interleaved` returned.
         unit: The unit to print in.
-        per_second: How many of that unit a measured second is.
+        scale: What turns a measured value into that unit.
     """
     reference = next(iter(samples.values()))
     rows = []
     for name, taken in samples.items():
-        pairs = list(zip(taken, reference, strict=True))
-        cpu = [one.cpu / other.cpu for one, other in pairs if one.cpu is not None and other.cpu]
-        rows.append(
-            Row(
-                case,
-                name,
-                unit,
-                statistics.median(sample.value for sample in taken) * per_second,
-                Spread.of([one.value / other.value for one, other in pairs]) if all(o.value for _, o in pairs) else None,
-                Spread.of(cpu) if cpu else None,
-                Spread.of([(one.value - other.value) * per_second for one, other in pairs]),
-            )
-        )
+        ratio, added = compare([one.value for one in taken], [one.value for one in reference], scale)
+        cpu, reference_cpu = ([one.cpu for one in group if one.cpu is not None] for group in (taken, reference))
+        cpu_ratio, cpu_added = compare(cpu, reference_cpu, scale) if cpu else (None, None)
+        value = statistics.median(sample.value for sample in taken) * scale
+        rows.append(Row(case, name, unit, value, ratio, added, cpu_ratio, cpu_added))
     return rows
 
 
+HEAD = ("case", "variant", "median", "", "x ref", "[min, max]", "added", "[min, max]", "x ref CPU", "added CPU")
+TO_THE_RIGHT = (2, 4, 6, 8, 9)
+
+
 def show(rows: Sequence[Row]) -> str:
-    """Return the rows as one aligned table."""
-    table = [("case", "variant", "median", "", "x ref", "[min, max]", "x ref, CPU", "added", "[min, max]")]
-    case = None
+    """Return the rows as one aligned table, with a gap before every case."""
+    table, case = [HEAD], None
     for row in rows:
-        is_reference = row.case != case
-        table.append(
-            (
-                row.case if is_reference else "",
-                row.variant,
-                f"{row.value:.1f}" if abs(row.value) >= 10 else f"{row.value:.3f}",
-                row.unit,
-                "reference" if is_reference else "" if row.ratio is None else f"{row.ratio.median:.3f}",
-                "" if is_reference or row.ratio is None else f"[{row.ratio.min:.2f}, {row.ratio.max:.2f}]",
-                "" if is_reference or row.cpu_ratio is None else f"{row.cpu_ratio.median:.3f}",
-                "" if is_reference else f"{row.added.median:+.1f}",
-                "" if is_reference else f"[{row.added.min:+.1f}, {row.added.max:+.1f}]",
-            )
-        )
+        line = [row.case if row.case != case else "", row.variant, f"{row.value:.1f}", row.unit]
+        if row.case != case:
+            line += ["ref"] + [""] * 5
+        else:
+            line += [f"{row.ratio.median:.3f}", f"[{row.ratio.min:.2f}, {row.ratio.max:.2f}]"]
+            line += [f"{row.added.median:+.1f}", f"[{row.added.min:+.1f}, {row.added.max:+.1f}]"]
+            line += ["" if row.cpu_ratio is None else f"{row.cpu_ratio.median:.3f}"]
+            line += ["" if row.cpu_added is None else f"{row.cpu_added.median:+.1f}"]
+        table.append(tuple(line))
         case = row.case
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    lines = []
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    text = []
     for line in table:
-        if line[0]:
-            lines.append("")  # a gap before every case
-        cells = (text.rjust(w) if i in (2, 4, 6, 7) else text.ljust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines[1:])
+        cells = [
+            cell.rjust(width) if column in TO_THE_RIGHT else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append(("\n" if line[0] else "") + "  ".join(cells).rstrip())
+    return "\n".join(text)
 
 
 def machine() -> dict[str, Any]:

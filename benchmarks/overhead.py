@@ -147,9 +147,7 @@ Outcome = tuple[nn.Module, list[float]]
 def by_hand(work: Training, *, naive: bool = False, indexed: bool = False) -> Callable[[], Outcome]:
     """Prepare the loop that one writes with care; `naive` as most write it: default AdamW, the loss read every step."""
     model = copy.deepcopy(work.model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=None if naive else True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=None if naive else True)
     scheduler = work.schedule(optimizer)
     read = Tensor.item if naive else Tensor.detach
     batches: Iterable[Any]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
     except KeyboardInterrupt:
-        return 128 + 2
+        print("omnitrain: stopped by Ctrl-C.", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # `omnitrain demo | head`: whoever read us has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails once more
         return 1

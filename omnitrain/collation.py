@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +25,10 @@ LABEL_KEYS = ("labels", "label", "label_ids", "targets", "target")
 class Collator:
     """Stacks samples into a batch; sequences of unequal length are cut and padded.
 
-    Samples are dicts, tuples, tensors, arrays or numbers. Only the first dimension may differ in length. Labels are
-    padded with -100, everything else with `pad_value`. Text and other objects stay lists. A batch of tuples is a
-    tuple, a batch of dicts a dict.
+    Samples are dicts, tuples, tensors, arrays, numbers or lists of numbers. Only the first dimension may differ in
+    length. Labels are padded with -100 (as int64, where their own type has no negative numbers), everything else with
+    `pad_value`. Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict; a list with
+    tensors, arrays or dicts in it counts as a tuple.
 
     Args:
         max_length: Longer sequences are cut to this many entries; None keeps them.
@@ -58,15 +60,16 @@ class Collator:
         """Return the batch of `samples`."""
         first = samples[0]
         if isinstance(first, Mapping):
-            try:
-                return {key: self._stack([sample[key] for sample in samples], key) for key in first}
-            except KeyError as error:
-                raise DataError(
-                    f"The samples of one batch have different keys: {error.args[0]!r} is missing in one of them; "
-                    f"the first has {', '.join(map(repr, first))}. Give every sample the same keys, or pass `data_collator`."
-                ) from None
-        if isinstance(first, tuple):
-            columns = zip(*samples, strict=True)
+            for sample in samples:
+                if sample.keys() != first.keys():
+                    raise DataError(
+                        "The samples of one batch have different keys: "
+                        f"{', '.join(map(repr, sample.keys() ^ first.keys()))} is missing in one of them; the first "
+                        f"has {', '.join(map(repr, first))}. Give every sample the same keys, or pass `data_collator`."
+                    )
+            return {key: self._stack([sample[key] for sample in samples], key) for key in first}
+        if isinstance(first, tuple) or (isinstance(first, list) and _is_record(first)):
+            columns = _columns(samples)
             last = len(first) - 1
             # By convention the last entry of a tuple is the label: a sequence of labels is padded with -100.
             return tuple(self._stack(column, "labels" if 0 < i == last else "") for i, column in enumerate(columns))
@@ -77,9 +80,21 @@ class Collator:
         if isinstance(first, torch.Tensor):
             tensors = values
         elif isinstance(first, np.ndarray):
-            tensors = [torch.from_numpy(value) for value in values]
-        elif isinstance(first, (bool, int, float, np.generic)):
-            return torch.tensor(values)
+            if first.dtype.kind not in "biufc":
+                return list(values)
+            if all(value.shape == first.shape for value in values) and self.max_length is None:
+                return torch.from_numpy(_native(np.stack(values)))
+            tensors = [torch.from_numpy(_native(value)) for value in values]
+        elif isinstance(first, (bool, int, float, np.number, np.bool_)):
+            try:
+                return torch.tensor(values)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise DataError(
+                    f"Cannot make a tensor of {_named(key)}{str(list(values))[:80]}: {error}. "
+                    "Give every sample a number there, or pass `data_collator`."
+                ) from error
+        elif isinstance(first, tuple) and _is_record(first):
+            return tuple(self._stack(column, "") for column in _columns(values))
         elif isinstance(first, Sequence) and not isinstance(first, (str, bytes)):
             try:
                 tensors = [torch.as_tensor(value) for value in values]
@@ -95,26 +110,53 @@ class Collator:
         return self._pad(list(tensors), key)
 
     def _pad(self, tensors: list[torch.Tensor], key: str) -> torch.Tensor:
+        if len({(tensor.ndim, tensor.shape[1:]) for tensor in tensors}) > 1:
+            raise DataError(
+                f"Cannot put {_named(key)}samples of shapes {[tuple(tensor.shape) for tensor in tensors]} into one "
+                "batch: only the first dimension may differ. Make the others equal in the dataset, or pass "
+                "`data_collator`."
+            )
         if tensors[0].ndim == 0:
             return torch.stack(tensors)
         if self.max_length is not None:
             cut = slice(self.max_length) if self.truncation_side == "right" else slice(-self.max_length, None)
             tensors = [tensor[cut] for tensor in tensors]
-        if len({tensor.shape[1:] for tensor in tensors}) > 1:
-            raise DataError(
-                f"Cannot put samples of shapes {[tuple(tensor.shape) for tensor in tensors]} into one batch"
-                f"{f' (key {key!r})' if key else ''}: only the first dimension may differ. "
-                "Make the others equal in the dataset, or pass `data_collator`."
-            )
-        default = IGNORED_LABEL if key in LABEL_KEYS else self.pad_value
-        padded = tensors[0].new_full(
-            (len(tensors), max(len(tensor) for tensor in tensors), *tensors[0].shape[1:]),
-            self.pad_values.get(key, default),
-        )
+        value = self.pad_values.get(key, IGNORED_LABEL if key in LABEL_KEYS else self.pad_value)
+        # An empty list says nothing about its type; torch takes it for float.
+        dtypes = [tensor.dtype for tensor in tensors if len(tensor)] or [tensors[0].dtype]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        if value < 0 and not dtype.is_signed:
+            dtype = torch.int64  # as bool or uint8, -100 would be a label like any other
+        shape = (len(tensors), max(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
+        padded = tensors[0].new_full(shape, value, dtype=dtype)
         for row, tensor in zip(padded, tensors, strict=True):
             length = len(tensor)
             row[slice(length) if self.padding_side == "right" else slice(len(row) - length, None)] = tensor
         return padded
+
+
+def _is_record(value: Sequence[Any]) -> bool:
+    """Whether a tuple or list is made of parts that are batched one by one; otherwise it is a sequence of numbers."""
+    return any(isinstance(entry, (torch.Tensor, np.ndarray, Mapping)) for entry in value)
+
+
+def _columns(samples: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    if len({len(sample) for sample in samples}) > 1:
+        raise DataError(
+            f"The samples of one batch are tuples of unequal lengths: {', '.join(str(len(one)) for one in samples)}. "
+            "Give every sample equally many entries, or pass `data_collator`."
+        )
+    return list(zip(*samples, strict=True))
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """Return an array that torch takes: it knows neither negative strides nor another byte order or read-only memory."""
+    is_native = array.dtype.isnative and array.flags.writeable and min(array.strides, default=0) >= 0
+    return array if is_native else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+
+
+def _named(key: str) -> str:
+    return f"{key!r}: " if key else ""
 
 
 def labels_of(batch: Any) -> Any:
@@ -130,27 +172,38 @@ def labels_of(batch: Any) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """Return how many samples a batch holds: the length of its first tensor, array or list.
+    """Return how many samples a batch holds: the length of its first tensor or array, else of its first list.
 
     Raises:
         DataError: If nothing in the batch has a length.
     """
-    if isinstance(batch, torch.Tensor):
-        if batch.ndim:
-            return batch.shape[0]
-    elif isinstance(batch, Mapping) or hasattr(batch, "values"):
+    count = _count(batch)
+    if count is None:
+        raise DataError(
+            f"Cannot tell how many samples are in a batch of type {type(batch).__name__}. "
+            "Expected a tensor, or a dict or tuple whose tensors have the samples as their first dimension."
+        )
+    return count
+
+
+def _count(batch: Any) -> int | None:
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, Mapping) or hasattr(batch, "values"):
         for value in batch.values():
-            if isinstance(value, (torch.Tensor, np.ndarray, list, tuple, Mapping)):
-                return count_samples(value)
-    elif isinstance(batch, (tuple, list)) and batch:
-        first = batch[0]
-        return count_samples(first) if isinstance(first, (torch.Tensor, np.ndarray, Mapping)) else len(batch)
-    elif isinstance(batch, np.ndarray) and batch.ndim:
-        return len(batch)
-    raise DataError(
-        f"Cannot tell how many samples are in a batch of type {type(batch).__name__}. "
-        "Expected a tensor, or a dict or tuple whose tensors have the samples as their first dimension."
-    )
+            # A list in a dict has one entry for each sample, whatever the entries are.
+            count = len(value) if isinstance(value, (list, tuple)) else _count(value)
+            if count is not None:
+                return count
+        return None
+    if not isinstance(batch, (tuple, list)) or not batch:
+        return None
+    for entry in batch:
+        count = None if isinstance(entry, (tuple, list)) else _count(entry)
+        if count is not None:
+            return count
+    # No tensors: columns of objects, such as images of unequal sizes, or the samples themselves, such as text
+    return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
 
 
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -159,12 +212,12 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
         return batch if batch.device == device else batch.to(device, non_blocking=non_blocking)
     if isinstance(batch, dict):
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, torch.nn.Module):
+        return batch.to(device)  # transformers' BatchEncoding, torch's PackedSequence and their like
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_to_device(value, device, non_blocking) for value in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(move_to_device(value, device, non_blocking) for value in batch)
-    if hasattr(batch, "to") and not isinstance(batch, torch.nn.Module):
-        return batch.to(device)  # transformers' BatchEncoding and its like
     if isinstance(batch, Mapping):
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
     return batch

@@ -59,6 +59,15 @@ class LossMeter:
         total, self.weight = self._before
         self.sum.fill_(total)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return sum, weight and what they were at the latest log."""
+        return {"sum": self.read(), "weight": self.weight, "marked": list(self._marked)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict()` returned."""
+        self.sum.fill_(state["sum"])
+        self.weight, self._marked = state["weight"], (state["marked"][0], state["marked"][1])
+
     def begin_epoch(self) -> None:
         """Start the mean of a new epoch; what was added since the latest log still counts in the next."""
         total, weight = self.read(), self.weight

@@ -67,8 +67,10 @@ class Lifecycle:
         """Whether the latest evaluation was the best so far."""
         self.evaluated_step = -1
         """The step of the latest evaluation of the run; -1 before any."""
-        self.saved_step = -1
-        """The step of the latest checkpoint of the run; -1 before any."""
+        self.saved_at: tuple[int, int, int] | None = None
+        """The position of the latest checkpoint of the run; None before any."""
+        self.is_closing = False
+        """Whether the run is over but for its last rows, which a longer run would not have had."""
         self._clock = time.perf_counter()
         self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
         self.seat(callbacks)
@@ -164,12 +166,16 @@ class Lifecycle:
         self.emit(Event.STEP_END)
 
     def end_epoch(self, complete: bool, row: Mapping[str, Any]) -> None:
-        """An epoch is over; it counts only if it is `complete`, that is, its data ran out."""
+        """An epoch is over; it counts, and has its row in the history, only if its data ran out."""
         self.progress.close_epoch(complete)
-        epoch = self.progress.epoch if complete else self.progress.epochs
-        self.metrics.add_train({"epoch": epoch, "step": self.progress.step, **row})
+        if complete:
+            self.add_epoch_row(row)
         self.tick()
         self.emit(Event.EPOCH_END)
+
+    def add_epoch_row(self, row: Mapping[str, Any]) -> None:
+        """Take the means of an epoch, or of a part of one that the run ended in, into the history."""
+        self.metrics.add_train({"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **row})
 
     # --- answers to requests
 
@@ -187,13 +193,49 @@ class Lifecycle:
         value = metrics[self.objective.key(metrics)]
         self.improved = self.objective.update(value, self.progress.step, counts)
         self.metrics.add_valid(
-            {"epoch": self.progress.epochs, "step": self.progress.step, **metrics}, best=self.improved
+            {"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **metrics}, best=self.improved
         )
         self.tick()
         self.emit(Event.EVAL_END, metrics)
 
     def saved(self, path: Path) -> None:
         """A checkpoint at `path` is complete."""
-        self.saved_step = self.progress.step
+        self.saved_path = path
         self.tick()
         self.emit(Event.SAVE_END)
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return progress, objective, history and the callbacks' states as JSON types."""
+        self.tick()
+        states = [
+            {"callback": type(callback).__qualname__, "state": callback.state_dict()} for callback in self.callbacks
+        ]
+        return {
+            "progress": self.progress.state_dict(),
+            "objective": self.objective.state_dict(),
+            "metrics": self.metrics.to_dict(),
+            "evaluated_step": self.evaluated_step,
+            "callbacks": [entry for entry in states if entry["state"]],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict()` returned; a callback gets the state that one of its class has saved."""
+        size = self.progress.epoch_size
+        self.progress = Progress.from_state(state["progress"])
+        self.progress.epoch_size = size
+        self.objective.load_state_dict(state["objective"])
+        self.metrics = MetricsDict.from_dict(state["metrics"])
+        self.metrics.pop("stop_reason", None)
+        self.evaluated_step = state["evaluated_step"]
+        self.saved_at = self.progress.position
+        waiting = list(self.callbacks)
+        for entry in state["callbacks"]:
+            name = entry["callback"]
+            heir = next((callback for callback in waiting if type(callback).__qualname__ == name), None)
+            if heir is None:
+                logger.warning("The checkpoint has the state of a callback %s, which is not among the callbacks.", name)
+                continue
+            waiting.remove(heir)
+            heir.load_state_dict(entry["state"])

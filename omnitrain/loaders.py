@@ -172,7 +172,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 class _Stream(IterableDataset[Any]):
-    """The batches of an epoch of an iterable dataset; of several workers each makes every n-th batch.
+    """The batches of an epoch of an iterable dataset.
 
     Random numbers drawn by the stream are keyed by (seed, epoch, sample), and training's generators are left alone.
     """
@@ -188,40 +188,38 @@ class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        info = torch.utils.data.get_worker_info()
-        # Hugging Face's streams share themselves out among workers; sharing them out again would lose samples.
-        shares_itself = type(self.dataset).__module__.split(".")[0] == "datasets"
-        skip, every = (0, 1) if info is None or shares_itself else (info.id, info.num_workers)
-        samples = self._samples()
-        for _ in itertools.islice(samples, self.position):
-            pass
-        for number in itertools.count():
-            batch = list(itertools.islice(samples, self.batch_size))
-            if not batch:
+        samples = self._samples(self.epoch)
+        with isolated_rng():
+            for _ in itertools.islice(samples, self.position):
+                pass
+        while True:
+            with isolated_rng():
+                taken = list(itertools.islice(samples, self.batch_size))
+                batch = self.collate(taken) if taken else None  # what it draws goes on from the last sample's seed
+            if not taken:
                 return
-            if number % every == skip:
-                yield self.collate(batch)
+            yield batch
 
-    def _samples(self) -> Iterator[Any]:
+    def _samples(self, epoch: int) -> Iterator[Any]:
         samples = None
         for number in itertools.count():
-            marks = [generator.mark() for generator in GENERATORS]
+            seed = derive_seed(self.seed, epoch, number)
+            for generator in GENERATORS:
+                generator.seed(seed)
+            samples = iter(self.dataset) if samples is None else samples
             try:
-                seed = derive_seed(self.seed, self.epoch, number)
-                for generator in GENERATORS:
-                    generator.seed(seed)
-                samples = iter(self.dataset) if samples is None else samples
                 sample = next(samples)
             except StopIteration:
                 return
-            finally:
-                for generator, mark in zip(GENERATORS, marks, strict=True):
-                    generator.restore(mark)
             yield sample
 
 
 class StreamLoader(Loader):
-    """Batches an iterable dataset. Its order is its own; the samples before a position are read again and dropped."""
+    """Batches an iterable dataset. Its order is its own; the samples before a position are read again and dropped.
+
+    A stream is read by one worker at most: only then is a stream that shares itself out among workers (as PyTorch's
+    documentation advises, and as Hugging Face's do) and one that does not each read once, in one and the same order.
+    """
 
     def __init__(
         self,
@@ -239,8 +237,15 @@ class StreamLoader(Loader):
         self.seed = seed
         self.size = len(dataset) if has_length(dataset) else None
         self._stream = _Stream(dataset, batch_size, collate, seed)
-        # Workers take a copy of the stream when they start, so that they start anew with every pass.
-        self._workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
+        if num_workers > 1:
+            logger.warning(
+                "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
+                "For more, pass a DataLoader of your own as `train_loader` or `eval_loader`.",
+                num_workers,
+            )
+        # The worker takes a copy of the stream when it starts, so that it starts anew with every pass.
+        workers = min(num_workers, 1)
+        self._workers = {"num_workers": workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
 
     def __len__(self) -> int:
         if self.size is None:
@@ -264,11 +269,13 @@ class StreamLoader(Loader):
 class GivenLoader(Loader):
     """A user's own loader, used as it is; what it draws is keyed by (seed, epoch, batch).
 
-    Its order is its own: to get to a position, the batches before it are read again and dropped.
+    Its order is its own: to get to a position, the batches before it are read again and dropped. A generator that it
+    was given (`DataLoader(generator=...)`) is seeded by (the generator's own seed, epoch), or its order would depend
+    on how many epochs this process has seen.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
-        if not hasattr(loader, "__iter__") or isinstance(loader, Iterator):
+        if not hasattr(loader, "__iter__") or _is_used_up(loader):
             raise DataError(
                 f"A loader must be iterable any number of times, as a DataLoader is, got {type(loader).__name__}. "
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
@@ -276,15 +283,22 @@ class GivenLoader(Loader):
         self.loader = loader
         self.seed = seed
         self.size = len(loader.dataset) if _covers_dataset(loader) else None
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        own = {id(part): part for part in (*parts, getattr(loader, "dataset", None)) if part is not None}
+        self._with_epochs = [part for part in own.values() if callable(getattr(part, "set_epoch", None))]
+        generators = [getattr(part, "generator", None) for part in own.values()]
+        self._generators = {one: one.initial_seed() for one in generators if isinstance(one, torch.Generator)}
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the loader's batches; to get to `position`, those before it are read and dropped."""
-        for holder in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
-            if callable(getattr(holder, "set_epoch", None)):
-                holder.set_epoch(epoch)  # type: ignore[union-attr]
+        for part in self._with_epochs:
+            part.set_epoch(epoch)
+        for generator, seed in self._generators.items():
+            generator.manual_seed(derive_seed(seed, epoch))
         start, seen, told = time.monotonic(), 0, False
         batches = None
         for number in itertools.count():
@@ -307,6 +321,11 @@ class GivenLoader(Loader):
 _END = object()
 
 
+def _is_used_up(iterable: Any) -> bool:
+    """Whether something can be iterated only once. Loaders with a length (as DALI's) start anew with every iter()."""
+    return isinstance(iterable, Iterator) and not has_length(iterable) and not isinstance(iterable, IterableDataset)
+
+
 def _covers_dataset(loader: Any) -> bool:
     """Whether one pass of a DataLoader is one pass over its dataset, so that its length in samples is known."""
     sampler = getattr(loader, "sampler", None)
@@ -317,7 +336,7 @@ def _covers_dataset(loader: Any) -> bool:
         and has_length(sampler)
         and has_length(loader.dataset)
         and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
-        and type(loader.batch_sampler) in (torch.utils.data.BatchSampler, type(None))
+        and type(loader.batch_sampler) is torch.utils.data.BatchSampler
     )
 
 
@@ -342,6 +361,8 @@ def count_rows(dataset: Any) -> int:
     columns, rows = tensor_columns(dataset)
     if rows is not None or columns is None:
         return len(dataset if rows is None else rows)
+    if isinstance(columns, torch.Tensor):
+        return len(columns)
     return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
 
 
@@ -368,6 +389,12 @@ def make_loader(
         return dataset
     if isinstance(dataset, DataLoader):
         return GivenLoader(dataset, seed)
+    is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
+    if isinstance(dataset, (str, bytes)) or is_other_dict:
+        raise DataError(
+            f"`{name}` must be a dataset, tensors or a DataLoader, got {str(dataset)[:60]!r} ({type(dataset).__name__})."
+            " A dict is one if its values are tensors with equally many rows."
+        )
     collate = collate or Collator()
     workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     if not is_stream(dataset):
@@ -376,7 +403,7 @@ def make_loader(
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
         sampler = EpochSampler(size, batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         return MapLoader(dataset, sampler, collate, **workers)
-    if not hasattr(dataset, "__iter__") or isinstance(dataset, (str, bytes, Iterator)):
+    if not hasattr(dataset, "__iter__") or _is_used_up(dataset):
         raise DataError(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "
             f"a DataLoader, got {type(dataset).__name__}."

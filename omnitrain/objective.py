@@ -208,6 +208,7 @@ class Objective:
         self.delta = float(delta)
         self.best: float | None = None
         self.best_step: int | None = None
+        self.latest: float | None = None
         self.evaluations_without_gain = 0
         self._reference: float | None = None
 
@@ -240,6 +241,7 @@ class Objective:
             step: The optimizer step it was measured at.
             counts: Whether patience may run out by it; not so for the evaluation before training.
         """
+        self.latest = float(value)
         if self._reference is None:
             is_gain = math.isfinite(value)
         else:
@@ -266,6 +268,7 @@ class Objective:
             "direction": self.direction,
             "best": self.best,
             "best_step": self.best_step,
+            "latest": self.latest,
             "evaluations_without_gain": self.evaluations_without_gain,
             "reference": self._reference,
         }
@@ -284,5 +287,6 @@ class Objective:
             )
         self.best = state["best"]
         self.best_step = state["best_step"]
+        self.latest = state["latest"]
         self.evaluations_without_gain = state["evaluations_without_gain"]
         self._reference = state["reference"]

@@ -59,8 +59,9 @@ def build_optimizer(
         if inspect.isclass(factory):
             taken = inspect.signature(factory).parameters
             wanted = {"lr": learning_rate, "weight_decay": weight_decay}
-            options = {key: value for key, value in wanted.items() if key in taken}
-            if weight_decay and "weight_decay" not in taken:
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+            options = {key: value for key, value in wanted.items() if key in taken or takes_any}
+            if weight_decay and "weight_decay" not in options:
                 raise ConfigError(
                     f"`weight_decay={weight_decay}` has no effect: {factory.__name__} takes no such argument."
                 )
@@ -79,6 +80,11 @@ def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"`optimizer` must give an optimizer when called with the parameters, got {optimizer!r}. "
+            "Return the optimizer from it."
+        )
     own = {id(parameter) for parameter in model.parameters()}
     given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if not any(identity in own for identity in given):
@@ -114,14 +120,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 """Factor of the learning rate by the fraction of the steps after warm-up, by transformers' names."""
 
-TRANSFORMERS_SCHEDULES = (
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "inverse_sqrt",
-    "polynomial",
-    "warmup_stable_decay",
-)
-"""Rarer ones, which transformers itself makes if it is installed."""
+TRANSFORMERS_SCHEDULES = ("cosine_with_restarts", "inverse_sqrt", "polynomial")
+"""Rarer ones, which transformers itself makes if it is installed; its others need more than a name."""
 
 
 def build_scheduler(

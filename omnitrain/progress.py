@@ -39,10 +39,6 @@ class Progress:
     """Steps whose update was left out, by the loss scaler or by `on_nonfinite="skip"`."""
     step_in_epoch: int = 0
     """Optimizer updates of the running epoch."""
-    loss_sum: float = 0.0
-    """Weighted sum of the running epoch's losses, as read from the device the last time."""
-    loss_weight: float = 0.0
-    """Sum of the weights in `loss_sum`."""
     epoch_size: int | None = None
     """Samples in one epoch; None for a stream whose length nobody knows."""
 
@@ -62,7 +58,6 @@ class Progress:
         if complete:
             self.epoch += 1
             self.samples_in_epoch = self.step_in_epoch = 0
-            self.loss_sum = self.loss_weight = 0.0
 
     @property
     def is_epoch_consumed(self) -> bool:
@@ -79,6 +74,11 @@ class Progress:
             return self.epoch
         fraction = min(self.samples_in_epoch / self.epoch_size, 1.0)
         return min(self.epoch + fraction, math.nextafter(self.epoch + 1.0, 0.0))
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Where the run is: steps, skipped steps, epochs. Two equal positions are one moment."""
+        return self.step, self.skipped_steps, self.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counters as JSON types."""

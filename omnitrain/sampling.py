@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from omnitrain.collation import Collator
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, Generator, derive_seed
 
@@ -115,7 +116,8 @@ class Fetch:
     (seed, epoch, index), but only those generators that the dataset was ever seen to draw from: each fetch is
     watched, and one that moves a generator which was not seeded is done again with it seeded. So workers, resumes and
     the number of processes cannot change a sample, a dataset that draws nothing pays next to nothing, and the
-    training's own generators are left as they were.
+    training's own generators are left as they were. A collator of the user's own is watched in the same way; what it
+    draws is keyed by the batch's first sample.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
@@ -124,27 +126,46 @@ class Fetch:
         self.seed = seed
         self.columns, self.rows = tensor_columns(dataset)
         self.drawn: list[Generator] = []
+        self.drawn_in_collate: list[Generator] = []
+        self._stacks = type(collate) is Collator  # which draws nothing
         self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
 
     def __call__(self, epoch: int, indices: np.ndarray) -> Any:
         """Return the collated batch of the samples at `indices`."""
-        if self.columns is not None:
+        if self.columns is not None and self._stacks and self.collate.max_length is None:  # type: ignore[attr-defined]
             return self._fetch_columns(indices)
         positions = indices.tolist()
         while True:
-            watched = [(generator, generator.mark()) for generator in GENERATORS]
-            try:
-                samples = self._samples(epoch, positions)
-            finally:
-                moved = [(generator, mark) for generator, mark in watched if generator.moved(mark)]
-                for generator, mark in moved:
-                    generator.restore(mark)
-            unseen = [generator for generator, _ in moved if generator not in self.drawn]
-            if not unseen:
+            samples = self._watched(self.drawn, lambda: self._samples(epoch, positions))
+            if samples is _AGAIN:
+                continue
+            if self._stacks:
                 return self.collate(samples)
-            self.drawn += unseen
+            batch = self._watched(self.drawn_in_collate, lambda: self._collated(epoch, positions, samples))
+            if batch is not _AGAIN:  # then the samples are fetched again too: a collator may have changed them
+                return batch
+
+    def _watched(self, seeded: list[Generator], fetch: Callable[[], Any]) -> Any:
+        """Return what `fetch` returns, or _AGAIN if it drew from a generator that it had not seeded, now in `seeded`."""
+        watched = [(generator, generator.mark()) for generator in GENERATORS]
+        try:
+            fetched = fetch()
+        finally:
+            moved = [(generator, mark) for generator, mark in watched if generator.moved(mark)]
+            for generator, mark in moved:
+                generator.restore(mark)
+        unseen = [generator for generator, _ in moved if generator not in seeded]
+        seeded += unseen
+        return _AGAIN if unseen else fetched
+
+    def _collated(self, epoch: int, positions: list[int], samples: Sequence[Any]) -> Any:
+        for generator in self.drawn_in_collate:
+            generator.seed(derive_seed(self.seed, epoch, positions[0], _COLLATE))
+        return self.collate(samples)
 
     def _samples(self, epoch: int, positions: list[int]) -> Sequence[Any]:
+        if self.columns is not None:
+            return _rows_of(self._fetch_columns(np.asarray(positions)))
         if not self.drawn:
             if self._has_batch_fetch:
                 return self.dataset.__getitems__(positions)
@@ -162,28 +183,45 @@ class Fetch:
         if self.rows is not None:
             indices = self.rows[indices]
         index = torch.from_numpy(indices)
-        columns = self.columns
-        values = columns.values() if isinstance(columns, dict) else columns
-        fetched = [
-            column.index_select(0, index if column.device == index.device else index.to(column.device))
-            for column in values  # type: ignore[union-attr]
-        ]
-        if isinstance(columns, dict):
-            return dict(zip(columns, fetched, strict=True))
-        return fetched[0] if isinstance(self.dataset, torch.Tensor) else tuple(fetched)
+
+        def pick(column: torch.Tensor) -> torch.Tensor:
+            return column.index_select(0, index if column.device == index.device else index.to(column.device))
+
+        if isinstance(self.columns, torch.Tensor):
+            return pick(self.columns)
+        if isinstance(self.columns, dict):
+            return {key: pick(column) for key, column in self.columns.items()}
+        return tuple(pick(column) for column in self.columns or ())
 
 
-def tensor_columns(dataset: Any) -> tuple[dict[str, torch.Tensor] | tuple[torch.Tensor, ...] | None, Any]:
+_AGAIN = object()
+_COLLATE = 1  # tells the seed of a batch's collation from that of its first sample
+
+
+def _rows_of(batch: Any) -> list[Any]:
+    """Return the samples that a batch of tensors consists of."""
+    if isinstance(batch, torch.Tensor):
+        return list(batch)
+    if isinstance(batch, dict):
+        return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    return list(zip(*batch, strict=True))
+
+
+def tensor_columns(
+    dataset: Any,
+) -> tuple[torch.Tensor | dict[str, torch.Tensor] | tuple[torch.Tensor, ...] | None, Any]:
     """Return the tensors that a dataset consists of, if it does, and the rows of them that it is (None: all)."""
     if type(dataset) is Subset:
         columns, rows = tensor_columns(dataset.dataset)
+        if columns is None:
+            return None, None
         chosen = np.asarray(dataset.indices, dtype=np.int64)
         return columns, chosen if rows is None else rows[chosen]
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if isinstance(dataset, torch.Tensor):
-        return (dataset,), None
-    columns = dataset.values() if type(dataset) is dict else dataset if type(dataset) is tuple else ()
+        return dataset, None
+    columns = dataset.values() if isinstance(dataset, dict) else dataset if type(dataset) is tuple else ()
     if columns and all(isinstance(column, torch.Tensor) and column.ndim for column in columns):
         if len({len(column) for column in columns}) > 1:
             raise DataError(

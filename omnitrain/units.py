@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from omnitrain.checkpoint.state import unwrap
 from omnitrain.collation import IGNORED_LABEL, LABEL_KEYS, labels_of
 from omnitrain.errors import DataError
 
@@ -74,10 +75,11 @@ class EvalUnit(Protocol):
 class ModelUnit:
     """The default unit: calls the model and finds the loss in what it returns.
 
-    A dict batch is passed by keyword, less the keys that `forward` does not take; a tuple batch as
-    `model(*inputs)`, its last entry being the labels. The loss is `loss_fn(outputs, labels)` if there is a
-    `loss_fn`; `model.loss(outputs, batch)` for models in Composer's shape (whose `forward` takes the whole batch);
-    else the output's `loss`, a dict's "loss" (or "total"), a tuple's first entry, or the output itself if scalar.
+    A dict batch is passed by keyword, less the keys that `forward` does not take; labels under another usual name
+    ("label", "targets") reach a `forward` that takes `labels`. A tuple batch is passed as `model(*inputs)`, its last
+    entry being the labels. The loss is `loss_fn(outputs, labels)` if there is a `loss_fn`; `model.loss(outputs, batch)`
+    for models in Composer's shape (whose `forward` takes one argument, the whole batch); else the output's `loss`, a
+    dict's "loss" (or "total"), a tuple's first entry, or the output itself if it has no dimensions.
 
     Args:
         model: The bare module, looked at for its signature only; the model to run is an argument of the call.
@@ -91,13 +93,17 @@ class ModelUnit:
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
         self.loss_fn = loss_fn
         self.model_loss = None
-        if loss_fn is None and isinstance(inspect.getattr_static(type(model), "loss", None), FunctionType):
-            self.model_loss = cast(Callable[..., Any], model.loss)
+        model = unwrap(model)
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._takes = None if takes_any else {parameter.name for parameter in parameters if parameter.kind in named}
+        self._names = {parameter.name for parameter in parameters if parameter.kind in named}
+        self._takes = None if takes_any else self._names
         self._needs = {p.name for p in parameters if p.kind in named and p.default is p.empty}
+        # A model whose forward takes more than the batch may have a method `loss` for its own use.
+        has_loss = isinstance(inspect.getattr_static(type(model), "loss", None), FunctionType)
+        if loss_fn is None and has_loss and len(self._names) == 1:
+            self.model_loss = cast(Callable[..., Any], model.loss)
         self._told: set[str] = set()
 
     def __call__(self, model: Any, batch: Any) -> StepOutput:
@@ -117,18 +123,29 @@ class ModelUnit:
                 loss = _loss_in(outputs)
             else:
                 loss = self.loss_fn(outputs, labels) if needs_loss or labels is not None else None
-        if needs_loss:
-            self._check(loss, outputs)
-        return StepOutput(loss, _scores_in(outputs, loss), labels)
+        scores = _scores_in(outputs, loss)
+        if needs_loss or loss is not None:
+            loss = self._checked(loss, outputs)
+        return StepOutput(loss, scores, labels)
 
     def _call(self, model: Any, batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            if self.loss_fn is None and (self._takes is None or batch.keys() <= self._takes):
-                return model(**batch)
+            if self.loss_fn is None:
+                if "labels" in self._names and "labels" not in batch:
+                    batch = self._with_labels(batch)
+                if self._takes is None or batch.keys() <= self._takes:
+                    return model(**batch)
             return model(**self._fitting(batch))
         if isinstance(batch, (tuple, list)):
             return model(*batch[:-1]) if len(batch) > 1 else model(*batch)
         return model(batch)
+
+    def _with_labels(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the batch with its labels, if it has any, under the name that the model takes."""
+        for key in LABEL_KEYS:
+            if key in batch and key not in self._names:
+                return {"labels" if name == key else name: value for name, value in batch.items()}
+        return batch
 
     def _fitting(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of `batch` that the model is to see; with a `loss_fn` the labels are not among them."""
@@ -142,17 +159,18 @@ class ModelUnit:
                 logger.warning("The batch's %r is not passed to the model: its forward() takes no such argument.", key)
         return fitting
 
-    def _check(self, loss: Any, outputs: Any) -> None:
+    def _checked(self, loss: Any, outputs: Any) -> Tensor:
         if not isinstance(loss, Tensor):
             raise DataError(
                 f"No loss found: the model returned {_describe(outputs)}. Return an output with `.loss`, a dict with "
                 "'loss' or a tuple that starts with the loss, or pass `loss_fn=` (called as loss_fn(outputs, labels))."
             )
-        if loss.ndim and loss.numel() != 1:
+        if loss.numel() != 1:
             raise DataError(
                 f"The loss must be a scalar, got a tensor of shape {tuple(loss.shape)}. "
                 "Reduce it in the model or in `loss_fn`, for example with reduction='mean'."
             )
+        return loss.reshape(()) if loss.ndim else loss
 
 
 def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
@@ -164,12 +182,12 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
     result = unit(batch)
     if isinstance(result, StepOutput):
         return result
-    loss, num_targets = result if isinstance(result, tuple) else (result, None)
+    loss, num_targets = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise DataError(
             f"`unit` must return a scalar loss or (sum of losses, number of targets), got {_describe(result)}."
         )
-    return StepOutput(loss, labels=labels_of(batch), num_targets=num_targets)
+    return StepOutput(loss.reshape(()) if loss.ndim else loss, labels=labels_of(batch), num_targets=num_targets)
 
 
 def _total(loss: Any) -> Any:
@@ -180,13 +198,12 @@ def _total(loss: Any) -> Any:
 
 
 def _loss_in(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs if outputs.numel() == 1 else None
     if isinstance(outputs, Mapping):
         return outputs.get("loss", outputs.get("total"))
-    if isinstance(outputs, (tuple, list)) and outputs:
-        first = outputs[0]
-        return first if isinstance(first, Tensor) and first.numel() == 1 else None
+    if isinstance(outputs, (tuple, list)) and outputs and not hasattr(outputs, "loss"):
+        outputs = outputs[0]
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.ndim == 0 else None  # one score of one sample has dimensions
     return getattr(outputs, "loss", None)
 
 
@@ -200,7 +217,7 @@ def _scores_in(outputs: Any, loss: Any) -> Any:
             if key in rest:
                 return rest[key]
         values = tuple(rest.values())
-    elif isinstance(outputs, (tuple, list)):
+    elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "logits"):
         values = tuple(value for value in outputs if value is not loss)
     else:
         return getattr(outputs, "logits", None)

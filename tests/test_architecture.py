@@ -115,8 +115,8 @@ def own_imports_of(module: str) -> list[Import]:
 
 
 def floor_of(module: str) -> int:
-    """Return the floor a module lives on; the package itself, which names everything, is above all."""
-    return FLOOR_OF.get(module.split(".")[1], 1) if "." in module else max(FLOORS) + 1
+    """Return the floor a module lives on; the package itself, which names everything, is a door."""
+    return FLOOR_OF.get(module.split(".")[1], 1) if "." in module else max(FLOORS)
 
 
 def run_python(code: str) -> str:

@@ -268,6 +268,12 @@ def test_nothing_to_score_is_left_out_with_one_warning(labels, caplog):
     assert "accuracy, MulticlassAccuracy, never, nor_this" in caplog.text
 
 
+def test_a_single_label_in_a_tuple_is_unpacked():
+    scorer = make_scorer(["accuracy", multiclass()])
+    scorer.update((torch.eye(3),), (torch.arange(3),))
+    assert scorer.compute() == {"accuracy": 1.0, "MulticlassAccuracy": 1.0}
+
+
 def test_missing_labels_are_an_error():
     with pytest.raises(DataError, match="needs labels"):
         make_scorer("accuracy").update(torch.zeros(2, 2), None)
@@ -319,7 +325,7 @@ def test_a_table_is_refused():
 
 
 def test_names_that_only_data_can_tell_are_not_told():
-    assert make_scorer(torchmetrics.R2Score(multioutput="raw_values")).names is None
+    assert make_scorer(torchmetrics.ExplainedVariance(multioutput="raw_values")).names is None
     assert make_scorer(torchmetrics.SpearmanCorrCoef()).names is None
 
 
@@ -383,6 +389,40 @@ def test_torchmetrics_of_several_processes_are_joined(kind, processes):
     assert scorers[0].compute() == pytest.approx(alone.compute(), rel=1e-5)
     assert scorers[1].compute() == pytest.approx(alone.compute(), rel=1e-5)
     assert scorers[1].compute() == scorers[1].compute()
+
+
+def test_a_result_before_the_merge_is_not_remembered():
+    one, other = make_scorer(multiclass()), make_scorer(multiclass())
+    one.update(torch.eye(3), torch.arange(3))
+    other.update(torch.eye(3), torch.arange(3).roll(1))
+    assert one.compute() == {"MulticlassAccuracy": 1.0}
+    one.merge(other.states())
+    assert one.compute() == {"MulticlassAccuracy": 0.5}
+
+
+def test_a_process_without_a_batch_does_not_pull_a_mean():
+    class Level(Largest):
+        def __init__(self):
+            super().__init__()
+            self.add_state("level", torch.tensor(0.0), dist_reduce_fx="mean")
+
+        def update(self, outputs, labels):
+            self.level = outputs.mean()
+
+        def compute(self):
+            return self.level
+
+    one, other = make_scorer(Level()), make_scorer(Level())
+    one.update(torch.full((2,), 3.0), torch.zeros(2))
+    one.merge(other.states())
+    assert one.compute() == {"Level": 3.0}
+
+
+def test_torchmetrics_does_not_gather_by_itself():
+    def ask():
+        raise AssertionError("it asked whether there are other processes")
+
+    assert run(multiclass(distributed_available_fn=ask)) == {"MulticlassAccuracy": pytest.approx(0.6)}
 
 
 # A pass, and the next

@@ -16,9 +16,6 @@ __all__ = ["Cadence"]
 class Cadence(Callback):
     """Asks for logs, evaluations and checkpoints at their intervals, and for the end at the first limit.
 
-    A run that ends by a limit is evaluated and saved once more, unless that has just been done; one that is stopped
-    from outside is not: a signal leaves no time for an evaluation.
-
     Args:
         limits: Where the run ends.
         log: Interval of logs.
@@ -47,27 +44,16 @@ class Cadence(Callback):
         if self.log.due(progress):
             control.log = True
         self._ask(trainer)
-        if not control.stop and (reason := self.limits.reached(progress)):
-            control.stop = reason
-            if not progress.is_epoch_consumed:  # else the end of the epoch asks
-                self._ask_at_the_end(trainer)
+        if not control.stop:
+            control.stop = self.limits.reached(progress)
 
     def on_epoch_end(self, trainer: BaseTrainer) -> None:
         """Ask for what is due at the end of an epoch."""
         self._ask(trainer)
         trainer.control.stop = trainer.control.stop or self.limits.reached(trainer.progress)
-        if trainer.control.stop in ("epochs", "max_steps", "max_duration"):
-            self._ask_at_the_end(trainer)
 
     def _ask(self, trainer: BaseTrainer) -> None:
         if self.evaluate is not None and self.evaluate.due(trainer.progress):
             trainer.control.evaluate = True
         if self.save is not None and self.save.due(trainer.progress):
-            trainer.control.save = True
-
-    def _ask_at_the_end(self, trainer: BaseTrainer) -> None:
-        step, lifecycle = trainer.progress.step, trainer.lifecycle
-        if self.evaluate is not None and lifecycle.evaluated_step != step:
-            trainer.control.evaluate = True
-        if self.save is not None and lifecycle.saved_step != step:
             trainer.control.save = True

@@ -1,4 +1,7 @@
-"""Signals: the first lets the current step finish and ends the run in order, the second leaves at once."""
+"""Signals: the first lets the current step finish and ends the run in order, the second leaves at once.
+
+SIGUSR1 asks for a checkpoint and lets the run go on.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ class Interrupt(Callback):
             return  # Python allows handlers in the main thread only
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
+        if trainer.store is not None and hasattr(signal, "SIGUSR1"):
+            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_checkpoint)
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
         """Put the earlier handlers back."""
@@ -47,6 +52,10 @@ class Interrupt(Callback):
             # A handler that was not installed from Python reads as None and can only be replaced by the default.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous, self._trainer = {}, None
+
+    def _ask_for_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        if self._trainer is not None:
+            self._trainer.control.save = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         error = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

@@ -98,7 +98,10 @@ class JsonlLogger(Callback):
     ) -> None:
         if self._file is None:
             return
-        step, epoch = int(values.get("step", trainer.progress.step)), values.get("epoch", trainer.progress.epochs)
+        step, epoch = (
+            int(values.get("step", trainer.progress.step)),
+            values.get("epoch", round(trainer.progress.epochs, 6)),
+        )
         # The evaluation that a kill separated from its checkpoint is done again by the resumed run, and the last
         # log of a run may repeat a step: the row is there already. Rounded, because the epoch is a hair less before
         # the epoch is closed than after; the epoch counts at all because a trainer's own loop may count no steps.
@@ -109,6 +112,8 @@ class JsonlLogger(Callback):
             self._last[kind] = position
         row: dict[str, Any] = {"kind": kind, "step": step, "epoch": epoch}
         row |= {name: _finite(value) for name, value in values.items() if name not in row}
+        if trainer.lifecycle.is_closing:
+            row["final"] = True
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
         except OSError as error:
@@ -148,7 +153,8 @@ def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
                 kind, step, epoch = row["kind"], row["step"], row["epoch"]
             except (ValueError, TypeError, KeyError):
                 continue
-            if step <= until:
+            # The rows that close a run are where no interval falls; a run that goes on would not have had them.
+            if step <= until and not (row.get("final") and until < math.inf):
                 last[kind] = (step, round(float(epoch), 6))
                 new.write(line.rstrip("\n") + "\n")
         new.flush()

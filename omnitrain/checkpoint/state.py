@@ -1,20 +1,45 @@
-"""Named tensors to and from files: weights under the bare module's names, shared tensors once, safetensors only."""
+"""Named tensors to and from files: weights under the bare module's names, optimizer state under parameter names.
+
+Only safetensors and JSON: nothing is pickled and nothing is unpickled. Folders, manifests and retention are in
+`store.py`; what of a trainer is kept, in `trainers/resumable.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from omnitrain.errors import ConfigError
+from omnitrain.errors import CheckpointError, ConfigError
 
-__all__ = ["model_tensors", "save_weights", "unwrap"]
+__all__ = [
+    "from_json",
+    "load_tensors",
+    "load_weights",
+    "model_tensors",
+    "optimizer_state",
+    "restore_optimizer",
+    "restore_rng_tensors",
+    "rng_tensors",
+    "save_tensors",
+    "save_weights",
+    "to_json",
+    "unwrap",
+    "write_config",
+]
 
 WEIGHTS = "model.safetensors"
+
+# --- models
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -32,17 +57,25 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def bare_name(name: str) -> str:
+    """Return a parameter's name without what `torch.compile` of a submodule puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the bare module by name, those that share memory only once, under their first name."""
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[tuple[torch.device, int, tuple[int, ...], tuple[int, ...]]] = set()
-    for name, tensor in unwrap(model).state_dict().items():
-        identity = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and identity in seen:
-            continue
-        seen.add(identity)
-        tensors[name] = tensor.detach()
-    return tensors
+    """Return the tensors of the bare module by name; one that is there under several names comes under the first."""
+    return {name: tensor for name, tensor, first in _named(model) if name == first}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield name, tensor, and the first name of the same tensor: tied weights have several names."""
+    seen: dict[Any, str] = {}
+    for name, value in unwrap(model).state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            continue  # what `get_extra_state` returns is none of ours
+        name, tensor = bare_name(name), value.detach()
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        yield name, tensor, seen.setdefault(place, name)
 
 
 def save_weights(model: nn.Module, folder: Path, overwrite: bool) -> Path:
@@ -59,16 +92,214 @@ def save_weights(model: nn.Module, folder: Path, overwrite: bool) -> Path:
     if path.exists() and not overwrite:
         raise ConfigError(f"{str(path)!r} is there already. Pass overwrite=True to replace it, or give another path.")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in model_tensors(model).items()}
     part = folder / f"{WEIGHTS}.tmp"
     try:
-        save_file(tensors, part, metadata={"format": "pt"})  # transformers asks for this entry
+        save_tensors(model_tensors(model), part)
         os.replace(part, path)
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+    write_config(model, folder)
+    return folder
+
+
+def write_config(model: nn.Module, folder: Path) -> None:
+    """Write the model's own config beside its weights, if it has one that can be written."""
     for name in ("config", "generation_config"):
         config = getattr(unwrap(model), name, None)
         if callable(getattr(config, "save_pretrained", None)):
             config.save_pretrained(folder)  # type: ignore[union-attr]
-    return folder
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Copy tensors into a model in place, so that optimizers and ties hold; every name and shape must fit.
+
+    Raises:
+        CheckpointError: If a tensor is missing, left over, or of another shape.
+    """
+    wanted = list(_named(model))
+    expected = {first for _, _, first in wanted}
+    missing, left_over = sorted(expected - tensors.keys()), sorted(tensors.keys() - {name for name, _, _ in wanted})
+    if missing or left_over:
+        raise CheckpointError(
+            f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
+            "Build the model as it was built for that run."
+        )
+    for name, tensor, first in wanted:
+        if name != first:
+            continue
+        if tensors[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{where} does not fit the model: {name!r} has shape {tuple(tensors[name].shape)} there and "
+                f"{tuple(tensor.shape)} in the model."
+            )
+    with torch.no_grad():
+        for name, tensor, first in wanted:
+            if name == first:
+                tensor.copy_(tensors[name])
+
+
+# --- files
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors to one safetensors file; views of each other become tensors of their own."""
+    ready, storages = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        # safetensors refuses tensors that share memory, and a view would write all that it is a view of
+        if storage.data_ptr() in storages or storage.nbytes() != tensor.numel() * tensor.element_size():
+            tensor = tensor.clone()
+        storages.add(storage.data_ptr())
+        ready[name] = tensor
+    save_file(ready, path, metadata={"format": "pt"})  # transformers asks for this entry
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file onto the host."""
+    return load_file(path)
+
+
+# --- optimizers
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return the bare name of every parameter by its identity."""
+    return {id(parameter): bare_name(name) for name, parameter in unwrap(model).named_parameters()}
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return an optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types.
+
+    Raises:
+        CheckpointError: If it holds a parameter that is not the model's, and so has no name.
+    """
+    names, tensors, rest = parameter_names(model), {}, {}
+    groups = []
+    for group in optimizer.param_groups:
+        unnamed = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+        if unnamed:
+            raise CheckpointError(
+                f"The optimizer holds parameters of shapes {unnamed[:3]} that are not the model's, so they have no name "
+                "to be saved under. Make them part of the model."
+            )
+        options = {key: to_json(value, key) for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [names[id(parameter)] for parameter in group["params"]]})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    rest.setdefault(name, {})[key] = to_json(value, f"{name}/{key}")
+    return tensors, {"groups": groups, "rest": rest}
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Any, where: str
+) -> None:
+    """Put back what `optimizer_state` returned, by parameter name.
+
+    Raises:
+        CheckpointError: If the optimizer's parameters, or their groups, are not those that were saved.
+    """
+    names = parameter_names(model)
+    state: dict[str, dict[str, Any]] = {name: dict(from_json(entry)) for name, entry in saved["rest"].items()}
+    for key, tensor in tensors.items():
+        name, _, entry = key.rpartition("/")
+        state.setdefault(name, {})[entry] = tensor
+    now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
+    then = [group["params"] for group in saved["groups"]]
+    if [sorted(group) for group in now] != [sorted(group) for group in then]:
+        changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
+        raise CheckpointError(
+            f"{where} does not fit the optimizer: its parameter groups hold other parameters"
+            f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. Build it as it was built for that run."
+        )
+    order = [name for group in now for name in group]
+    groups, start = [], 0
+    for group, options in zip(now, saved["groups"], strict=True):
+        plain = {key: from_json(value) for key, value in options.items() if key != "params"}
+        groups.append({**plain, "params": list(range(start, start + len(group)))})
+        start += len(group)
+    # torch's own loading places each tensor beside its parameter
+    optimizer.load_state_dict(
+        {"state": {i: state[name] for i, name in enumerate(order) if name in state}, "param_groups": groups}
+    )
+
+
+# --- random numbers
+
+
+def rng_tensors(device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the state of every generator that training draws from: tensors, and the rest as JSON types."""
+    version, words, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    tensors = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
+    rest: dict[str, Any] = {"python": {"version": version, "gauss": gauss}}
+    if numpy_state["bit_generator"] == "MT19937":
+        tensors["numpy"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
+        rest["numpy"] = {
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        }
+    if device.type not in ("cpu", "meta"):
+        tensors["device"] = torch.get_device_module(device).get_rng_state(device)
+    return tensors, rest
+
+
+def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device) -> None:
+    """Put the generators back to what `rng_tensors` returned; a device of another kind keeps its own state."""
+    torch.set_rng_state(tensors["torch"])
+    random.setstate((rest["python"]["version"], tuple(tensors["python"].tolist()), rest["python"]["gauss"]))
+    if "numpy" in rest:
+        key = tensors["numpy"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", key, rest["numpy"]["pos"], rest["numpy"]["has_gauss"], rest["numpy"]["gauss"]))
+    if "device" in tensors and device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).set_rng_state(tensors["device"], device)
+
+
+# --- JSON
+
+
+def to_json(value: Any, where: str) -> Any:
+    """Return a state as JSON types, tagged where JSON would give something else back (tuples, keys that are no text).
+
+    Raises:
+        CheckpointError: If it holds something that is neither plain nor a number.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return value.item()
+    if isinstance(value, list):
+        return [to_json(entry, where) for entry in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": [to_json(entry, where) for entry in value]}
+    if isinstance(value, Counter):
+        return {"__counter__": [[to_json(k, where), v] for k, v in value.items()]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: to_json(entry, f"{where}.{key}") for key, entry in value.items()}
+        return {"__dict__": [[to_json(k, where), to_json(v, where)] for k, v in value.items()]}
+    raise CheckpointError(
+        f"`{where}` holds a {type(value).__name__}, which has no place in a checkpoint of tensors and JSON. "
+        "Keep numbers, text, lists and dicts in a state."
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given."""
+    if isinstance(value, list):
+        return [from_json(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tuple__" in value:
+        return tuple(from_json(entry) for entry in value["__tuple__"])
+    if "__counter__" in value:
+        return Counter({from_json(k): v for k, v in value["__counter__"]})
+    if "__dict__" in value:
+        return {from_json(k): from_json(v) for k, v in value["__dict__"]}
+    return {key: from_json(entry) for key, entry in value.items()}

@@ -6,7 +6,8 @@ import contextlib
 import json
 import logging
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.callbacks.interrupt import Interrupt
 from omnitrain.callbacks.jsonl import JsonlLogger
 from omnitrain.callbacks.progress_bar import ProgressBar
+from omnitrain.callbacks.retention import Retention
 from omnitrain.checkpoint.state import save_weights, unwrap
+from omnitrain.checkpoint.store import Store
 from omnitrain.duration import Duration, Every, Limits
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
@@ -33,7 +36,7 @@ from omnitrain.optimization import build_optimizer, build_scheduler
 from omnitrain.precision import Precision
 from omnitrain.reproducibility import seed_everything
 from omnitrain.scoring import make_scorer
-from omnitrain.trainers.loop import TrainingLoop
+from omnitrain.trainers.resumable import Resumable
 from omnitrain.trainers.settings import check_settings, describe, refuse_unknown, resolve_accumulation
 from omnitrain.units import ModelUnit
 
@@ -42,7 +45,7 @@ __all__ = ["BaseTrainer"]
 logger = logging.getLogger("omnitrain")
 
 
-class BaseTrainer(TrainingLoop, ABC):
+class BaseTrainer(Resumable, ABC):
     """The common base of all trainers: one lifecycle, one loop, hooks for what differs.
 
     Every argument is described in `docs/arguments.md`; `Trainer` is the one to use on one device. A subclass that
@@ -110,8 +113,11 @@ class BaseTrainer(TrainingLoop, ABC):
         save_dir: str | Path | None = None,
         save_total_limit: int | None = None,
         keep_best: int = 1,
+        keep_every: int | None = None,
         load_best_at_end: bool | None = None,
         overwrite: bool = False,
+        save_required: bool = False,
+        async_save: bool = False,
         # precision and placement
         autocast: str | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
@@ -146,6 +152,8 @@ class BaseTrainer(TrainingLoop, ABC):
         self.scorer = make_scorer(compute_metrics)
         self.eval_on_start = eval_on_start
         self.save_dir = None if save_dir is None else Path(save_dir)
+        self.store = None if self.save_dir is None else Store(self.save_dir)
+        self.save_required = save_required
         self.fp16_loss_scale = fp16_loss_scale
         self.seed, self.deterministic, self.on_nonfinite = seed, deterministic, on_nonfinite
         self.trial_name = trial_name
@@ -213,23 +221,27 @@ class BaseTrainer(TrainingLoop, ABC):
         )
         self._check_objective(objective)
         log = Every(Duration.parse(given["log_steps"], "ba", "log_steps"), self.limits)
-        evaluate = None
-        if self._has_eval:
-            interval = "1ep" if given["eval_steps"] is None else given["eval_steps"]
-            evaluate = Every(Duration.parse(interval, "ba", "eval_steps"), self.limits)
+        evaluate = self._interval("eval_steps") if self._has_eval else None
+        save = self._interval("save_steps") if self.store is not None else None
         patience = None if given["patience"] == -1 else given["patience"]
         self._interrupt = Interrupt()
         own: list[Callback] = [
             self._interrupt,
-            Cadence(self.limits, log, evaluate, None),
+            Cadence(self.limits, log, evaluate, save),
             EarlyStopping(patience, given["early_stopper"]),
             ProgressBar(given["progress_bar"]),
         ]
-        if self.save_dir is not None:
-            own.append(JsonlLogger())
+        if self.store is not None:
+            kept = given["save_total_limit"], given["keep_best"], given["keep_every"]
+            own += [JsonlLogger(), Retention(self.store, *kept, replaces=given["overwrite"])]
         self.lifecycle = Lifecycle(self, [*own, *self._user_callbacks], objective)
         self.progress.epoch_size = None if self.train_loader is None else self.train_loader.size
         self._loss, self._grad_norm, self._logged = LossMeter(self.device), None, (0, 0.0, 0, 0)
+        self._owes_evaluation, self._credited_step, self._epoch_is_complete = False, -1, True
+
+    def _interval(self, name: str) -> Every:
+        value = "1ep" if self._given[name] is None else self._given[name]
+        return Every(Duration.parse(value, "ba", name), self.limits)
 
     def _check_objective(self, objective: Objective) -> None:
         """Refuse a metric that cannot come, where the names of the metrics are known beforehand."""
@@ -242,8 +254,9 @@ class BaseTrainer(TrainingLoop, ABC):
         objective.key(dict.fromkeys(known, 0.0))
 
     @property
-    def _has_eval(self) -> bool:
-        return self._given["eval_dataset"] is not None or self._given["eval_loader"] is not None
+    def _loads_best(self) -> bool:
+        wanted = self._given["load_best_at_end"]
+        return self.store is not None and self._has_eval and wanted is not False
 
     def _finish_setup(self) -> None:
         """Build what `_setup_training_components` left to be built."""
@@ -307,24 +320,36 @@ class BaseTrainer(TrainingLoop, ABC):
 
     # --- the public calls
 
-    def train(self, resume_from: str | Path | None = None) -> MetricsDict:
+    def train(self, resume_from: str | Path | None = None, allow_change: Collection[str] = ()) -> MetricsDict:
         """Train to the first limit, and return history and best.
 
         A second call trains once more from the present weights, with progress and history started anew.
 
+        Args:
+            resume_from: A checkpoint's folder, "last", "best", or "auto": the newest one in `save_dir` that is
+                undamaged, else a fresh start.
+            allow_change: Settings that may differ from those of the checkpoint, by name.
+
         Raises:
+            CheckpointError: If the checkpoint is damaged, or was saved under settings that would change the run.
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
             KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
         """
-        if resume_from is not None:
-            raise ConfigError("`resume_from` is not available yet: this version writes no checkpoints.")
         self._begin_run()
+        found = None
+        if resume_from is not None:
+            found = self._resume(resume_from, allow_change)
+        if found is None and resume_from != "auto":
+            self._check_save_dir()
+        self._check_disk()
         failed = True
         try:
-            with self._deterministic():
+            with self._deterministic(), self._writing_in_background():
                 self.lifecycle.begin_train()
-                if self.eval_on_start and not self.control.stop:
-                    self._evaluate_in_run(counts=False)
+                if found is not None:
+                    self._restore_random_numbers(*found)
+                if (self.eval_on_start and found is None and not self.control.stop) or self._owes_evaluation:
+                    self._evaluate_in_run(counts=found is not None)
                 self._fit()
             failed = False
         except BaseException as error:
@@ -399,6 +424,12 @@ class BaseTrainer(TrainingLoop, ABC):
             raise ConfigError("An evaluation was requested, but there is no evaluation set. Pass `eval_dataset`.")
         self.control.evaluate = True
 
+    def request_save(self) -> None:
+        """Ask for a checkpoint at the next step boundary."""
+        if self.store is None:
+            raise ConfigError("A checkpoint was requested, but there is no place for it. Pass `save_dir`.")
+        self.control.save = True
+
     def request_log(self) -> None:
         """Ask for a row of logs at the next step boundary."""
         self.control.log = True
@@ -412,11 +443,24 @@ class BaseTrainer(TrainingLoop, ABC):
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "global_batch_size": self.batch_size * self.world_size * self.gradient_accumulation_steps,
             "optimization_direction": self.objective.direction,
-            "optimizer": self.optimizer,
+            "optimizer": self.optimizer if self._can_train else None,
+            "optimizer_groups": self._optimizer_groups,
+            "samples_per_epoch": None if self.train_loader is None else self.train_loader.size,
+            "total_steps": self.total_steps,
             "unit": self.unit,
         }
         plain = {name: describe(value) for name, value in {**self._given, **resolved}.items()}
         return {"trainer": describe(type(self)), "model": describe(self.get_model()), **plain}
+
+    @property
+    def _optimizer_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's options as they were before any schedule moved the rate."""
+        groups = self.optimizer.param_groups if self._can_train else []
+        return [
+            {key: group.get("initial_lr", value) if key == "lr" else describe(value) for key, value in group.items()
+             if key not in ("params", "initial_lr")}
+            for group in groups
+        ]  # fmt: skip
 
     @property
     def objective(self) -> Objective:
@@ -472,3 +516,15 @@ class BaseTrainer(TrainingLoop, ABC):
             yield
         finally:
             torch.use_deterministic_algorithms(before)
+
+    @contextlib.contextmanager
+    def _writing_in_background(self) -> Iterator[None]:
+        """Have a thread that writes checkpoints inside, if that was asked for; on the way out it has finished."""
+        if self.store is None or not self._given["async_save"]:
+            yield
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-save") as self._background:
+            try:
+                yield
+            finally:
+                self._background = None

@@ -24,7 +24,7 @@ from omnitrain.events import Algorithm
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import Control, Lifecycle
 from omnitrain.loaders import Loader, copied_ahead
-from omnitrain.nonfinite import Place, nonfinite_error
+from omnitrain.trainers.nonfinite import Place, nonfinite_error
 from omnitrain.precision import Precision
 from omnitrain.progress import Progress
 from omnitrain.sampling import Window, windows
@@ -86,8 +86,7 @@ class TrainingLoop:
                 train_loss = self._train_epoch(self.progress.epoch)
             self._end_epoch(train_loss)
             self._answer_requests()
-        if self._logged[0] < self.progress.step and self.control.stop != "signal":
-            self._log()
+        self._close()
 
     def _train_epoch(self, epoch: int) -> float:
         """Train on the data of an epoch, or the rest of it, and return its mean loss.
@@ -104,7 +103,7 @@ class TrainingLoop:
             if self.control.stop:
                 self._epoch_is_complete = self.progress.is_epoch_consumed
                 break
-        if self.progress.samples_in_epoch == start and not self.control.stop:
+        if self.progress.samples_in_epoch == start and not (self.control.stop or self.progress.is_epoch_consumed):
             raise DataError(f"Epoch {epoch + 1} has no samples: the training data yielded none.")
         return self._loss.mean()
 
@@ -159,17 +158,48 @@ class TrainingLoop:
             control.evaluate = False
             if self.lifecycle.evaluated_step != self.progress.step:
                 self._evaluate_in_run()
+        if control.save:
+            control.save = False
+            if self.lifecycle.saved_at != self.progress.position:
+                self._save()
+        self._await_background(wait=False)
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
         self.lifecycle.begin_evaluation()
         metrics = evaluation.evaluate(self, self.eval_loader, "eval")
+        self._owes_evaluation = metrics is None and not self.lifecycle.is_closing
         if metrics is None:
-            return  # cut short by a signal: half an evaluation is none
+            return  # cut short by a signal: half an evaluation is none, and a resumed run does it again
         for algorithm in self.algorithms:
             metrics = algorithm.transform_metrics(self, metrics)  # type: ignore[arg-type]
         self.lifecycle.evaluated(metrics, counts)
         if self.lr_scheduler is not None and self.scheduler_interval == "evaluation":
             self.lr_scheduler.step(metrics[self.lifecycle.objective.key(metrics)])
+
+    def _close(self) -> None:
+        """Bring a run that has ended in order to its end: the last evaluation, checkpoint and log.
+
+        What falls on no interval is not kept in the checkpoint: a longer run would not have had it, and one that is
+        resumed here without being longer does it again.
+        """
+        history = self.lifecycle.state_dict() if self.store is not None else None
+        self.lifecycle.is_closing = True
+        has_time = self.control.stop != "signal"
+        at_a_limit = self.control.stop in ("epochs", "max_steps", "max_duration")
+        if at_a_limit and self._has_eval and self.lifecycle.evaluated_step != self.progress.step:
+            self._evaluate_in_run()
+        if self.lifecycle.saved_at != self.progress.position:
+            self._save(history)
+        self._await_background()
+        if not self._epoch_is_complete and self.progress.samples_in_epoch:
+            self.lifecycle.add_epoch_row(self._epoch_row(self._loss.mean()))
+        if has_time and self._logged[0] < self.progress.step:
+            self._log()
+        if has_time and self._loads_best:
+            self._load_best()
+
+    def _epoch_row(self, train_loss: float) -> dict[str, float]:
+        return {"train_loss": train_loss, "learning_rate": self._learning_rate, **self._read_grad_norm()}
 
     def _end_epoch(self, train_loss: float) -> None:
         self._raise_if_bad(wait=True)
@@ -182,7 +212,7 @@ class TrainingLoop:
             self._loss.add(torch.tensor(train_loss), 1)  # a loop of the user's own: its mean is what there is to log
         elif not math.isfinite(train_loss) and self.on_nonfinite == "raise" and self._has_own_epoch:
             raise NonFiniteError(f"{type(self).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
-        row = {"train_loss": train_loss, "learning_rate": self._learning_rate, **self._read_grad_norm()}
+        row = self._epoch_row(train_loss)
         if self._epoch_is_complete:
             if self.lr_scheduler is not None and self.scheduler_interval == "epoch":
                 self.lr_scheduler.step()
@@ -197,7 +227,7 @@ class TrainingLoop:
         passed = max(progress.seconds - seconds, 1e-9)
         logs: dict[str, Any] = {
             "step": progress.step,
-            "epoch": progress.epochs,
+            "epoch": round(progress.epochs, 6),
             "loss": self._loss.mean_since_last(),
             "learning_rate": self._learning_rate,
             **self._read_grad_norm(),
@@ -315,6 +345,25 @@ class TrainingLoop:
             handle.remove()
         if self.progress.step == before:
             self.progress.step += taken[0]
+
+    # --- where there are checkpoints; see resumable.py
+
+    store: Any = None
+    _owes_evaluation: bool = False
+    _loads_best: bool = False
+
+    @property
+    def _has_eval(self) -> bool:
+        return self.eval_loader is not None
+
+    def _save(self, history: dict[str, Any] | None = None) -> None:
+        """Save a checkpoint of the run, with the lifecycle's state in `history` instead of the present one if given."""
+
+    def _await_background(self, wait: bool = True) -> None:
+        """Take note of a checkpoint that was written in the background."""
+
+    def _load_best(self) -> None:
+        """Put the best weights into the model."""
 
     # --- what a backend or a user may override; the defaults are plain PyTorch on one device
 

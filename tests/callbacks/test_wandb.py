@@ -148,6 +148,7 @@ def test_a_test_after_the_training_goes_to_the_summary_of_the_same_run(offline, 
         if record.HasField("summary"):
             summary |= values(record.summary.update)
     assert summary["test/loss"] == 0.25
+    assert not any("test/loss" in row for row in history(tmp_path))
     assert len({record.run.run_id for record in records(tmp_path) if record.HasField("run")}) == 1
 
 

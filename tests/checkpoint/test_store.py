@@ -187,6 +187,11 @@ def resolve_after_kill(root: Path, done: int) -> int:
     if found:
         assert number_of(store.resolve("last")) == found
         assert number_of(store.resolve("best")) == best_after(found)
+    for pointer in (root / "last", root / "best"):
+        if pointer.exists():
+            name = pointer.read_text()
+            assert name.endswith("\n")
+            assert (root / name.strip()).exists() or (root / f"{name.strip()}.old").exists()
     return found
 
 
@@ -254,6 +259,7 @@ def test_write_error_at_any_operation_keeps_the_previous_checkpoint_and_no_parti
                     assert isinstance(error.__cause__, OSError)
                     assert f"checkpoint-{SAVES[number - 1][0]:06d}" in str(error)
                     assert not list(root.glob("*.tmp"))
+                    assert all(path.with_suffix("").exists() for path in root.glob("*.old"))
                     resolve_after_kill(root, number - 1)
                     save(store, number)
             resolve_after_kill(root, len(SAVES))
@@ -474,6 +480,7 @@ def test_foreign_folders_and_files_are_neither_counted_nor_touched(run: Path) ->
     for name in foreign:
         (run / name).mkdir(parents=True)
         (run / name / "keep.txt").write_text("mine")
+        (run / name / MANIFEST).write_text("{}")
     (run / "checkpoint-000099").write_text("a file")
     (run / "metrics.jsonl").write_text("{}")
     (run / "checkpoint-000098").mkdir()
@@ -546,6 +553,33 @@ def test_damaged_checkpoint_takes_no_place_among_the_kept_and_is_not_deleted(run
     (run / "checkpoint-000030" / "a").unlink()
     assert [path.name for path in store.prune(keep_last=1)] == ["checkpoint-000010"]
     assert (run / "checkpoint-000030").exists()
+
+
+def test_sizes_are_checked_without_reading_the_files(run: Path) -> None:
+    path = Store(run).save(10, lambda folder: (folder / "a").write_bytes(b"abc"), {})
+    (path / "a").write_bytes(b"xyz")
+    assert Store(run).verify(path, hashes=False)["step"] == 10
+    (path / "a").write_bytes(b"ab")
+    with pytest.raises(CheckpointError, match="'a' has 2 bytes, and 3 were written"):
+        Store(run).verify(path, hashes=False)
+    assert Store(run).kept() == []
+
+
+def test_renamed_copy_of_a_checkpoint_is_neither_the_newest_nor_deleted(run: Path) -> None:
+    for number in (1, 4):
+        save(Store(run), number)
+    shutil.copytree(run / "checkpoint-000010", run / "checkpoint-000099")
+    assert number_of(Store(run).resolve("auto")) == 4
+    assert [kept.step for kept in Store(run).kept()] == [10, 30]
+    assert Store(run).prune(keep_last=1) == []
+    assert number_of((run / "checkpoint-000099", Store(run).verify(run / "checkpoint-000099"))) == 1
+
+
+def test_checkpoint_that_stepped_aside_before_a_kill_is_found_under_its_own_path(run: Path) -> None:
+    save(Store(run), 1)
+    (run / "checkpoint-000010").rename(run / "checkpoint-000010.old")
+    for which in ("auto", "last", "best", run / "checkpoint-000010", "checkpoint-000010"):
+        assert number_of(Store(run).resolve(which)) == 1
 
 
 def test_several_processes_write_into_one_checkpoint(run: Path) -> None:
@@ -671,6 +705,7 @@ def naively_kept(
 @settings(max_examples=150, deadline=None)
 @given(
     steps=st.lists(st.integers(0, 60), unique=True, max_size=10),
+    sequence=st.permutations(range(10)),
     scores=st.lists(st.sampled_from([None, math.nan, math.inf, -math.inf, -1.0, 0.0, 0.5, 2.0]), min_size=10),
     last=st.integers(0, 5),
     best=st.integers(0, 4),
@@ -679,15 +714,17 @@ def naively_kept(
 )
 def test_retention_agrees_with_a_naive_model(
     steps: list[int],
+    sequence: list[int],
     scores: list[float | None],
     last: int,
     best: int,
     every: int | None,
     direction: Literal["max", "min"],
 ) -> None:
-    checkpoints = [Kept(step, score) for step, score in zip(steps, scores, strict=False)]
+    checkpoints = [Kept(*facts) for facts in zip(steps, scores, sequence, strict=False)]
     gone = to_delete(checkpoints, last, best, every, direction)
-    assert gone == sorted(set(steps) - naively_kept(checkpoints, last, best, every, direction))
+    assert set(gone) == set(steps) - naively_kept(checkpoints, last, best, every, direction)
+    assert gone == sorted(gone, key=lambda step: sequence[steps.index(step)])
     assert to_delete(checkpoints, None, best, every, direction) == []
 
 

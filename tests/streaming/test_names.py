@@ -220,6 +220,14 @@ def test_a_changed_number_of_classes_is_an_error():
         scorer.update(torch.zeros(2, 4), torch.zeros(2).long())
 
 
+def test_a_reset_forgets_the_classes_and_the_wrong_labels():
+    scorer = NamedMetrics(["accuracy"])
+    scorer.update(torch.zeros(2, 3), torch.tensor([0, 9]))
+    scorer.reset()
+    scorer.update(torch.eye(2), torch.tensor([0, 1]))
+    assert scorer.compute() == {"accuracy": 1.0}
+
+
 def test_processes_with_other_classes_are_an_error():
     one, other = NamedMetrics(["accuracy"]), NamedMetrics(["accuracy"])
     one.update(torch.zeros(2, 3), torch.zeros(2).long())

@@ -36,8 +36,9 @@ def nonfinite_error(trainer: BaseTrainer | Any, place: Place) -> NonFiniteError:
     shown = ", ".join(map(str, indices[:20])) + (", ..." if len(indices) > 20 else "")
     which = f" It comes from these samples of the training set: {shown}." if indices else ""
     return NonFiniteError(
-        f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {trainer.rank}).{which} "
-        "The weights were not updated by it. Look at these samples, lower the learning rate, or pass on_nonfinite='skip'."
+        f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {trainer.rank})."
+        f"{which} The weights were not updated by it. Look at these samples, lower the learning rate, or pass "
+        "on_nonfinite='skip'."
     )
 
 

@@ -1,0 +1,52 @@
+"""Deleting checkpoints that are no longer wanted. Which they are is decided by `to_delete` in `checkpoint/store.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omnitrain.checkpoint.store import Store
+from omnitrain.events import Callback
+
+if TYPE_CHECKING:
+    from omnitrain.trainers.base import BaseTrainer
+
+__all__ = ["Retention"]
+
+
+class Retention(Callback):
+    """Prunes after each complete checkpoint: the newest n, the best n and every k-th step stay.
+
+    Args:
+        store: The run's checkpoints.
+        keep_last: How many of the newest stay; None keeps all.
+        keep_best: How many of the best stay.
+        keep_every: Steps divisible by this stay.
+        replaces: Whether the checkpoints of an earlier run in the same folder go, once this run has one of its own.
+    """
+
+    order = 30
+
+    def __init__(
+        self, store: Store, keep_last: int | None, keep_best: int, keep_every: int | None, *, replaces: bool
+    ) -> None:
+        self.store = store
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.keep_every = keep_every
+        self.replaces = replaces
+        self._earlier: list[int] = []
+
+    def on_train_start(self, trainer: BaseTrainer) -> None:
+        """Note the checkpoints of an earlier run, if this one replaces it."""
+        is_fresh = trainer.lifecycle.saved_at is None
+        self._earlier = [kept.step for kept in self.store.kept()] if self.replaces and is_fresh else []
+
+    def on_save_end(self, trainer: BaseTrainer) -> None:
+        """Delete what may go now that a new checkpoint is complete."""
+        if not trainer.is_main_process:
+            return
+        for step in self._earlier:
+            if step != trainer.progress.step:
+                self.store.delete(step)
+        self._earlier = []
+        self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)
