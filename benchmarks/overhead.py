@@ -116,7 +116,7 @@ class Training:
 
 
 class SameOrder(Sampler[int]):
-    """The trainer's order of samples for a DataLoader, at the price of torch's own RandomSampler: a randperm an epoch."""
+    """The trainer's order of samples for a DataLoader, at the price of torch's RandomSampler: a randperm an epoch."""
 
     def __init__(self, size: int) -> None:
         self.sampler, self.epoch = EpochSampler(size, 1, seed=SEED), -1

@@ -2,8 +2,8 @@
 
     python examples/native_digits.py
 
-scikit-learn ships the 1,797 images, so nothing is downloaded. It takes some seconds, and leaves the weights and one row
-per log and evaluation in runs/native_digits.
+scikit-learn ships the 1,797 images, so nothing is downloaded. It takes some seconds, and leaves checkpoints, the
+weights, and one row per log and evaluation in runs/native_digits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from omnitrain import MetricsDict, Trainer
 
@@ -26,13 +27,15 @@ class DigitReader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 16, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.1)
+        self.edges = nn.Conv2d(1, 16, kernel_size=3, padding=1)
+        self.strokes = nn.Conv2d(16, 32, kernel_size=3, padding=1)
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.25), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)
         )
-        self.classifier = nn.Sequential(nn.Linear(16 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.classifier(self.features(pixels))
+        features = F.relu(self.strokes(F.relu(self.edges(pixels))))
+        return self.classifier(F.max_pool2d(features, kernel_size=2))
 
 
 def load_samples() -> tuple[list[Sample], list[Sample], list[Sample]]:
@@ -53,7 +56,7 @@ def main(epochs: int = 20, out: Path = Path("runs/native_digits")) -> MetricsDic
         DigitReader(),
         train,
         valid,
-        loss_fn=nn.functional.cross_entropy,
+        loss_fn=F.cross_entropy,
         compute_metrics="accuracy",
         optimization_metric="accuracy",
         epochs=epochs,
@@ -65,8 +68,10 @@ def main(epochs: int = 20, out: Path = Path("runs/native_digits")) -> MetricsDic
         warmup_steps=20,
         log_steps=50,
         save_dir=out,
+        save_total_limit=1,  # the newest checkpoint and the best one stay
+        overwrite=True,  # this example may be run again; without it, an old run's checkpoints are an error
     )
-    metrics = trainer.train()
+    metrics = trainer.train()  # at its end the model has the weights of the best evaluation
 
     print(metrics)
     print(f"stopped by {metrics['stop_reason']}; best accuracy {metrics['best_valid']['eval_accuracy']:.4f}")

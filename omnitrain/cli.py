@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import omnitrain
-from omnitrain.errors import OmnitrainError
+from omnitrain.errors import ConfigError, OmnitrainError
 
 __all__ = ["main"]
 
@@ -28,18 +28,29 @@ DATA = {
 }
 """The functions of `omnitrain.demo` behind each choice of `--data`, and what they train."""
 
+_CHECKPOINT = "a run's folder (its last checkpoint then), a checkpoint's folder, or RUN/last or RUN/best"
+_RUN = "a run's folder (all of its checkpoints then), a checkpoint's folder, or RUN/last or RUN/best"
+CHECKPOINT = {
+    "ls": ("List the checkpoints: step, epoch, score, which is last and best, size, whether it is complete.", [_RUN]),
+    "verify": ("Read every file and compare it with its hash; exit code 1 names what is damaged.", [_RUN]),
+    "show": ("Print progress, objective, settings, versions and tensors of a checkpoint.", [_CHECKPOINT]),
+    "export": ("Write the weights, and the model's config, as a folder of their own.", [_CHECKPOINT, "a new folder"]),
+    "diff": ("List changed settings and the largest differences of the weights.", [_CHECKPOINT, _CHECKPOINT]),
+}
+"""The functions of `omnitrain.checkpoint_cli` behind `omnitrain checkpoint`: what they do, and the paths they take."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `omnitrain` command and return its exit code.
 
-    0 is done, 1 an error, 2 a wrong option, 130 a run ended by Ctrl-C; SIGTERM ends it with SystemExit(143).
+    0 is done, 1 an error, 2 a wrong option or path, 130 a run ended by Ctrl-C; SIGTERM ends it with SystemExit(143).
 
     Args:
         argv: The words after the command's name; None takes the process's own.
     """
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except KeyboardInterrupt:
         print("omnitrain: stopped by Ctrl-C.", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -49,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OmnitrainError, OSError) as error:
         print(f"omnitrain: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (_add_demo,):
+    for add in (_add_demo, _add_checkpoint):
         add(commands)
     return parser
 
@@ -88,6 +98,29 @@ def _demo(args: argparse.Namespace) -> None:
 
     trainer_class = getattr(omnitrain, TRAINERS[args.trainer])
     getattr(demo, args.data)(trainer_class, args.out)
+
+
+def _add_checkpoint(commands: Any) -> None:
+    about = "Look into the checkpoints of a run."
+    checkpoint = commands.add_parser("checkpoint", help=about, description=about, allow_abbrev=False)
+    actions = checkpoint.add_subparsers(title="commands", metavar="command", required=True)
+    for name, (what, paths) in CHECKPOINT.items():
+        action = actions.add_parser(name, help=what, description=what, allow_abbrev=False)
+        metavars = {"export": ("CHECKPOINT", "OUT"), "diff": ("A", "B")}.get(name, ("RUN",))
+        for number, (metavar, path) in enumerate(zip(metavars, paths, strict=True)):
+            action.add_argument(f"path{number}", type=Path, metavar=metavar, help=path)
+        action.set_defaults(run=_checkpoint, action=name)
+
+
+def _checkpoint(args: argparse.Namespace) -> int | None:
+    from omnitrain import checkpoint_cli
+
+    paths = [value for name, value in vars(args).items() if name.startswith("path")]
+    try:
+        return getattr(checkpoint_cli, args.action)(*paths)
+    except ConfigError as error:  # a path that is none of what it should be: as wrong as a wrong option
+        print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def _columns(samples: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def _native(array: np.ndarray) -> np.ndarray:
-    """Return an array that torch takes: it knows neither negative strides nor another byte order or read-only memory."""
+    """Return an array that torch takes: it refuses negative strides and another byte order, and warns of read-only."""
     is_native = array.dtype.isnative and array.flags.writeable and min(array.strides, default=0) >= 0
     return array if is_native else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
 

@@ -58,6 +58,8 @@ def digits(trainer_class: type[BaseTrainer], out: Path, **changes: Any) -> BaseT
         "learning_rate": 2e-3,
         "log_steps": "1ep",
         "save_dir": out,
+        "save_total_limit": 1,
+        "overwrite": True,
         "seed": SEED,
     }
     trainer = trainer_class(model, train, valid, test, **(arguments | changes))
@@ -172,6 +174,8 @@ def stdlib(trainer_class: type[BaseTrainer], out: Path, **changes: Any) -> BaseT
         "eval_steps": "0.5ep",
         "log_steps": 50,
         "save_dir": out,
+        "save_total_limit": 1,
+        "overwrite": True,
         "seed": SEED,
     }
     trainer = trainer_class(model, train, valid, test, **(arguments | changes))
@@ -224,7 +228,9 @@ _FILES = ("metrics.json", "metrics.jsonl", "curves.png", "model/model.safetensor
 
 
 def prepare_folder(trainer: BaseTrainer, out: Path, data: str) -> None:
-    """Make the demo's folder, or clear the files of an earlier demo from it; nothing else is touched.
+    """Make the demo's folder, or clear the results of an earlier demo from it; nothing else is touched.
+
+    Checkpoints of an earlier demo go when the trainer has one to put in their place (`overwrite=True`).
 
     Raises:
         ConfigError: The folder holds something else, or cannot be written.

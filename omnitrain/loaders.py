@@ -392,8 +392,8 @@ def make_loader(
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(
-            f"`{name}` must be a dataset, tensors or a DataLoader, got {str(dataset)[:60]!r} ({type(dataset).__name__})."
-            " A dict is one if its values are tensors with equally many rows."
+            f"`{name}` must be a dataset, tensors or a DataLoader, got {type(dataset).__name__} "
+            f"{str(dataset)[:60]!r}. A dict is one if its values are tensors with equally many rows."
         )
     collate = collate or Collator()
     workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}

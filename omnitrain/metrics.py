@@ -49,7 +49,8 @@ class MetricRow(dict[str, Any]):
         stored = self._stored(key)
         if stored is None:
             raise KeyError(
-                f"There is no metric {key!r} here, only {quoted(self)}.{did_you_mean(str(key), [*self, *map(bare_name, self)])}"
+                f"There is no metric {key!r} here, only {quoted(self)}."
+                f"{did_you_mean(str(key), [*self, *map(bare_name, self)])}"
             )
         return self[stored]
 

@@ -53,19 +53,20 @@ def build_optimizer(
         factory: Any = import_by_path(spec, "optimizer") if isinstance(spec, str) else spec
         if not callable(factory):
             raise ConfigError(
-                f"`optimizer` must be an optimizer, a class, a dotted path or a callable of the parameters, got {spec!r}."
+                "`optimizer` must be an optimizer, a class, a dotted path or a callable of the parameters, "
+                f"got {spec!r}."
             )
         options: dict[str, Any] = {}
         if inspect.isclass(factory):
             taken = inspect.signature(factory).parameters
             wanted = {"lr": learning_rate, "weight_decay": weight_decay}
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-            options = {key: value for key, value in wanted.items() if key in taken or takes_any}
+            options = {key: value for key, value in wanted.items() if key in taken or (takes_any and value)}
             if weight_decay and "weight_decay" not in options:
                 raise ConfigError(
                     f"`weight_decay={weight_decay}` has no effect: {factory.__name__} takes no such argument."
                 )
-        optimizer = factory(trainable, **options)
+        optimizer = factory(trainable, **options)  # type: ignore[call-arg]
     _check_optimizer(optimizer, model)
     return optimizer
 

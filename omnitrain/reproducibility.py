@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import random
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -15,7 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["GENERATORS", "Generator", "derive_seed", "isolated_rng", "restore_rng", "seed_everything", "snapshot_rng"]
+__all__ = [
+    "GENERATORS",
+    "Generator",
+    "derive_seed",
+    "deterministic",
+    "isolated_rng",
+    "restore_rng",
+    "seed_everything",
+    "snapshot_rng",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -180,11 +190,21 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
             torch.get_device_module(device).set_rng_state(on_device, device)
 
 
-def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed torch (all devices), numpy and random; `deterministic` also forbids nondeterministic kernels."""
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Allow only deterministic kernels inside, if that is wanted; an operation that has none raises."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, before its first call
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), numpy and random."""
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False

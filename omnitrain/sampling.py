@@ -136,27 +136,27 @@ class Fetch:
             return self._fetch_columns(indices)
         positions = indices.tolist()
         while True:
-            samples = self._watched(self.drawn, lambda: self._samples(epoch, positions))
+            samples = self._watched(self.drawn, self._samples, epoch, positions)
             if samples is _AGAIN:
                 continue
             if self._stacks:
                 return self.collate(samples)
-            batch = self._watched(self.drawn_in_collate, lambda: self._collated(epoch, positions, samples))
+            batch = self._watched(self.drawn_in_collate, self._collated, epoch, positions, samples)
             if batch is not _AGAIN:  # then the samples are fetched again too: a collator may have changed them
                 return batch
 
-    def _watched(self, seeded: list[Generator], fetch: Callable[[], Any]) -> Any:
-        """Return what `fetch` returns, or _AGAIN if it drew from a generator that it had not seeded, now in `seeded`."""
+    def _watched(self, seeded: list[Generator], work: Callable[..., Any], *args: Any) -> Any:
+        """Return what `work` returns, or _AGAIN if it drew from a generator that was not among `seeded` and now is."""
         watched = [(generator, generator.mark()) for generator in GENERATORS]
         try:
-            fetched = fetch()
+            result = work(*args)
         finally:
             moved = [(generator, mark) for generator, mark in watched if generator.moved(mark)]
             for generator, mark in moved:
                 generator.restore(mark)
         unseen = [generator for generator, _ in moved if generator not in seeded]
         seeded += unseen
-        return _AGAIN if unseen else fetched
+        return _AGAIN if unseen else result
 
     def _collated(self, epoch: int, positions: list[int], samples: Sequence[Any]) -> Any:
         for generator in self.drawn_in_collate:

@@ -34,7 +34,17 @@ FLOORS = {
     4: "config cli demo __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() if floor != 1 for name in names.split()}
-NO_TORCH = [f"omnitrain.{name}" for name in (*FLOORS[0].split(), "lifecycle", "checkpoint.store")]
+NO_TORCH = [
+    f"omnitrain.{name}"
+    for name in (
+        *FLOORS[0].split(),
+        "lifecycle",
+        "checkpoint.disk",
+        "checkpoint.manifest",
+        "checkpoint.retention",
+        "checkpoint.store",
+    )
+]
 HEAVY = {
     "accelerate",
     "deepspeed",
@@ -48,7 +58,7 @@ HEAVY = {
 }
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_METHODS = 45
 

@@ -1,4 +1,4 @@
-"""The crown: one table of promises over all trainers. A feature is in when its row is; a trainer, when it passes all."""
+"""The crown: one table of promises over all trainers. A feature is in when its row is."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
         unnamed = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
         if unnamed:
             raise CheckpointError(
-                f"The optimizer holds parameters of shapes {unnamed[:3]} that are not the model's, so they have no name "
-                "to be saved under. Make them part of the model."
+                f"The optimizer holds parameters of shapes {unnamed[:3]} that are not the model's, so they have no "
+                "name to be saved under. Make them part of the model."
             )
         options = {key: to_json(value, key) for key, value in group.items() if key != "params"}
         groups.append({**options, "params": [names[id(parameter)] for parameter in group["params"]]})
@@ -215,7 +215,8 @@ def restore_optimizer(
         changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
         raise CheckpointError(
             f"{where} does not fit the optimizer: its parameter groups hold other parameters"
-            f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. Build it as it was built for that run."
+            f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
+            "Build it as it was built for that run."
         )
     order = [name for group in now for name in group]
     groups, start = [], 0

@@ -9,164 +9,40 @@
     checkpoint-000120.old                     stepped aside while the same step is saved again; counts while alone
     checkpoint-000120.deleting                being deleted: never read, removed by the next save
 
-Everything that changes the disk goes through `FileSystem`, so that a test can stop it at any operation. What the
-files mean (tensors, names, settings) does not belong here: that is `state.py`. No torch.
+What is in omnitrain.json and whether it is true is `manifest.py`'s to say; everything that changes the disk goes
+through `disk.py`. What the files mean (tensors, names, settings) does not belong here: that is `state.py`. No torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import itertools
-import json
 import logging
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
+from omnitrain.checkpoint.disk import FileSystem, hashing, listing
+from omnitrain.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    check_payload,
+    check_sizes,
+    encode,
+    inspect,
+    read_manifest,
+)
+from omnitrain.checkpoint.retention import Kept, to_delete
 from omnitrain.errors import CheckpointError
 
-__all__ = ["FORMAT_VERSION", "MANIFEST", "FileSystem", "Kept", "Store", "check_free_space", "to_delete"]
-
-FORMAT_VERSION = 1
-MANIFEST = "omnitrain.json"
+__all__ = ["Store"]
 
 logger = logging.getLogger("omnitrain")
 
-_OWN_KEYS = ("format_version", "sha256", "step", "sequence", "score", "best", "files")
 _NAME = re.compile(r"checkpoint-([0-9]{6,})(\.tmp|\.old|\.deleting)?")
-_ZEROS = "0" * 64
-_WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
-
-
-class FileSystem:
-    """The operations that change a disk, one method each.
-
-    >>> import tempfile
-    >>> fs, folder = FileSystem(), Path(tempfile.mkdtemp())
-    >>> fs.write(folder / "a.tmp", b"text")
-    >>> fs.rename(folder / "a.tmp", folder / "a")
-    >>> fs.remove(folder)
-    >>> folder.exists()
-    False
-    """
-
-    def mkdir(self, path: Path) -> None:
-        """Make one folder; its parent must be there, it must not."""
-        path.mkdir()
-
-    def write(self, path: Path, data: bytes) -> None:
-        """Write a whole file."""
-        path.write_bytes(data)
-
-    def sync(self, path: Path) -> None:
-        """Return when the content of this file, or the list of names in this folder, is on the disk."""
-        is_folder = path.is_dir()
-        if is_folder and os.name == "nt":
-            return
-        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems cannot sync a folder; its names are then as safe as they make them.
-            if not (is_folder and error.errno in (errno.EINVAL, errno.ENOTSUP)):
-                raise
-        finally:
-            os.close(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or a folder in one instant; a file replaces the one that had the name."""
-        os.replace(source, target)
-
-    def unlink(self, path: Path) -> None:
-        """Remove one file or link."""
-        path.unlink()
-
-    def rmdir(self, path: Path) -> None:
-        """Remove one empty folder."""
-        path.rmdir()
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all that is in it; a link is removed, what it points to is not."""
-        if path.is_symlink() or not path.is_dir():
-            self.unlink(path)
-            return
-        for child in sorted(path.iterdir()):
-            self.remove(child)
-        self.rmdir(path)
-
-
-class FileEntry(TypedDict):
-    """What omnitrain.json says about one other file of the checkpoint."""
-
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What retention knows about a checkpoint.
-
-    >>> to_delete([Kept(10, score=0.9), Kept(20, score=0.5), Kept(30, score=0.7)], keep_last=1)
-    [20]
-    """
-
-    step: int
-    score: float | None = None
-    """The value of the objective's metric at this step; None if there was no evaluation, or a non-finite one."""
-    sequence: int = 0
-    """Counts the saves into this folder. A run that went back to an earlier step saves lower steps later on."""
-    best: bool = False
-    """Whether it was the best so far when it was saved."""
-
-
-def to_delete(
-    checkpoints: Sequence[Kept],
-    keep_last: int | None,
-    keep_best: int = 1,
-    keep_every: int | None = None,
-    direction: Literal["max", "min"] = "max",
-) -> list[int]:
-    """Return the steps that may go, the earliest save first; the newest and the best are never among them.
-
-    Args:
-        checkpoints: All complete ones, in any order.
-        keep_last: How many of the newest stay; None keeps everything.
-        keep_best: How many of the best stay. Ties go to the earlier step; without a finite score there is no best.
-        keep_every: Steps divisible by this stay.
-        direction: Whether a higher or a lower score is better.
-    """
-    if keep_last is None:
-        return []
-    saved = sorted(checkpoints, key=lambda kept: (kept.sequence, kept.step))
-    sign = -1 if direction == "max" else 1
-    ranked = sorted((sign * k.score, k.step) for k in saved if k.score is not None and math.isfinite(k.score))
-    keep = {kept.step for kept in saved[-max(keep_last, 1) :]}
-    keep |= {step for _, step in ranked[: max(keep_best, 1)]}
-    keep |= {kept.step for kept in [k for k in saved if k.best][-1:]}
-    if keep_every:
-        keep |= {kept.step for kept in saved if kept.step % keep_every == 0}
-    return [kept.step for kept in saved if kept.step not in keep]
-
-
-def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | None:
-    """Return a warning if the disk under `root` (which need not exist yet) has less than `needed_bytes` free."""
-    root = Path(root)
-    there = next(path for path in (root, *root.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free >= needed_bytes:
-        return None
-    return (
-        f"{str(root)!r} has {free / 1e9:.2f} GB free, and the next checkpoint needs about {needed_bytes / 1e9:.2f} GB "
-        "(old ones are deleted only after a new one is complete). Free some space, or choose another `save_dir`."
-    )
 
 
 class Store:
@@ -246,17 +122,17 @@ class Store:
         """
         with self._saving(step):
             folder = self.temporary(step)
-            _check_payload(payload)
-            files, folders = _listing(folder)
+            check_payload(payload)
+            files, folders = listing(folder)
             content = {
                 "step": step,
                 "sequence": 1 + max((kept.sequence for kept in self.kept()), default=0),
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
-                "files": self._seal(folder, files),
+                "files": self._seal(folder, [file for file in files if file != folder / MANIFEST]),
             }
-            self.fs.write(folder / MANIFEST, _encode(content))
+            self.fs.write(folder / MANIFEST, encode(content))
             self.fs.sync(folder / MANIFEST)
             for inner in reversed(folders):
                 self.fs.sync(inner)
@@ -288,7 +164,7 @@ class Store:
 
     def _seal(self, folder: Path, files: list[Path]) -> dict[str, FileEntry]:
         """Sync all files and return their manifest entries; the hashing runs while the disk writes."""
-        with _hashing(files) as digests:
+        with hashing(files) as digests:
             for file in files:
                 self.fs.sync(file)
             return {
@@ -371,7 +247,7 @@ class Store:
         """
         path = Path(path)
         try:
-            return _inspect(path, hashes)
+            return inspect(path, hashes)
         except CheckpointError as error:
             beside = Store(path.parent)
             others = [kept.step for kept in beside.kept() if beside.path(kept.step).name != path.name]
@@ -429,12 +305,12 @@ class Store:
         signature = (stat.st_ino, stat.st_mtime_ns)
         known = self._glances.get(path.name)
         if known is None or known[0] != signature:
-            content = _read_manifest(path)
+            content = read_manifest(path)
             kept = Kept(content["step"], content["score"], content["sequence"], content["best"])
             known = self._glances[path.name] = (signature, kept, content["files"])
         if known[1].step != step:
             raise CheckpointError(f"{str(path)!r} was saved as step {known[1].step}, and renamed since.")
-        _check_sizes(path, known[2])
+        check_sizes(path, known[2])
         return known[1]
 
     def _newest_verified(self) -> tuple[Path, dict[str, Any]] | None:
@@ -447,7 +323,7 @@ class Store:
         for kept in sorted(candidates, key=lambda found: (found.sequence, found.step), reverse=True):
             path = folders[kept.step]
             try:
-                content = _inspect(path, hashes=True)
+                content = inspect(path, hashes=True)
             except CheckpointError as error:
                 reasons.append(str(error))
                 continue
@@ -549,135 +425,3 @@ class Store:
             self.fs.remove(doomed)
         self.fs.rename(path, doomed)
         self.fs.remove(doomed)
-
-
-def _listing(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files under a folder except its manifest, and its folders, itself first; parents before children."""
-    files, folders = [], [folder]
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise CheckpointError(f"{str(path)!r} is no plain file; a checkpoint with it could not be moved. Copy it.")
-        if path.is_dir():
-            folders.append(path)
-        elif path != folder / MANIFEST:
-            files.append(path)
-    return files, folders
-
-
-def _check_payload(payload: Mapping[str, Any]) -> None:
-    taken = [key for key in _OWN_KEYS if key in payload]
-    if taken:
-        raise CheckpointError(f"The payload of a checkpoint may not have the keys {taken}: the store writes them.")
-    for key, value in payload.items():
-        _check_json(value, str(key))
-
-
-def _check_json(value: object, where: str) -> None:
-    """Refuse what JSON would turn down, or would give back as something else: keys that are not strings."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise CheckpointError(f"`{where}` has the key {key!r}; JSON would make it a string. Use str keys.")
-            _check_json(inner, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            _check_json(inner, f"{where}[{index}]")
-    elif not (value is None or isinstance(value, str | int | float)):
-        raise CheckpointError(
-            f"`{where}` is a {type(value).__name__}, which JSON cannot hold. "
-            "Keep numbers, strings, None, lists and dicts in a state, or convert it in `state_dict`."
-        )
-
-
-def _encode(content: Mapping[str, Any]) -> bytes:
-    """Return the text of omnitrain.json; its "sha256" is of this text with zeros in place of these 64 digits."""
-    text = json.dumps({"format_version": FORMAT_VERSION, "sha256": _ZEROS, **content}, indent=2) + "\n"
-    return text.replace(_ZEROS, hashlib.sha256(text.encode()).hexdigest(), 1).encode()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of omnitrain.json if it is as it was written."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{str(folder)!r} does not exist.")
-    name = repr(str(folder))
-    try:
-        data = (folder / MANIFEST).read_bytes()
-        content = json.loads(data.decode())
-    except FileNotFoundError:
-        raise CheckpointError(f"{name} is incomplete: {MANIFEST!r} is missing.") from None
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} is not JSON ({error}).") from error
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{name} has format_version {version} in {MANIFEST!r}, and this omnitrain reads up to {FORMAT_VERSION}. "
-            "Upgrade omnitrain."
-        )
-    digest = str(content.get("sha256")) if version == FORMAT_VERSION else ""
-    if not digest or hashlib.sha256(data.replace(digest.encode(), _ZEROS.encode(), 1)).hexdigest() != digest:
-        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} does not match its own sha256; it was changed.")
-    lacking = [key for key in _OWN_KEYS if key not in content]
-    if lacking:
-        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} lacks {lacking}.")
-    for file in content["files"]:
-        if "\\" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            raise CheckpointError(f"{name} is refused: {MANIFEST!r} lists {file!r}, which lies outside of the folder.")
-    return content
-
-
-def _inspect(folder: Path, hashes: bool) -> dict[str, Any]:
-    """Return the content of omnitrain.json if all that it lists is there and as it was written."""
-    content = _read_manifest(folder)
-    files: dict[str, FileEntry] = content["files"]
-    _check_sizes(folder, files)
-    if hashes:
-        try:
-            with _hashing(folder / name for name in files) as digests:
-                for (name, entry), digest in zip(files.items(), digests, strict=True):
-                    if digest != entry["sha256"]:
-                        raise CheckpointError(
-                            f"{str(folder)!r} is damaged: the content of {name!r} does not match its sha256."
-                        )
-        except OSError as error:
-            raise CheckpointError(f"{str(folder)!r} cannot be read: {error}.") from error
-    return content
-
-
-def _check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    for name, entry in files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
-        if size != entry["size"]:
-            raise CheckpointError(
-                f"{str(folder)!r} is incomplete: {name!r} has {size} bytes, and {entry['size']} were written."
-            )
-
-
-@contextlib.contextmanager
-def _hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
-    """Yield the digests of files in order; large ones are hashed in the background (hashlib lets go of the GIL)."""
-    files = list(files)
-    if sum(file.stat().st_size for file in files) < _WORTH_A_THREAD:
-        yield map(_digest, files)
-        return
-    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-    try:
-        try:
-            digests = pool.map(_digest, files)
-        except RuntimeError:  # the interpreter is closing and starts no more threads: an asynchronous save ends here
-            digests = map(_digest, files)
-        yield digests
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _digest(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:size])
-    return digest.hexdigest()

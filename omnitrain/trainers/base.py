@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from abc import ABC
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler
 from omnitrain.precision import Precision
+from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import seed_everything
 from omnitrain.scoring import make_scorer
 from omnitrain.trainers.resumable import Resumable
@@ -126,6 +125,7 @@ class BaseTrainer(Resumable, ABC):
         seed: int = 42,
         deterministic: bool = False,
         on_nonfinite: str = "raise",
+        detect_anomaly: bool = False,
         callbacks: Iterable[Callback] = (),
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
@@ -274,10 +274,6 @@ class BaseTrainer(Resumable, ABC):
                 raise ConfigError("`lr_scheduler=ReduceLROnPlateau` follows evaluations. Pass `eval_dataset`.")
             self.scheduler_interval = "evaluation"
 
-    @property
-    def _can_train(self) -> bool:
-        return self.train_loader is not None or self._has_own_epoch
-
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer: the user's, or one that is built when it is first looked at, once the model is in place."""
@@ -344,7 +340,7 @@ class BaseTrainer(Resumable, ABC):
         self._check_disk()
         failed = True
         try:
-            with self._deterministic(), self._writing_in_background():
+            with deterministic_kernels(self.deterministic), self._writing_in_background(), self._detecting_anomalies():
                 self.lifecycle.begin_train()
                 if found is not None:
                     self._restore_random_numbers(*found)
@@ -453,16 +449,6 @@ class BaseTrainer(Resumable, ABC):
         return {"trainer": describe(type(self)), "model": describe(self.get_model()), **plain}
 
     @property
-    def _optimizer_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's options as they were before any schedule moved the rate."""
-        groups = self.optimizer.param_groups if self._can_train else []
-        return [
-            {key: group.get("initial_lr", value) if key == "lr" else describe(value) for key, value in group.items()
-             if key not in ("params", "initial_lr")}
-            for group in groups
-        ]  # fmt: skip
-
-    @property
     def objective(self) -> Objective:
         """What evaluations are judged by."""
         return self.lifecycle.objective
@@ -505,26 +491,3 @@ class BaseTrainer(Resumable, ABC):
     def _setup_training_components(self) -> None:
         """Put the model in place. `self.optimizer` is built afterwards, unless this sets it."""
         self.model.to(self.device)
-
-    @contextlib.contextmanager
-    def _deterministic(self) -> Iterator[None]:
-        """Allow only deterministic kernels inside, if that was asked for."""
-        before = torch.are_deterministic_algorithms_enabled()
-        if self.deterministic:
-            torch.use_deterministic_algorithms(True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before)
-
-    @contextlib.contextmanager
-    def _writing_in_background(self) -> Iterator[None]:
-        """Have a thread that writes checkpoints inside, if that was asked for; on the way out it has finished."""
-        if self.store is None or not self._given["async_save"]:
-            yield
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-save") as self._background:
-            try:
-                yield
-            finally:
-                self._background = None

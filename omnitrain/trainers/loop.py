@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from omnitrain.events import Algorithm
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import Control, Lifecycle
 from omnitrain.loaders import Loader, copied_ahead
-from omnitrain.trainers.nonfinite import Place, nonfinite_error
 from omnitrain.precision import Precision
 from omnitrain.progress import Progress
 from omnitrain.sampling import Window, windows
+from omnitrain.trainers.nonfinite import Place, nonfinite_error
 from omnitrain.units import ModelUnit, StepOutput, count_labels, count_tokens, run_unit
 
 __all__ = ["TrainingLoop"]
@@ -57,6 +58,7 @@ class TrainingLoop:
     lifecycle: Lifecycle
     world_size: int = 1
     rank: int = 0
+    _given: dict[str, Any]
 
     _guard: FiniteGuard
     _loss: LossMeter
@@ -349,12 +351,21 @@ class TrainingLoop:
     # --- where there are checkpoints; see resumable.py
 
     store: Any = None
+    save_dir: Path | None = None
     _owes_evaluation: bool = False
     _loads_best: bool = False
 
     @property
     def _has_eval(self) -> bool:
         return self.eval_loader is not None
+
+    @property
+    def _can_train(self) -> bool:
+        return self.train_loader is not None or self._has_own_epoch
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        raise NotImplementedError
 
     def _save(self, history: dict[str, Any] | None = None) -> None:
         """Save a checkpoint of the run, with the lifecycle's state in `history` instead of the present one if given."""
@@ -402,6 +413,10 @@ class TrainingLoop:
         """Take the optimizer's step; return False if it was left out."""
         self.optimizer.step()
         return True
+
+    def _detecting_anomalies(self) -> AbstractContextManager[Any]:
+        """Return the context of the run: PyTorch's anomaly detection, if that was asked for."""
+        return torch.autograd.set_detect_anomaly(True) if self._given["detect_anomaly"] else _NOTHING
 
     def _backend_logs(self) -> dict[str, float]:
         """Return what the backend adds to each row of logs."""

@@ -6,9 +6,10 @@ Folders and manifests are in `checkpoint/store.py`, tensors in `checkpoint/state
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint import state
-from omnitrain.checkpoint.store import Store, check_free_space
+from omnitrain.checkpoint.disk import check_free_space
+from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.loaders import MapLoader
 from omnitrain.reproducibility import GENERATORS
 from omnitrain.trainers.loop import TrainingLoop
+from omnitrain.trainers.settings import describe
 
 __all__ = ["Resumable", "Snapshot"]
 
@@ -335,10 +338,32 @@ class Resumable(TrainingLoop):
             logger.warning("%s", warning)
 
     def _load_best(self) -> None:
-        """Put the best weights into the model, if a checkpoint was saved as the best; everything else stays as it is."""
+        """Put the best weights into the model, if a checkpoint was saved as the best; all else stays as it is."""
         if self.store is None or "best_checkpoint" not in self.lifecycle.metrics:
             return
         folder, _ = self.store.resolve("best") or (None, None)
         if folder is not None:
             state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), repr(str(folder)))
             logger.info("The model has the best weights now, those of %s.", folder.name)
+
+    @property
+    def _optimizer_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's options as they were before any schedule moved the rate."""
+        groups = self.optimizer.param_groups if self._can_train else []
+        return [
+            {key: group.get("initial_lr", value) if key == "lr" else describe(value) for key, value in group.items()
+             if key not in ("params", "initial_lr")}
+            for group in groups
+        ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def _writing_in_background(self) -> Iterator[None]:
+        """Have a thread that writes checkpoints inside, if that was asked for; on the way out it has finished."""
+        if self.store is None or not self._given["async_save"]:
+            yield
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-save") as self._background:
+            try:
+                yield
+            finally:
+                self._background = None

@@ -21,8 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnitrain.checkpoint import store as store_module
-from omnitrain.checkpoint.store import MANIFEST, FileSystem, Kept, Store, check_free_space, to_delete
+from omnitrain.checkpoint import disk as disk_module
+from omnitrain.checkpoint.disk import FileSystem, check_free_space
+from omnitrain.checkpoint.manifest import MANIFEST
+from omnitrain.checkpoint.retention import Kept, to_delete
+from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError
 
 
@@ -606,7 +609,7 @@ def test_reader_sees_a_step_that_another_process_saved_again(run: Path) -> None:
 
 
 def test_large_files_are_hashed_and_checked_in_threads_alike(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(disk_module, "_WORTH_A_THREAD", 0)
     for number in (1, 2):
         save(Store(run), number)
     assert number_of(Store(run).resolve("last")) == 2
@@ -621,8 +624,8 @@ def test_large_files_are_hashed_and_checked_in_threads_alike(run: Path, monkeypa
 def test_save_that_outlives_the_main_thread_is_completed(run: Path) -> None:
     script = f"""
 import concurrent.futures.thread, threading, time
-from omnitrain.checkpoint import store
-store._WORTH_A_THREAD = 0
+from omnitrain.checkpoint import disk, store
+disk._WORTH_A_THREAD = 0
 def late():
     while not concurrent.futures.thread._shutdown:
         time.sleep(0.001)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -467,7 +468,7 @@ def test_no_number_is_read_off_the_device_between_logs(monkeypatch: pytest.Monke
             per_step.append(counts["now"])
 
     make(t16(), rows(80), batch_size=4, epochs=1, log_steps=10, callbacks=[Count()]).train()
-    between = [b - a for i, (a, b) in enumerate(zip(per_step, per_step[1:], strict=False), start=1) if i % 10]
+    between = [b - a for i, (a, b) in enumerate(itertools.pairwise(per_step), start=1) if i % 10]
     assert between and not any(between)
 
 
@@ -517,7 +518,8 @@ class Kill(Callback):
         if where == "eval":
             os.kill(os.getpid(), getattr(signal, sys.argv[2]))
     def on_train_end(self, trainer):
-        print("ended at", trainer.progress.step, trainer.metrics["stop_reason"], len(trainer.metrics["valid"]), flush=True)
+        reason, evaluations = trainer.metrics["stop_reason"], len(trainer.metrics["valid"])
+        print("ended at", trainer.progress.step, reason, evaluations, flush=True)
 data = torch.utils.data.TensorDataset(torch.randn(80, 4), torch.randn(80, 1))
 Trainer(torch.nn.Linear(4, 1), data, data, loss_fn=torch.nn.functional.mse_loss, device="cpu", progress_bar=False,
         callbacks=[Kill()], epochs=2).train()

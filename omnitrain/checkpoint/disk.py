@@ -1,0 +1,128 @@
+"""The disk under the checkpoints: the operations that change it, one seam for all, and what is asked of it.
+
+A test stops a save at any operation by handing in another `FileSystem`. Checkpoints, and what is in their files, do
+not belong here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from omnitrain.errors import CheckpointError
+
+__all__ = ["FileSystem", "check_free_space", "hashing", "listing"]
+
+_WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
+
+
+class FileSystem:
+    """The operations that change a disk, one method each.
+
+    >>> import tempfile
+    >>> fs, folder = FileSystem(), Path(tempfile.mkdtemp())
+    >>> fs.write(folder / "a.tmp", b"text")
+    >>> fs.rename(folder / "a.tmp", folder / "a")
+    >>> fs.remove(folder)
+    >>> folder.exists()
+    False
+    """
+
+    def mkdir(self, path: Path) -> None:
+        """Make one folder; its parent must be there, it must not."""
+        path.mkdir()
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a whole file."""
+        path.write_bytes(data)
+
+    def sync(self, path: Path) -> None:
+        """Return when the content of this file, or the list of names in this folder, is on the disk."""
+        is_folder = path.is_dir()
+        if is_folder and os.name == "nt":
+            return
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems cannot sync a folder; its names are then as safe as they make them.
+            if not (is_folder and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a file or a folder in one instant; a file replaces the one that had the name."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove one file or link."""
+        path.unlink()
+
+    def rmdir(self, path: Path) -> None:
+        """Remove one empty folder."""
+        path.rmdir()
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a folder with all that is in it; a link is removed, what it points to is not."""
+        if path.is_symlink() or not path.is_dir():
+            self.unlink(path)
+            return
+        for child in sorted(path.iterdir()):
+            self.remove(child)
+        self.rmdir(path)
+
+
+def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | None:
+    """Return a warning if the disk under `root` (which need not exist yet) has less than `needed_bytes` free."""
+    root = Path(root)
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free >= needed_bytes:
+        return None
+    return (
+        f"{str(root)!r} has {free / 1e9:.2f} GB free, and the next checkpoint needs about {needed_bytes / 1e9:.2f} GB "
+        "(old ones are deleted only after a new one is complete). Free some space, or choose another `save_dir`."
+    )
+
+
+def listing(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files under a folder, and its folders, itself first; parents before children."""
+    files, folders = [], [folder]
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{str(path)!r} is no plain file; a checkpoint with it could not be moved. Copy it.")
+        (folders if path.is_dir() else files).append(path)
+    return files, folders
+
+
+@contextlib.contextmanager
+def hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
+    """Yield the digests of files in order; large ones are hashed in the background (hashlib lets go of the GIL)."""
+    files = list(files)
+    if sum(file.stat().st_size for file in files) < _WORTH_A_THREAD:
+        yield map(_digest, files)
+        return
+    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    try:
+        try:
+            digests = pool.map(_digest, files)
+        except RuntimeError:  # the interpreter is closing and starts no more threads: an asynchronous save ends here
+            digests = map(_digest, files)
+        yield digests
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _digest(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:size])
+    return digest.hexdigest()

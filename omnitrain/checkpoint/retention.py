@@ -1,0 +1,56 @@
+"""Which checkpoints stay and which may go. Decides only; `store.py` does the deleting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Kept", "to_delete"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What retention knows about a checkpoint.
+
+    >>> to_delete([Kept(10, score=0.9), Kept(20, score=0.5), Kept(30, score=0.7)], keep_last=1)
+    [20]
+    """
+
+    step: int
+    score: float | None = None
+    """The value of the objective's metric at this step; None if there was no evaluation, or a non-finite one."""
+    sequence: int = 0
+    """Counts the saves into this folder. A run that went back to an earlier step saves lower steps later on."""
+    best: bool = False
+    """Whether it was the best so far when it was saved."""
+
+
+def to_delete(
+    checkpoints: Sequence[Kept],
+    keep_last: int | None,
+    keep_best: int = 1,
+    keep_every: int | None = None,
+    direction: Literal["max", "min"] = "max",
+) -> list[int]:
+    """Return the steps that may go, the earliest save first; the newest and the best are never among them.
+
+    Args:
+        checkpoints: All complete ones, in any order.
+        keep_last: How many of the newest stay; None keeps everything.
+        keep_best: How many of the best stay. Ties go to the earlier step; without a finite score there is no best.
+        keep_every: Steps divisible by this stay.
+        direction: Whether a higher or a lower score is better.
+    """
+    if keep_last is None:
+        return []
+    saved = sorted(checkpoints, key=lambda kept: (kept.sequence, kept.step))
+    sign = -1 if direction == "max" else 1
+    ranked = sorted((sign * k.score, k.step) for k in saved if k.score is not None and math.isfinite(k.score))
+    keep = {kept.step for kept in saved[-max(keep_last, 1) :]}
+    keep |= {step for _, step in ranked[: max(keep_best, 1)]}
+    keep |= {kept.step for kept in [k for k in saved if k.best][-1:]}
+    if keep_every:
+        keep |= {kept.step for kept in saved if kept.step % keep_every == 0}
+    return [kept.step for kept in saved if kept.step not in keep]

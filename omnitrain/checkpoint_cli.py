@@ -1,0 +1,341 @@
+"""What `omnitrain checkpoint` does: lists, verifies, shows, exports and compares the checkpoints of a run.
+
+Only reading and telling belong here. Which words may be typed is in `cli.py`, what a checkpoint is in `checkpoint/`.
+torch is loaded by `diff` alone, which computes with the weights. Sections of a longer answer are printed in order, so
+that a pipe gets plain columns, and a terminal gets tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnitrain.checkpoint.store import MANIFEST, Store
+from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["diff", "export", "ls", "show", "verify"]
+
+WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would load torch
+CONFIGS = ("config.json", "generation_config.json")
+MOST_ROWS = 10
+"""How many tensors `diff` names: those that differ most."""
+
+_FOLDER = re.compile(r"checkpoint-(\d{6,})(\.old)?")
+
+
+def ls(path: Path) -> None:
+    """Print one row per checkpoint: where in the run it was saved, its score, and whether all of it is there.
+
+    Args:
+        path: A run folder or a checkpoint. Sizes are compared, contents are not: that is `verify`'s.
+    """
+    store, folders = _checkpoints(path)
+    marks = _marks(store)
+    rows, problems, metric = [], [], ""
+    for folder in folders:
+        name = _FOLDER.fullmatch(folder.name)
+        step, epoch, score, state = str(int(name[1])) if name else "", "", "", "complete"
+        try:
+            content = store.verify(folder, hashes=False)
+        except CheckpointError as error:
+            state = "damaged"
+            problems.append(str(error))
+        else:
+            step, epoch, score = str(content["step"]), _epochs(content), _number(content["score"])
+            metric = _metric(content) or metric
+        rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _size(folder), _date(folder), state])
+    columns = ["checkpoint", "step", "epoch", "score", "mark", "size", "saved", "state"]
+    _print_table(columns, rows, numbers="step epoch score size")
+    for line in ([f"\nscore: {metric}"] if metric else []) + problems:
+        print(line)
+
+
+def verify(path: Path) -> int:
+    """Read every file of one checkpoint, or of all of a run, and compare it with its hash.
+
+    Returns:
+        The exit code: 1 if anything is missing or damaged, which is named; else 0.
+    """
+    store, folders = _checkpoints(path)
+    damaged = 0
+    for folder in folders:
+        try:
+            content = store.verify(folder)
+        except CheckpointError as error:
+            damaged += 1
+            print(f"damaged   {error}", flush=True)
+        else:
+            print(f"complete  {folder}: {len(content['files']) + 1} files, {_size(folder)}", flush=True)
+    print(f"{len(folders) - damaged} of {len(folders)} complete.")
+    return 1 if damaged else 0
+
+
+def show(path: Path) -> None:
+    """Print what a checkpoint says of the run, and the tensors in it."""
+    folder, content = _one_checkpoint(path)
+    print(f"{folder}: {_size(folder)}, saved {_date(folder)}, format version {content['format_version']}")
+    for title in ("progress", "objective", "settings", "versions"):
+        entries = content.get(title, {})
+        if title == "versions" and "world_size" in content:
+            entries = {**entries, "world_size": content["world_size"]}
+        print(f"\n{title}")
+        _print_table(["name", "value"], [[name, _say(value)] for name, value in entries.items()])
+    for file in content["files"]:
+        if file.endswith(".safetensors"):
+            rows = list(_tensors(folder / file))
+            print(f"\n{file}: {len(rows)} tensors")
+            _print_table(["tensor", "dtype", "shape"], rows)
+
+
+def export(path: Path, out: Path) -> None:
+    """Write the weights of a checkpoint, and the model's config if it has one, as a folder of their own.
+
+    `from_pretrained` opens the folder if the model is one of transformers'.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or its weights are not in one file.
+        ConfigError: `out` is there already and is not an empty folder.
+    """
+    folder, content = _one_checkpoint(path)
+    if WEIGHTS not in content["files"]:
+        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
+    if out.is_symlink() or out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{str(out)!r} is there already, and is not overwritten. Give the path of a new folder.")
+    names = [name for name in CONFIGS if name in content["files"]]
+    out.mkdir(parents=True, exist_ok=True)
+    part = out / f"{WEIGHTS}.tmp"
+    written = [part]
+    try:
+        for name in names:
+            written.append(out / name)
+            shutil.copyfile(folder / name, out / name)
+        shutil.copyfile(folder / WEIGHTS, part)
+        os.replace(part, out / WEIGHTS)  # last and whole: a folder with weights in it is complete
+    except BaseException:
+        for file in written:
+            file.unlink(missing_ok=True)
+        raise
+    print(f"{out}: {', '.join([WEIGHTS, *names])} of {folder.name}")
+    if not names:
+        print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
+
+
+def diff(a: Path, b: Path) -> None:
+    """Print the settings in which two checkpoints differ, and the tensors of the model that differ most."""
+    (folder_a, content_a), (folder_b, content_b) = _one_checkpoint(a), _one_checkpoint(b)
+    rows = [
+        [label, str(folder), str(content["step"]), _epochs(content), _number(content["score"])]
+        for label, folder, content in (("A", folder_a, content_a), ("B", folder_b, content_b))
+    ]
+    _print_table(["", "checkpoint", "step", "epoch", "score"], rows, numbers="step epoch score")
+    flat_a, flat_b = _comparable(content_a), _comparable(content_b)
+    names = [name for name in {**flat_a, **flat_b} if flat_a.get(name, _ABSENT) != flat_b.get(name, _ABSENT)]
+    print(f"\n{len(names)} settings differ" if names else "\nNo setting differs")
+    if names:
+        sides = ([_say(flat.get(name, _ABSENT)) for flat in (flat_a, flat_b)] for name in names)
+        _print_table(["setting", "A", "B"], [[name, *side] for name, side in zip(names, sides, strict=True)])
+    _print_weight_differences(folder_a / WEIGHTS, folder_b / WEIGHTS)
+
+
+# --- weights
+
+
+def _print_weight_differences(a: Path, b: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(a, "pt") as in_a, safe_open(b, "pt") as in_b:
+        names_a, names_b = set(in_a.keys()), set(in_b.keys())
+        both = sorted(names_a & names_b)
+        shapes = {name: (in_a.get_slice(name).get_shape(), in_b.get_slice(name).get_shape()) for name in both}
+        fitting = [name for name in both if shapes[name][0] == shapes[name][1]]
+        found = [(_largest_difference(in_a.get_tensor(name), in_b.get_tensor(name)), name) for name in fitting]
+    differing = sorted((pair for pair in found if pair[0] != 0), key=_by_difference)
+    print(f"\n{len(differing)} of {len(fitting)} tensors differ")
+    if differing:
+        rows = [[name, str(shapes[name][0]), _number(value)] for value, name in differing[:MOST_ROWS]]
+        _print_table(["tensor", "shape", "largest difference"], rows, numbers="largest difference")
+    if len(differing) > MOST_ROWS:
+        print(f"and {len(differing) - MOST_ROWS} more that differ less")
+    for name in both:
+        if name not in fitting:
+            print(f"{name}: shape {shapes[name][0]} in A, {shapes[name][1]} in B")
+    for label, only in (("A", names_a - names_b), ("B", names_b - names_a)):
+        if only:
+            print(f"only in {label}: {', '.join(sorted(only))}")
+
+
+def _by_difference(pair: tuple[float, str]) -> tuple[bool, float, str]:
+    """Sort NaN, then the largest, first."""
+    value, name = pair
+    return value == value, -value, name
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest absolute difference; NaN and NaN are equal here, and so are two equal infinities."""
+    import torch
+
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return 0.0
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    distance = (a - b).abs()
+    distance[(a == b) | (a.isnan() & b.isnan())] = 0
+    return float(distance.max()) if distance.numel() else 0.0
+
+
+def _tensors(path: Path) -> Iterator[list[str]]:
+    """Yield name, dtype and shape of each tensor in a file, whose numbers are not read."""
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no dict)
+            entry = file.get_slice(name)
+            yield [name, entry.get_dtype(), str(entry.get_shape())]
+
+
+# --- finding
+
+
+def _locate(path: Path) -> tuple[Store, Path | None]:
+    """Return the run that a path belongs to, and the folder of the one checkpoint that it is, if it is one.
+
+    Raises:
+        ConfigError: It is neither a run nor a checkpoint.
+    """
+    if path.name in ("", ".."):
+        path = path.resolve()  # the name of a folder and that of its run are asked for
+    if (path / MANIFEST).is_file():
+        return Store(path.parent), path
+    if Store(path)._folders():
+        return Store(path), None
+    if path.name in ("last", "best") and not path.is_dir() and Store(path.parent)._folders():
+        return Store(path.parent), Store(path.parent)._named(path.name)
+    if _FOLDER.fullmatch(path.name) and path.is_dir():
+        return Store(path.parent), path  # nothing but the name says that it was one
+    what = "holds no checkpoints" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
+    raise ConfigError(
+        f"{str(path)!r} {what}. Give a run's `save_dir`, one of the checkpoint folders in it, or its 'last' or 'best'."
+    )
+
+
+def _checkpoints(path: Path) -> tuple[Store, list[Path]]:
+    """Return a run and its checkpoints by step, damaged ones included; or the one that `path` is."""
+    store, folder = _locate(path)
+    return store, [step_folder for _, step_folder in sorted(store._folders().items())] if folder is None else [folder]
+
+
+def _one_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the verified checkpoint that `path` is, or the last one of the run that it is."""
+    store, folder = _locate(path)
+    folder = folder or store._named("last")
+    return folder, store.verify(folder)
+
+
+def _marks(store: Store) -> dict[str, str]:
+    """Return "last", "best" or "last, best" by the name of a folder."""
+    marks: dict[str, str] = {}
+    for which in ("last", "best"):
+        with contextlib.suppress(CheckpointError):  # none was saved as the best, or none is complete
+            name = store._named(which).name
+            marks[name] = f"{marks[name]}, {which}" if name in marks else which
+    return marks
+
+
+# --- wording
+
+_ABSENT = object()
+
+
+def _comparable(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, and what else may explain a difference, by dotted names."""
+    parts = {"world_size": content.get("world_size"), "versions": content.get("versions", {})}
+    return dict(_flattened({**content.get("settings", {}), **parts}, ""))
+
+
+def _flattened(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield a nested setting as its plain values, so that a difference is named by what differs."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    empty = True
+    for key, entry in entries:
+        empty = False
+        yield from _flattened(entry, f"{name}.{key}" if name else str(key))
+    if empty:
+        yield name, value
+
+
+def _say(value: Any) -> str:
+    """Return a setting as a person would write it."""
+    if value is _ABSENT:
+        return "(absent)"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _epochs(content: Mapping[str, Any]) -> str:
+    return f"{Progress.from_state(content['progress']).epochs:.6g}" if "progress" in content else ""
+
+
+def _metric(content: Mapping[str, Any]) -> str:
+    objective = content.get("objective")
+    if not objective:
+        return ""
+    return f"{objective['metric']}, {'lower' if objective['direction'] == 'min' else 'higher'} is better"
+
+
+def _size(folder: Path) -> str:
+    """Return the size of all files of a checkpoint, in decimal units."""
+    size = float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"
+
+
+def _date(folder: Path) -> str:
+    """Return when the manifest, the last file of a checkpoint, was written."""
+    manifest = folder / MANIFEST
+    written = (manifest if manifest.exists() else folder).stat().st_mtime
+    return datetime.fromtimestamp(written).isoformat(" ", "seconds")
+
+
+def _print_table(columns: list[str], rows: list[list[str]], numbers: str = "") -> None:
+    """Print rows as a table on a terminal, and as plain columns of any width elsewhere.
+
+    Args:
+        columns: The names of the columns.
+        rows: Their cells.
+        numbers: The names of the columns that are flush right.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    plain = {"markup": False, "highlight": False, "emoji": False}  # a name may have [brackets] and :colons: in it
+    console = Console(**plain)
+    if not console.is_terminal:
+        console = Console(**plain, width=100_000, no_color=True)
+    style = box.SIMPLE_HEAD if console.is_terminal else None
+    table = Table(box=style, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column and column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell or "-" for cell in row))
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        print(line.rstrip())

@@ -1,0 +1,183 @@
+"""What README and docs say is so: their examples run, their tables are those of the code, their links lead somewhere.
+
+python tests/test_docs.py                    writes the tables anew that are made from the code
+python tests/test_docs.py docs/compared.md   runs the examples of a page and shows what they print
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import omnitrain
+from omnitrain import BaseTrainer, Trainer, objective
+from omnitrain.streaming import names
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def fences(text: str, language: str) -> Iterator[tuple[int, str]]:
+    """Yield (line of the file, source) of every fenced block in that language."""
+    for match in FENCE.finditer(text):
+        if match[1].strip() == language:
+            yield text.count("\n", 0, match.start(2)) + 1, match[2]
+
+
+def run_page(path: Path) -> None:
+    """Run the examples of a page from top to bottom, as a reader with one interpreter would."""
+    module = ModuleType("__main__")
+    module.__dict__["__file__"] = str(path)
+    for line, source in fences(path.read_text(encoding="utf-8"), "python"):
+        # Padded with empty lines, so that a traceback names the line of the page.
+        exec(compile("\n" * (line - 1) + source, str(path), "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_example_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(PAGES[page])
+
+
+def test_readme_and_guides_have_examples() -> None:
+    guides = ["quickstart", "the-loop", "metrics-and-direction", "extending", "arguments"]
+    for page in ("README.md", *(f"docs/{name}.md" for name in guides)):
+        assert list(fences(PAGES[page].read_text(encoding="utf-8"), "python")), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_hides_from_the_tests_in_another_fence(page: str) -> None:
+    languages = {match[1].strip() for match in FENCE.finditer(PAGES[page].read_text(encoding="utf-8"))}
+    assert languages <= {"python", "console", "text", "{eval-rst}", "{toctree}"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = FENCE.sub("", PAGES[page].read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        assert "://" in target or (PAGES[page].parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tests_that_a_page_names_are_there(page: str) -> None:
+    for name in re.findall(r"\btest_\w+(?!\w*\.py)", PAGES[page].read_text(encoding="utf-8")):
+        if not (ROOT / "tests" / f"{name}.py").exists():
+            assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py")), name
+
+
+# --- arguments
+
+
+def constructor_arguments() -> dict[str, inspect.Parameter]:
+    """Return the arguments of the constructor in their order."""
+    parameters = list(inspect.signature(BaseTrainer.__init__).parameters.values())[1:]
+    return {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
+
+
+def documented_arguments() -> dict[str, str]:
+    """Return what docs/arguments.md has as the default of each argument, in its order."""
+    text = PAGES["docs/arguments.md"].read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+?) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
+    assert len({name for name, _ in rows}) == len(rows)
+    return dict(rows)
+
+
+def test_the_page_of_arguments_has_every_argument_with_its_default_in_order() -> None:
+    defaults = {
+        name: "required" if one.default is one.empty else f"`{one.default!r}`".replace('"', "'")
+        for name, one in constructor_arguments().items()
+    }
+    assert list(documented_arguments().items()) == list(defaults.items())
+
+
+def test_the_native_trainer_takes_the_arguments_of_the_base() -> None:
+    assert inspect.signature(Trainer.__init__) == inspect.signature(BaseTrainer.__init__)
+
+
+def test_the_reference_covers_every_public_name() -> None:
+    assert "automodule:: omnitrain\n   :members:" in PAGES["docs/api.md"].read_text(encoding="utf-8")
+    assert all(getattr(omnitrain, name).__doc__ for name in omnitrain.__all__)
+
+
+def test_the_loop_is_quoted_from_event_and_not_written_twice() -> None:
+    text = PAGES["docs/the-loop.md"].read_text(encoding="utf-8")
+    assert "autoclass:: omnitrain.Event\n" in text and "while not stop:" not in text
+
+
+# --- tables that are made from the code
+
+
+def direction_table() -> str:
+    """Return the names of metrics by their direction, as Markdown."""
+    lines = ["| better | where | names |", "|---|---|---|"]
+    for better, everywhere, alone in (
+        ("higher", objective._HIGHER, objective._HIGHER_ALONE),
+        ("lower", objective._LOWER, objective._LOWER_ALONE),
+    ):
+        lines.append(f"| {better} | whole name, end of a name, words inside | {_listed(everywhere.split())} |")
+        lines.append(f"| {better} | whole name only | {_listed(alone.split())} |")
+    lines.append(f"| refused | a word inside | {_listed(sorted(objective._UNCLEAR_WORDS))} |")
+    return "\n".join(lines)
+
+
+def names_table() -> str:
+    """Return the metrics that can be asked for by name, as Markdown."""
+    kept = {
+        "PairCounts": "counts of (label, prediction) pairs",
+        "RankedScores": "one score and one label per sample",
+        "CrossEntropy": "one sum and one count",
+        "Moments": "moments of each output column",
+    }
+    lines = ["| names | better | what is kept |", "|---|---|---|"]
+    for statistic, kinds in names._FAMILIES.items():
+        for better, wanted in (("higher", True), ("lower", False)):
+            chosen = [kind for kind in kinds if (kind not in names._LOWER_IS_BETTER) is wanted]
+            if chosen:
+                lines.append(f"| {_listed(chosen)} | {better} | {kept[statistic.__name__]} |")
+    lines.append("| `top<k>_accuracy`, for example `top5_accuracy` | higher | hits and a count |")
+    aliases = ", ".join(f"`{alias}` = `{kind}`" for alias, kind in names._ALIASES.items())
+    return "\n".join([*lines, "", f"The same by other names: {aliases}."])
+
+
+def _listed(words: list[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+TABLES = {"directions": direction_table, "metric names": names_table}
+
+
+def with_tables(text: str) -> str:
+    """Return a page with the tables between its markers made anew."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- made from the code: {name} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        if found:
+            text = f"{before}{begin}{table()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def test_tables_made_from_the_code_are_up_to_date() -> None:
+    """If not: `python tests/test_docs.py` writes them anew."""
+    text = PAGES["docs/metrics-and-direction.md"].read_text(encoding="utf-8")
+    assert text.count("<!-- made from the code: ") == len(TABLES)
+    assert text == with_tables(text)
+
+
+def _main(arguments: list[str]) -> Any:
+    for page in arguments:
+        run_page(Path(page).resolve())
+    if not arguments:
+        for path in PAGES.values():
+            path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,223 @@
+"""Seeds, snapshots, and the three global generators: noticing that they moved, and putting them back exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnitrain.reproducibility import (
+    GENERATORS,
+    derive_seed,
+    isolated_rng,
+    restore_rng,
+    seed_everything,
+    snapshot_rng,
+)
+
+TORCH, NUMPY, PYTHON = GENERATORS
+
+MOVES: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "torch": (TORCH, lambda: torch.rand(1)),
+    "torch normal": (TORCH, lambda: torch.randn(1)),
+    "torch dropout": (TORCH, lambda: torch.nn.functional.dropout(torch.ones(3))),
+    "torch seeded": (TORCH, lambda: torch.manual_seed(3)),
+    "torch 624 words": (TORCH, lambda: torch.rand(624)),
+    "numpy": (NUMPY, lambda: np.random.rand()),
+    "numpy normal": (NUMPY, lambda: np.random.randn()),
+    "numpy shuffle": (NUMPY, lambda: np.random.permutation(2)),
+    "numpy seeded": (NUMPY, lambda: np.random.seed(3)),
+    "numpy seeded by a list": (NUMPY, lambda: np.random.seed([3, 4])),
+    "numpy 624 words": (NUMPY, lambda: np.random.bytes(4 * 624)),
+    "python": (PYTHON, lambda: random.random()),
+    "python normal": (PYTHON, lambda: random.gauss(0, 1)),
+    "python seeded": (PYTHON, lambda: random.seed(3)),
+    "python 624 words": (PYTHON, lambda: random.getrandbits(32 * 624)),
+}
+STARTS: dict[str, Callable[[], Any]] = {
+    "fresh": lambda: None,
+    "in the middle": lambda: (torch.rand(5), np.random.rand(5), random.random()),
+    "with a normal number in store": lambda: (torch.randn(1), np.random.randn(), random.gauss(0, 1)),
+    "seeded by a list": lambda: (np.random.seed([1, 2]), random.seed("text")),
+}
+
+
+def states() -> list[Any]:
+    """The whole of the three generators."""
+    return [torch.get_rng_state().tolist(), repr(np.random.get_state(legacy=False)), random.getstate()]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("move", MOVES)
+def test_a_draw_is_noticed_and_undone(start: str, move: str) -> None:
+    STARTS[start]()
+    generator, draw = MOVES[move]
+    before = states()
+    marks = [one.mark() for one in GENERATORS]
+    assert not any(one.moved(mark) for one, mark in zip(GENERATORS, marks, strict=True))
+    draw()
+    assert [one for one, mark in zip(GENERATORS, marks, strict=True) if one.moved(mark)] == [generator]
+    for one, mark in zip(GENERATORS, marks, strict=True):
+        one.restore(mark)
+    assert states() == before
+    assert not any(one.moved(mark) for one, mark in zip(GENERATORS, marks, strict=True))
+
+
+def test_a_normal_number_taken_from_the_store_is_a_draw_too() -> None:
+    np.random.randn()  # makes two, and keeps one for the next call, which then moves nothing else
+    before, mark = states(), NUMPY.mark()
+    np.random.randn()
+    assert NUMPY.moved(mark)
+    NUMPY.restore(mark)
+    assert states() == before
+
+
+def test_an_old_mark_is_not_taken_for_the_present_state() -> None:
+    np.random.randn()
+    NUMPY.mark()
+    np.random.randn()  # from the store
+    before, mark = states(), NUMPY.mark()
+    np.random.rand()
+    NUMPY.restore(mark)
+    assert states() == before
+
+
+def test_another_bit_generator_of_numpy_is_marked_and_restored() -> None:
+    own = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        mark = NUMPY.mark()
+        assert not NUMPY.moved(mark)
+        first = np.random.rand()
+        assert NUMPY.moved(mark)
+        NUMPY.restore(mark)
+        assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(own)
+    mark = NUMPY.mark()
+    first = np.random.rand()
+    NUMPY.restore(mark)
+    assert np.random.rand() == first
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(sorted(MOVES)), max_size=6), st.lists(st.sampled_from(sorted(MOVES)), max_size=6))
+def test_any_sequence_of_draws_is_undone(before: list[str], inside: list[str]) -> None:
+    for name in before:
+        MOVES[name][1]()
+    state = states()
+    marks = [one.mark() for one in GENERATORS]
+    for name in inside:
+        MOVES[name][1]()
+    for one, mark in zip(GENERATORS, marks, strict=True):
+        one.restore(mark)
+    assert states() == state
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_seeded_generator_draws_the_same_whatever_was_before(generator: Any) -> None:
+    draws = {TORCH: lambda: torch.randn(3).tolist(), NUMPY: lambda: np.random.randn(3).tolist()}
+    draw = draws.get(generator, lambda: [random.gauss(0, 1) for _ in range(3)])
+    generator.seed(derive_seed(1, 2))
+    first = draw()
+    draw()
+    generator.seed(derive_seed(1, 2))
+    assert draw() == first
+    generator.seed(derive_seed(1, 3))
+    assert draw() != first
+
+
+def test_one_seed_gives_the_generators_unrelated_numbers() -> None:
+    for generator in GENERATORS:
+        generator.seed(derive_seed(42, 0, 7))
+    drawn = [torch.randint(0, 256, (20,)).tolist(), np.random.randint(0, 256, 20).tolist()]
+    drawn.append([random.getrandbits(32) % 256 for _ in range(20)])
+    for i, one in enumerate(drawn):
+        for other in drawn[:i]:
+            assert sum(a == b for a, b in zip(one, other, strict=True)) < 5
+
+
+@given(st.lists(st.integers(-(2**40), 2**70), max_size=4))
+def test_a_derived_seed_has_64_bits_and_every_generator_takes_it(parts: list[int]) -> None:
+    seed = derive_seed(*parts)
+    assert 0 <= seed < 2**64
+    assert seed == derive_seed(*parts)
+    for generator in GENERATORS:
+        generator.seed(seed)
+
+
+def test_near_inputs_derive_different_seeds() -> None:
+    seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(50)}
+    assert len(seeds) == 5000
+    assert derive_seed(1, 2) != derive_seed(2, 1)
+    assert derive_seed(1) != derive_seed(1, 0)
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 4990
+    assert len({seed >> 32 for seed in seeds}) > 4990
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_snapshot_restores_every_generator(start: str) -> None:
+    STARTS[start]()
+    before, state = states(), snapshot_rng(torch.device("cpu"))
+    assert set(state) == {"torch", "numpy", "python"}
+    for _, draw in MOVES.values():
+        draw()
+    restore_rng(state, torch.device("cpu"))
+    assert states() == before
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_isolation_leaves_the_generators_as_they_were(start: str, seed: int | None) -> None:
+    STARTS[start]()
+    before = states()
+    with isolated_rng(torch.device("cpu"), seed):
+        for _, draw in MOVES.values():
+            draw()
+    assert states() == before
+
+
+def test_isolation_ends_with_an_exception_too() -> None:
+    before = states()
+    with pytest.raises(KeyError), isolated_rng():
+        np.random.rand(), torch.rand(1), random.random()
+        raise KeyError
+    assert states() == before
+
+
+def test_isolations_can_be_nested() -> None:
+    with isolated_rng(seed=1):
+        expected = torch.rand(1), np.random.rand(), random.random()
+    before = states()
+    with isolated_rng(seed=1):
+        with isolated_rng(seed=2):
+            np.random.randn()
+        assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    assert states() == before
+
+
+def test_isolation_with_a_seed_starts_the_same_every_time() -> None:
+    drawn = []
+    for _ in range(2):
+        with isolated_rng(seed=9):
+            drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
+        np.random.rand(), torch.rand(1), random.random()
+    assert drawn[0] == drawn[1]
+
+
+def test_seeding_everything_gives_what_each_library_gives_for_that_seed() -> None:
+    seed_everything(7)
+    drawn = torch.rand(1).item(), np.random.rand(), random.random()
+    torch.manual_seed(7)
+    assert drawn == (torch.rand(1).item(), np.random.RandomState(7).rand(), random.Random(7).random())
+
+
+def test_seeding_everything_takes_more_than_32_bits() -> None:
+    seed_everything(2**40 + 1)
+    assert torch.initial_seed() == 2**40 + 1
