@@ -55,8 +55,7 @@ def ls(path: Path) -> None:
             step, epoch, score = str(content["step"]), _epochs(content), _number(content["score"])
             metric = _metric(content) or metric
         rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _size(folder), _date(folder), state])
-    columns = ["checkpoint", "step", "epoch", "score", "mark", "size", "saved", "state"]
-    _print_table(columns, rows, numbers="step epoch score size")
+    _print_table("checkpoint >step >epoch >score ~mark >size ~saved state", rows)
     for line in ([f"\nscore: {metric}"] if metric else []) + problems:
         print(line)
 
@@ -89,13 +88,13 @@ def show(path: Path) -> None:
         entries = content.get(title, {})
         if title == "versions" and "world_size" in content:
             entries = {**entries, "world_size": content["world_size"]}
-        print(f"\n{title}")
-        _print_table(["name", "value"], [[name, _say(value)] for name, value in entries.items()])
+        _print_title(title)
+        _print_table("name ~value", [[name, _say(value)] for name, value in entries.items()])
     for file in content["files"]:
         if file.endswith(".safetensors"):
             rows = list(_tensors(folder / file))
-            print(f"\n{file}: {len(rows)} tensors")
-            _print_table(["tensor", "dtype", "shape"], rows)
+            _print_title(f"{file}: {len(rows)} tensors")
+            _print_table("~tensor dtype shape", rows)
 
 
 def export(path: Path, out: Path) -> None:
@@ -110,7 +109,7 @@ def export(path: Path, out: Path) -> None:
     folder, content = _one_checkpoint(path)
     if WEIGHTS not in content["files"]:
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
-    if out.is_symlink() or out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ConfigError(f"{str(out)!r} is there already, and is not overwritten. Give the path of a new folder.")
     names = [name for name in CONFIGS if name in content["files"]]
     out.mkdir(parents=True, exist_ok=True)
@@ -138,13 +137,13 @@ def diff(a: Path, b: Path) -> None:
         [label, str(folder), str(content["step"]), _epochs(content), _number(content["score"])]
         for label, folder, content in (("A", folder_a, content_a), ("B", folder_b, content_b))
     ]
-    _print_table(["", "checkpoint", "step", "epoch", "score"], rows, numbers="step epoch score")
+    _print_table("side ~checkpoint >step >epoch >score", rows)
     flat_a, flat_b = _comparable(content_a), _comparable(content_b)
     names = [name for name in {**flat_a, **flat_b} if flat_a.get(name, _ABSENT) != flat_b.get(name, _ABSENT)]
-    print(f"\n{len(names)} settings differ" if names else "\nNo setting differs")
+    _print_title(f"{len(names)} settings differ")
     if names:
         sides = ([_say(flat.get(name, _ABSENT)) for flat in (flat_a, flat_b)] for name in names)
-        _print_table(["setting", "A", "B"], [[name, *side] for name, side in zip(names, sides, strict=True)])
+        _print_table("~setting ~A ~B", [[name, *side] for name, side in zip(names, sides, strict=True)])
     _print_weight_differences(folder_a / WEIGHTS, folder_b / WEIGHTS)
 
 
@@ -161,10 +160,10 @@ def _print_weight_differences(a: Path, b: Path) -> None:
         fitting = [name for name in both if shapes[name][0] == shapes[name][1]]
         found = [(_largest_difference(in_a.get_tensor(name), in_b.get_tensor(name)), name) for name in fitting]
     differing = sorted((pair for pair in found if pair[0] != 0), key=_by_difference)
-    print(f"\n{len(differing)} of {len(fitting)} tensors differ")
+    _print_title(f"{len(differing)} of {len(fitting)} tensors differ")
     if differing:
         rows = [[name, str(shapes[name][0]), _number(value)] for value, name in differing[:MOST_ROWS]]
-        _print_table(["tensor", "shape", "largest difference"], rows, numbers="largest difference")
+        _print_table("~tensor shape >difference", rows)
     if len(differing) > MOST_ROWS:
         print(f"and {len(differing) - MOST_ROWS} more that differ less")
     for name in both:
@@ -310,29 +309,35 @@ def _date(folder: Path) -> str:
     """Return when the manifest, the last file of a checkpoint, was written."""
     manifest = folder / MANIFEST
     written = (manifest if manifest.exists() else folder).stat().st_mtime
-    return datetime.fromtimestamp(written).isoformat(" ", "seconds")
+    return datetime.fromtimestamp(written).isoformat(" ", "minutes")
 
 
-def _print_table(columns: list[str], rows: list[list[str]], numbers: str = "") -> None:
+def _print_title(text: str) -> None:
+    print(f"\n{text}")
+
+
+def _print_table(columns: str, rows: list[list[str]]) -> None:
     """Print rows as a table on a terminal, and as plain columns of any width elsewhere.
 
     Args:
-        columns: The names of the columns.
-        rows: Their cells.
-        numbers: The names of the columns that are flush right.
+        columns: Their names. One with ">" is flush right; one with "~" may be broken into lines to fit a terminal.
+        rows: The cells of each.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    plain = {"markup": False, "highlight": False, "emoji": False}  # a name may have [brackets] and :colons: in it
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}  # a name may be "a[0]" or ":b:"
     console = Console(**plain)
-    if not console.is_terminal:
-        console = Console(**plain, width=100_000, no_color=True)
-    style = box.SIMPLE_HEAD if console.is_terminal else None
-    table = Table(box=style, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column and column in numbers else "left", overflow="fold")
+    if console.is_terminal:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    else:
+        console = Console(**plain, width=100_000)
+        table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns.split():
+        kind = column[0]
+        justify = "right" if kind == ">" else "left"
+        table.add_column(column.lstrip(">~"), justify=justify, no_wrap=kind != "~", overflow="fold")
     for row in rows:
         table.add_row(*(cell or "-" for cell in row))
     with console.capture() as capture:

@@ -15,6 +15,7 @@ from omnitrain.errors import DataError
 from omnitrain.loaders import Loader
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.scoring import Scorer
+from omnitrain.units import StepOutput
 
 if TYPE_CHECKING:
     from omnitrain.trainers.base import BaseTrainer
@@ -117,7 +118,7 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
                 weights += weight
             if output.labels is not None and output.outputs is not None:
                 has_labels = True
-                scorer.update(output.outputs, output.labels)
+                scorer.update(*_aligned(output, trainer._shifts_labels))
             if keeps:
                 kept.append((_to_numpy(output.outputs), _to_numpy(output.labels)))
     predictions = _join([one for one, _ in kept]) if keeps else None
@@ -126,6 +127,14 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
     if has_labels:
         metrics |= scorer.compute(predictions, labels)
     return Predictions(predictions, labels, metrics)
+
+
+def _aligned(output: StepOutput, shifted: bool) -> tuple[Any, Any]:
+    """Return scores and the labels they predict; a causal language model predicts each label one place before it."""
+    scores, labels = output.outputs, output.labels
+    if shifted and isinstance(scores, torch.Tensor) and scores.ndim == labels.ndim + 1:
+        return scores[:, :-1], labels[:, 1:]
+    return scores, labels
 
 
 def _to_numpy(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from omnitrain.reproducibility import (
     GENERATORS,
     derive_seed,
+    deterministic,
     isolated_rng,
     restore_rng,
     seed_everything,
@@ -221,3 +223,13 @@ def test_seeding_everything_gives_what_each_library_gives_for_that_seed() -> Non
 def test_seeding_everything_takes_more_than_32_bits() -> None:
     seed_everything(2**40 + 1)
     assert torch.initial_seed() == 2**40 + 1
+
+
+def test_nondeterministic_kernels_are_forbidden_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for wanted in (True, False):
+        with pytest.raises(KeyError), deterministic(wanted):
+            assert torch.are_deterministic_algorithms_enabled() is wanted
+            raise KeyError
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a setting of the user's own stays

@@ -345,7 +345,9 @@ def test_fetching_leaves_the_generators_of_training_as_they_were(draw: Any, prep
 
 @settings(max_examples=25)
 @given(
-    st.sampled_from(DRAWS), st.integers(1, 6), st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=5), max_size=5)
+    st.sampled_from(DRAWS),
+    st.integers(1, 6),
+    st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=5), max_size=5),
 )
 def test_any_batches_of_a_drawing_dataset_hold_the_same_samples(draw: Any, every: int, batches: list) -> None:
     dataset = Drawing(draw, every=every)
@@ -390,7 +392,9 @@ def test_a_dataset_that_draws_nothing_is_asked_once_and_by_batch() -> None:
     assert asked == [[3, 1]]
 
 
-@pytest.mark.parametrize("error", [KeyError("no such key"), IndexError("too far"), ValueError("bad file 7"), OSError(2)])
+@pytest.mark.parametrize(
+    "error", [KeyError("no such key"), IndexError("too far"), ValueError("bad file 7"), OSError(2)]
+)
 @pytest.mark.parametrize("draw", [draw_nothing, draw_all])
 def test_an_error_of_the_dataset_comes_through_and_leaves_the_generators_alone(error: Exception, draw: Any) -> None:
     class Failing(Drawing):

@@ -311,6 +311,7 @@ class BaseTrainer(Resumable, ABC):
             self._finish_setup()
         seed_everything(self.seed)
         self.optimizer.zero_grad()
+        self._collect_parameters()
         deferred = self.on_nonfinite == "raise" and FiniteGuard.can_defer(self.device, self.optimizer)
         self._guard = FiniteGuard(self.device, self.optimizer, deferred and self.precision.name != "fp16")
 

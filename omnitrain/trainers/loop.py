@@ -64,6 +64,7 @@ class TrainingLoop:
     _loss: LossMeter
     _grad_norm: torch.Tensor | None = None
     _epoch_is_complete: bool
+    _parameters: list[nn.Parameter]
     _logged: tuple[int, float, int, int]
     """Step, seconds, samples and tokens at the latest log."""
 
@@ -96,6 +97,7 @@ class TrainingLoop:
         Override it for a loop of your own: events of steps then do not fire, everything else stays as it is.
         """
         self.model.train()
+        self._collect_parameters()
         start = self.progress.samples_in_epoch
         for window in self._windows(epoch):
             self.lifecycle.begin_step()
@@ -143,7 +145,8 @@ class TrainingLoop:
         self._grad_norm = self._clip_gradients()
         self.lifecycle.before_optimizer_step()
         applied = self._is_admitted(self._grad_norm, window) and self._apply_update()
-        self.optimizer.zero_grad()
+        for parameter in self._parameters:
+            parameter.grad = None
         if not applied:
             self._loss.undo_step()
         elif self.lr_scheduler is not None and self.scheduler_interval == "step":
@@ -243,6 +246,16 @@ class TrainingLoop:
         self._logged = (progress.step, progress.seconds, progress.samples, progress.tokens)
         self.lifecycle.logged(logs)
 
+    def _collect_parameters(self) -> None:
+        """List the parameters once per epoch: walking through the modules in every step would take long.
+
+        Those of the model that the optimizer does not hold are among them, or their gradients would pile up.
+        """
+        listed = {id(parameter): parameter for parameter in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            listed |= {id(parameter): parameter for parameter in group["params"]}
+        self._parameters = list(listed.values())
+
     @property
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -307,7 +320,6 @@ class TrainingLoop:
                 self._raise_if_bad()
             return True
         if self.on_nonfinite == "raise":
-            self.optimizer.zero_grad()
             raise nonfinite_error(self, place)
         skips = self.on_nonfinite == "skip"
         todo = "the step is skipped" if skips else "the update is made all the same (on_nonfinite='warn')"
@@ -400,14 +412,16 @@ class TrainingLoop:
 
     def _scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def _clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that, on the device."""
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        if self.max_grad_norm is None:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            return nn.utils.get_total_norm(gradients)
+        return nn.utils.clip_grad_norm_(self._parameters, self.max_grad_norm)
 
     def _apply_update(self) -> bool:
         """Take the optimizer's step; return False if it was left out."""
