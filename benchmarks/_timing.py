@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -92,7 +93,9 @@ def interleaved(variants: Mapping[str, Callable[[], Sample]], rounds: int, warm_
 def compare(values: Sequence[float], others: Sequence[float], scale: float) -> tuple[Spread, Spread]:
     """Return ratio and difference of two variants' measurements, round by round."""
     pairs = list(zip(values, others, strict=True))
-    return Spread.of([one / other for one, other in pairs]), Spread.of([(one - other) * scale for one, other in pairs])
+    return Spread.of([one / other if other else math.nan for one, other in pairs]), Spread.of(
+        [(one - other) * scale for one, other in pairs]
+    )
 
 
 def summarize(case: str, samples: Mapping[str, list[Sample]], unit: str, scale: float) -> list[Row]:

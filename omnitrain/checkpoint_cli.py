@@ -1,8 +1,7 @@
 """What `omnitrain checkpoint` does: lists, verifies, shows, exports and compares the checkpoints of a run.
 
-Only reading and telling belong here. Which words may be typed is in `cli.py`, what a checkpoint is in `checkpoint/`.
-torch is loaded by `diff` alone, which computes with the weights. Sections of a longer answer are printed in order, so
-that a pipe gets plain columns, and a terminal gets tables.
+Only reading and telling belong here. Which words may be typed is in `cli.py`, what a checkpoint is, in `checkpoint/`.
+torch is loaded by `diff` alone, which computes with the weights. A terminal gets tables, all else plain columns.
 """
 
 from __future__ import annotations
@@ -330,6 +329,7 @@ def _print_table(columns: str, rows: list[list[str]]) -> None:
     plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}  # a name may be "a[0]" or ":b:"
     console = Console(**plain)
     if console.is_terminal:
+        console.width = max(console.width, 80)  # a narrower one breaks the lines by itself; rich would cut them
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     else:
         console = Console(**plain, width=100_000)

@@ -50,7 +50,6 @@ def digits(trainer_class: type[BaseTrainer], out: Path, **changes: Any) -> BaseT
     arguments: dict[str, Any] = {
         "loss_fn": F.cross_entropy,
         "compute_metrics": "accuracy",
-        "optimization_metric": "accuracy",
         "epochs": 30,
         "patience": 5,
         "batch_size": 32,
@@ -262,5 +261,4 @@ def _keep_results(trainer: BaseTrainer, out: Path) -> None:
         trainer.metrics.plot(out / "curves.png")
     except MissingExtraError as error:
         print(f"No curves: {error}")
-    written = [name for name in _FILES if (out / name).exists()]
-    print(f"\n{trainer.metrics}\n\nin {out}: {', '.join(written)}")
+    print(f"\n{trainer.metrics}\n\nin {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")

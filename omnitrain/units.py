@@ -20,7 +20,16 @@ from omnitrain.checkpoint.state import unwrap
 from omnitrain.collation import IGNORED_LABEL, LABEL_KEYS, labels_of
 from omnitrain.errors import DataError
 
-__all__ = ["EvalUnit", "ModelUnit", "StepOutput", "TrainUnit", "count_labels", "count_tokens", "run_unit"]
+__all__ = [
+    "EvalUnit",
+    "ModelUnit",
+    "StepOutput",
+    "TrainUnit",
+    "count_labels",
+    "count_tokens",
+    "run_unit",
+    "shifts_labels",
+]
 
 logger = logging.getLogger("omnitrain")
 
@@ -251,6 +260,17 @@ def count_labels(batch: Any, shifted: bool = False) -> int | None:
     if labels.device.type != "cpu":
         return int((labels != IGNORED_LABEL).sum())
     return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
+
+
+def shifts_labels(model: Any) -> bool:
+    """Return whether this is a causal language model of transformers: its loss is a mean over `labels[:, 1:]`."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "loss_function"):
+        return False
+    # transformers names the loss after the class, and takes the causal one where the class says nothing (GPT2LMHead)
+    kind = getattr(model, "loss_type", None)
+    return kind == "ForCausalLM" or (
+        kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
+    )
 
 
 def count_tokens(batch: Any) -> int:

@@ -36,7 +36,7 @@ class Cadence(Callback):
         for interval in (self.log, self.evaluate, self.save):
             if interval is not None:
                 interval.restart(trainer.progress)
-        trainer.control.stop = self.limits.reached(trainer.progress)
+        self._finish(trainer)
 
     def on_step_end(self, trainer: BaseTrainer) -> None:
         """Ask for what is due at this step."""
@@ -44,13 +44,17 @@ class Cadence(Callback):
         if self.log.due(progress):
             control.log = True
         self._ask(trainer)
-        if not control.stop:
-            control.stop = self.limits.reached(progress)
+        self._finish(trainer)
 
     def on_epoch_end(self, trainer: BaseTrainer) -> None:
         """Ask for what is due at the end of an epoch."""
         self._ask(trainer)
-        trainer.control.stop = trainer.control.stop or self.limits.reached(trainer.progress)
+        self._finish(trainer)
+
+    def _finish(self, trainer: BaseTrainer) -> None:
+        reason = self.limits.reached(trainer.progress)
+        if reason and not trainer.control.stop:  # an empty one could overwrite a signal that came this very moment
+            trainer.control.stop = reason
 
     def _ask(self, trainer: BaseTrainer) -> None:
         if self.evaluate is not None and self.evaluate.due(trainer.progress):

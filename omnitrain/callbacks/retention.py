@@ -46,7 +46,7 @@ class Retention(Callback):
         if not trainer.is_main_process:
             return
         for step in self._earlier:
-            if step != trainer.progress.step:
+            if self.store.path(step) != trainer.lifecycle.saved_path:  # the run may be past it when it is complete
                 self.store.delete(step)
         self._earlier = []
         self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 WEIGHTS = "model.safetensors"
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Options of optimizers that say how they compute; what is here need not be there, so they are not restored."""
 
 # --- models
 
@@ -74,7 +76,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
         if not isinstance(value, torch.Tensor):
             continue  # what `get_extra_state` returns is none of ours
         name, tensor = bare_name(name), value.detach()
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        place = place if tensor.numel() else name
         yield name, tensor, seen.setdefault(place, name)
 
 
@@ -220,14 +223,27 @@ def restore_optimizer(
         )
     order = [name for group in now for name in group]
     groups, start = [], 0
-    for group, options in zip(now, saved["groups"], strict=True):
-        plain = {key: from_json(value) for key, value in options.items() if key != "params"}
+    for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
+        plain = {key: _like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
+        plain |= {key: present[key] for key in IMPLEMENTATION if key in present}
         groups.append({**plain, "params": list(range(start, start + len(group)))})
         start += len(group)
     # torch's own loading places each tensor beside its parameter
     optimizer.load_state_dict(
         {"state": {i: state[name] for i, name in enumerate(order) if name in state}, "param_groups": groups}
     )
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        held = optimizer.state.get(parameter, {})
+        for key, tensor in state.get(names[id(parameter)], {}).items():
+            if isinstance(tensor, torch.Tensor) and held[key].dtype != tensor.dtype:
+                held[key] = tensor.to(parameter.device)  # torch casts to the parameter's dtype, which is lossy
+
+
+def _like(value: Any, present: Any) -> Any:
+    """Return a number as a tensor where the optimizer has one: a rate that a compiled step reads."""
+    if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(present, value)
+    return value
 
 
 # --- random numbers

@@ -263,6 +263,8 @@ class BaseTrainer(Resumable, ABC):
         self.lr_scheduler = None
         if not self._can_train:
             return
+        if self._optimizer_groups is None:
+            self._optimizer_groups = self._group_options()
         self.lr_scheduler = build_scheduler(
             self._given["lr_scheduler"],
             self.optimizer,
@@ -346,7 +348,9 @@ class BaseTrainer(Resumable, ABC):
                 if found is not None:
                     self._restore_random_numbers(*found)
                 if (self.eval_on_start and found is None and not self.control.stop) or self._owes_evaluation:
-                    self._evaluate_in_run(counts=found is not None)
+                    self.control.save = self.control.save or self._owes_save
+                    self._evaluate_in_run(counts=self.progress.step > 0)
+                    self._answer_requests()
                 self._fit()
             failed = False
         except BaseException as error:

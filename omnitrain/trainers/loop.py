@@ -29,7 +29,7 @@ from omnitrain.precision import Precision
 from omnitrain.progress import Progress
 from omnitrain.sampling import Window, windows
 from omnitrain.trainers.nonfinite import Place, nonfinite_error
-from omnitrain.units import ModelUnit, StepOutput, count_labels, count_tokens, run_unit
+from omnitrain.units import ModelUnit, StepOutput, count_labels, count_tokens, run_unit, shifts_labels
 
 __all__ = ["TrainingLoop"]
 
@@ -82,7 +82,9 @@ class TrainingLoop:
 
     def _fit(self) -> None:
         """Train epoch by epoch until something ends the run."""
-        while not self.control.stop:
+        self._epoch_is_complete = not self.progress.samples_in_epoch
+        # A checkpoint on an epoch's last step comes before the epoch's end, which is then still to come.
+        while not self.control.stop or self.progress.is_epoch_consumed:
             self.lifecycle.begin_epoch()
             self._epoch_is_complete = True
             with self._counting_steps_of_others():
@@ -178,7 +180,7 @@ class TrainingLoop:
         for algorithm in self.algorithms:
             metrics = algorithm.transform_metrics(self, metrics)  # type: ignore[arg-type]
         self.lifecycle.evaluated(metrics, counts)
-        if self.lr_scheduler is not None and self.scheduler_interval == "evaluation":
+        if self.lr_scheduler is not None and self.scheduler_interval == "evaluation" and not self.lifecycle.is_closing:
             self.lr_scheduler.step(metrics[self.lifecycle.objective.key(metrics)])
 
     def _close(self) -> None:
@@ -187,13 +189,14 @@ class TrainingLoop:
         What falls on no interval is not kept in the checkpoint: a longer run would not have had it, and one that is
         resumed here without being longer does it again.
         """
+        self._await_background()
         history = self.lifecycle.state_dict() if self.store is not None else None
         self.lifecycle.is_closing = True
         has_time = self.control.stop != "signal"
         at_a_limit = self.control.stop in ("epochs", "max_steps", "max_duration")
         if at_a_limit and self._has_eval and self.lifecycle.evaluated_step != self.progress.step:
             self._evaluate_in_run()
-        if self.lifecycle.saved_at != self.progress.position:
+        if self.lifecycle.saved_at != self.progress.position or self._has_uncredited_best:
             self._save(history)
         self._await_background()
         if not self._epoch_is_complete and self.progress.samples_in_epoch:
@@ -202,6 +205,8 @@ class TrainingLoop:
             self._log()
         if has_time and self._loads_best:
             self._load_best()
+        elif self._loads_best:
+            logger.info("A signal ended the run: the model keeps its last weights, and not the best ones.")
 
     def _epoch_row(self, train_loss: float) -> dict[str, float]:
         return {"train_loss": train_loss, "learning_rate": self._learning_rate, **self._read_grad_norm()}
@@ -295,8 +300,7 @@ class TrainingLoop:
 
     @cached_property
     def _shifts_labels(self) -> bool:
-        # transformers' causal language models predict labels[1:], and count those
-        return getattr(self.model, "loss_type", None) == "ForCausalLM"
+        return shifts_labels(self.model)
 
     def _divisor(self, window: Window) -> float:
         """Return what the window's weighted losses are divided by: the mean over processes of their weights."""
@@ -366,6 +370,7 @@ class TrainingLoop:
     save_dir: Path | None = None
     _owes_evaluation: bool = False
     _loads_best: bool = False
+    _has_uncredited_best: bool = False
 
     @property
     def _has_eval(self) -> bool:

@@ -7,6 +7,7 @@ Folders and manifests are in `checkpoint/store.py`, tensors in `checkpoint/state
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.disk import check_free_space
@@ -57,6 +59,9 @@ DECIDING = (
 )
 """The settings that decide the numbers of a run: changing one on the way is an error unless it is allowed by name."""
 
+GROUP_SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+"""Options of the optimizer that are settings of the trainer too."""
+
 
 @dataclass(slots=True)
 class Snapshot:
@@ -75,7 +80,8 @@ class Snapshot:
             file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
             for file, tensors in self.files.items()
         }
-        return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step)
+        payload = copy.deepcopy(self.payload)  # a callback's state may hold a list that it goes on filling
+        return Snapshot(files, payload, self.step, self.score, self.best, self.evaluated_step)
 
 
 class Resumable(TrainingLoop):
@@ -83,10 +89,16 @@ class Resumable(TrainingLoop):
 
     store: Store | None = None
     save_required: bool = False
+    _optimizer_groups: list[dict[str, Any]] | None = None
+    """The options of the optimizer's groups as the run began, before any schedule moved them."""
     _background: ThreadPoolExecutor | None = None
     _in_flight: tuple[Snapshot, Future[Path]] | None = None
+    _origin: Path | None = None
+    """Where the checkpoint was that the run resumed from, which need not be the `save_dir`."""
+    _owes_save: bool = False
+    """Whether a checkpoint was due after the evaluation that a signal has cut short."""
     _credited_step: int = -1
-    """The evaluation that the latest checkpoint is judged by; later ones without an evaluation are not the best."""
+    """The best evaluation that has a checkpoint; later checkpoints without a new evaluation are not the best."""
 
     # --- saving
 
@@ -167,21 +179,38 @@ class Resumable(TrainingLoop):
 
     def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:
         """Return the present state, as references to the live tensors."""
-        objective, evaluated = self.lifecycle.objective, self.lifecycle.evaluated_step
-        best = objective.best_step == evaluated != self._credited_step
-        history = history or self.lifecycle.state_dict()
-        if best and history["evaluated_step"] == evaluated:
-            history["metrics"]["best_checkpoint"] = f"checkpoint-{self.progress.step:06d}"
+        progress, evaluated, credited = self.progress, self.lifecycle.evaluated_step, self._credited_step
+        name = f"checkpoint-{progress.step:06d}"
+        best = self._has_uncredited_best or (
+            # an epoch's last step is saved again after the epoch's end
+            credited == evaluated >= 0 and self.lifecycle.metrics.get("best_checkpoint") == name
+        )
+        is_closing = history is not None
+        if history is None:
+            history = self.lifecycle.state_dict()
+            if best:
+                history["metrics"]["best_checkpoint"], credited = name, evaluated
         files, payload = self._capture_state()
         payload |= {
             **history,
-            "loop": {"loss": self._loss.state_dict(), "logged": list(self._logged)},
-            "owes_evaluation": self._owes_evaluation,
-            "settings": self.resolved_config(),
+            "loop": {
+                "loss": self._loss.state_dict(),
+                "logged": list(self._logged),
+                "grad_norm": self._read_grad_norm().get("grad_norm"),
+            },
+            "credited_step": credited,
+            "owes": {"evaluation": self._owes_evaluation, "save": self._owes_evaluation and not is_closing},
+            # where it lies is no setting of the run: the folder can be moved
+            "settings": {key: value for key, value in self.resolved_config().items() if key != "save_dir"},
             "world_size": self.world_size,
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")},
         }
-        return Snapshot(files, payload, self.progress.step, objective.latest, best, evaluated)
+        return Snapshot(files, payload, progress.step, self.lifecycle.objective.latest, best, evaluated)
+
+    @property
+    def _has_uncredited_best(self) -> bool:
+        """Whether the latest evaluation is the best so far, and no checkpoint was saved since."""
+        return self.lifecycle.objective.best_step == self.lifecycle.evaluated_step != self._credited_step
 
     def _capture_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Return the tensors by file and name, and the rest as JSON types. What the lifecycle knows is added to it."""
@@ -237,6 +266,7 @@ class Resumable(TrainingLoop):
             logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
             return None
         folder, content = found
+        self._origin = folder.parent
         changed = self._changed(content["settings"])
         refused = {name: pair for name, pair in changed.items() if name not in allow_change}
         if refused:
@@ -251,7 +281,16 @@ class Resumable(TrainingLoop):
 
     def _changed(self, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         now = self.resolved_config()
-        return {name: (saved.get(name), now.get(name)) for name in DECIDING if saved.get(name) != now.get(name)}
+        changed = {name: (saved.get(name), now.get(name)) for name in DECIDING if saved.get(name) != now.get(name)}
+        # What another setting says by its name is not told a second time as an option of the groups.
+        told = {option for option, name in GROUP_SETTINGS.items() if name in changed}
+        groups = [
+            [{key: value for key, value in group.items() if key not in told} for group in settings["optimizer_groups"]]
+            for settings in (saved, now)
+        ]
+        if "optimizer" in changed or groups[0] == groups[1]:
+            changed.pop("optimizer_groups", None)
+        return changed
 
     def _restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         self._restore_state(folder, content, changed)
@@ -259,10 +298,13 @@ class Resumable(TrainingLoop):
         self._loss.load_state_dict(content["loop"]["loss"])
         step, seconds, samples, tokens = content["loop"]["logged"]
         self._logged = (step, seconds, samples, tokens)
-        self._owes_evaluation = content["owes_evaluation"]
-        self._credited_step = content["evaluated_step"]
-        for algorithm, saved in zip(self.algorithms, content["algorithms"], strict=False):
-            algorithm.load_state_dict(saved)
+        norm = content["loop"]["grad_norm"]
+        self._grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        self._owes_evaluation, self._owes_save = content["owes"]["evaluation"], content["owes"]["save"]
+        self._credited_step = content["credited_step"]
+        if "algorithms" not in changed:
+            for algorithm, saved in zip(self.algorithms, content["algorithms"], strict=True):
+                algorithm.load_state_dict(saved)
         if isinstance(self.train_loader, MapLoader):
             self.train_loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
 
@@ -277,42 +319,55 @@ class Resumable(TrainingLoop):
             tensors = state.load_tensors(folder / OPTIMIZER)
             state.restore_optimizer(self.optimizer, self.model, tensors, content["optimizer"], where)
             self._keep_new_options(fresh, content, changed)
-        if self.lr_scheduler is not None and "lr_scheduler" not in changed:
-            self._restore_schedule(content)
+        if self.lr_scheduler is not None:
+            self._restore_schedule(content, changed)
         scaler = getattr(self, "scaler", None)
         if scaler is not None and scaler.is_enabled() and content["scaler"]:
             scaler.load_state_dict(state.from_json(content["scaler"]))
 
-    def _restore_schedule(self, content: Mapping[str, Any]) -> None:
-        base_rates = getattr(self.lr_scheduler, "base_lrs", None)
-        self.lr_scheduler.load_state_dict(state.from_json(content["scheduler"]))
-        if base_rates is not None:
-            self.lr_scheduler.base_lrs = base_rates
-        then, now = content["settings"].get("total_steps"), self.resolved_config()["total_steps"]
-        if then != now and isinstance(self._given["lr_scheduler"], str):
-            logger.warning(
-                "The schedule %r was made for %s steps and now ends at step %s: the learning rate follows the new one.",
-                self._given["lr_scheduler"], then, now,
-            )  # fmt: skip
+    def _restore_schedule(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Put the schedule where it was; a named one that has changed goes on from the same step of the new one."""
+        schedulers = [self.lr_scheduler, *getattr(self.lr_scheduler, "_schedulers", ())]
+        fresh_rates = [getattr(scheduler, "base_lrs", None) for scheduler in schedulers]
+        if "lr_scheduler" not in changed:
+            self.lr_scheduler.load_state_dict(state.from_json(content["scheduler"]))
+        if {"learning_rate", "optimizer_groups"} & set(changed):
+            for scheduler, rates in zip(schedulers, fresh_rates, strict=True):
+                if rates is not None:
+                    scheduler.base_lrs = rates
+        then, now = content["settings"]["total_steps"], self.resolved_config()["total_steps"]
+        named = isinstance(self.lr_scheduler, LambdaLR) and not callable(self._given["lr_scheduler"])
+        if not named or (then == now and not {"lr_scheduler", "warmup_steps"} & set(changed)):
+            return
+        unit = "step" if self.scheduler_interval == "step" else "epoch"
+        self.lr_scheduler.last_epoch = done = content["progress"][unit]
+        self.lr_scheduler._step_count = done + 1
+        rates = zip(self.optimizer.param_groups, self.lr_scheduler.base_lrs, self.lr_scheduler.lr_lambdas, strict=True)
+        for group, rate, factor in rates:
+            group["lr"] = rate * factor(done)
+        logger.warning(
+            "The schedule is another one now, made for %s steps (before: %s): the learning rate follows it from here.",
+            now, then,
+        )  # fmt: skip
 
     def _keep_new_options(
         self, fresh: list[dict[str, Any]], content: Mapping[str, Any], changed: Collection[str]
     ) -> None:
         """Of options of the optimizer that were allowed to change, take the new value, the rate in proportion."""
-        if not {"learning_rate", "weight_decay", "optimizer_groups", "lr_scheduler"} & set(changed):
-            return
-        for group, new, old in zip(
-            self.optimizer.param_groups, fresh, content["settings"]["optimizer_groups"], strict=True
+        before = content["settings"]["optimizer_groups"]
+        for group, new, now, then in zip(
+            self.optimizer.param_groups, fresh, self._optimizer_groups, before, strict=True
         ):
-            for key, value in new.items():
-                if key == "lr":
-                    rate = new.get("initial_lr", value)
-                    moved = 1.0 if "lr_scheduler" in changed or not old["lr"] else group["lr"] / old["lr"]
-                    group["lr"] = rate * moved
-                elif key != "params":
-                    group[key] = value
+            if "lr_scheduler" in changed:
+                group |= {key: new[key] for key in ("lr", "initial_lr") if key in new}
+            elif now["lr"] != then["lr"]:
+                group["lr"] = group["lr"] * (now["lr"] / then["lr"]) if then["lr"] else now["lr"]
+                group |= {"initial_lr": now["lr"]} if "initial_lr" in group else {}
+            group |= {key: new[key] for key in now.keys() - {"lr"} if now[key] != then.get(key)}
 
     def _restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
+        if content["settings"]["seed"] != self.seed:
+            return  # it was allowed to change
         state.restore_rng_tensors(state.load_tensors(folder / RNG), content["rng"], self.device)
 
     # --- beginning and end of a run
@@ -339,22 +394,31 @@ class Resumable(TrainingLoop):
 
     def _load_best(self) -> None:
         """Put the best weights into the model, if a checkpoint was saved as the best; all else stays as it is."""
-        if self.store is None or "best_checkpoint" not in self.lifecycle.metrics:
+        name = self.lifecycle.metrics.get("best_checkpoint")
+        if self.store is None or name is None:
             return
-        folder, _ = self.store.resolve("best") or (None, None)
-        if folder is not None:
-            state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), repr(str(folder)))
-            logger.info("The model has the best weights now, those of %s.", folder.name)
+        # by name: the pointer may stand for the end of a shorter run, or for the best of an earlier one
+        places = [root / name for root in (self.store.root, self._origin) if root is not None]
+        found = next((place for place in places if place.is_dir()), None)
+        if found is None:
+            logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
+            return
+        folder, _ = self.store.resolve(found) or (found, None)
+        state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), repr(str(folder)))
+        logger.info("The model has the best weights now, those of %s.", folder.name)
 
-    @property
-    def _optimizer_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's options as they were before any schedule moved the rate."""
-        groups = self.optimizer.param_groups if self._can_train else []
-        return [
-            {key: group.get("initial_lr", value) if key == "lr" else describe(value) for key, value in group.items()
-             if key not in ("params", "initial_lr")}
-            for group in groups
-        ]  # fmt: skip
+    def _group_options(self) -> list[dict[str, Any]]:
+        """Return the options of the optimizer's groups, but for those that say how it computes."""
+        skipped = ("params", "initial_lr", *state.IMPLEMENTATION)
+        found = []
+        for group in self.optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in skipped}
+            options["lr"] = group.get("initial_lr", group.get("lr"))
+            found.append(
+                {key: float(v) if isinstance(v, torch.Tensor) and v.numel() == 1 else describe(v)
+                 for key, v in options.items()}
+            )  # fmt: skip
+        return found
 
     @contextlib.contextmanager
     def _writing_in_background(self) -> Iterator[None]:
@@ -367,3 +431,6 @@ class Resumable(TrainingLoop):
                 yield
             finally:
                 self._background = None
+                in_flight, self._in_flight = self._in_flight, None  # only after an error: else it was awaited
+                if in_flight is not None and (error := in_flight[1].exception()) is not None:
+                    logger.error("%s", error)

@@ -1,0 +1,408 @@
+"""`omnitrain checkpoint`: what it answers about real checkpoints, whole and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import rows, t16
+from safetensors.torch import load_file, save_file
+
+from omnitrain import Trainer, checkpoint_cli
+from omnitrain.checkpoint import state
+from omnitrain.checkpoint.store import Store
+from omnitrain.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(folder: Path, **options: Any) -> Trainer:
+    trainer = Trainer(
+        t16(), rows(16), rows(8), loss_fn=F.mse_loss, batch_size=4, epochs=3, learning_rate=0.05, save_dir=folder,
+        device="cpu", progress_bar=False, **options,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "[a]"  # brackets mean something to rich
+    train(folder)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A run of three checkpoints, at steps 4, 8 and 12, that a test may spoil."""
+    return shutil.copytree(trained, tmp_path / "[a]")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["checkpoint", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def row_of(out: str, name: str) -> list[str]:
+    """The cells of the row that begins with `name`; cells are two spaces apart."""
+    line = next(line for line in out.splitlines() if line.split("  ")[0] == name)
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+# --- ls
+
+
+def test_ls_has_a_row_per_checkpoint_in_the_order_of_steps(run: Path, capsys: Any) -> None:
+    code, out, _ = answer(capsys, "ls", run)
+    assert code == 0
+    assert [line.split()[:3] for line in out.splitlines()[1:4]] == [
+        ["checkpoint-000004", "4", "1"],
+        ["checkpoint-000008", "8", "2"],
+        ["checkpoint-000012", "12", "3"],
+    ]
+
+
+def test_ls_prints_score_size_date_and_state(run: Path, capsys: Any) -> None:
+    content = Store(run).verify(run / "checkpoint-000008")
+    _, out, _ = answer(capsys, "ls", run)
+    cells = row_of(out, "checkpoint-000008")
+    size = sum(file.stat().st_size for file in (run / "checkpoint-000008").rglob("*") if file.is_file())
+    assert cells[3] == f"{content['score']:.6g}"
+    assert cells[-3] == f"{size / 1000:.3g} kB"
+    assert cells[-2].startswith("20") and cells[-1] == "complete"
+    assert "score: loss, lower is better" in out
+
+
+def test_ls_marks_what_last_and_best_stand_for(run: Path, capsys: Any) -> None:
+    store = Store(run)
+    last, best = (found[0].name for found in map(store.resolve, ("last", "best")) if found)
+    _, out, _ = answer(capsys, "ls", run)
+    marks = {line.split()[0]: line for line in out.splitlines() if line.startswith("checkpoint-")}
+    assert [name for name, line in marks.items() if "last" in line] == [last]
+    assert [name for name, line in marks.items() if "best" in line] == [best]
+
+
+def test_ls_of_a_checkpoint_is_its_row_alone(run: Path, capsys: Any) -> None:
+    _, out, _ = answer(capsys, "ls", run / "checkpoint-000008")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")] == ["checkpoint-000008"]
+
+
+def test_ls_calls_a_checkpoint_damaged_whose_file_is_shorter(run: Path, capsys: Any) -> None:
+    weights = run / "checkpoint-000008" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, out, _ = answer(capsys, "ls", run)
+    assert code == 0
+    assert row_of(out, "checkpoint-000008")[-1] == "damaged"
+    assert row_of(out, "checkpoint-000004")[-1] == "complete"
+    assert "'model.safetensors' has" in out
+
+
+def test_ls_lists_a_checkpoint_without_its_manifest(run: Path, capsys: Any) -> None:
+    (run / "checkpoint-000008" / "omnitrain.json").unlink()
+    _, out, _ = answer(capsys, "ls", run)
+    assert row_of(out, "checkpoint-000008")[1] == "8"
+    assert row_of(out, "checkpoint-000008")[-1] == "damaged"
+
+
+def test_a_run_without_evaluations_has_no_scores_and_no_best(tmp_path: Path, capsys: Any) -> None:
+    Trainer(
+        t16(), rows(8), loss_fn=F.mse_loss, epochs=1, save_dir=tmp_path / "a", device="cpu", progress_bar=False
+    ).train()
+    code, out, _ = answer(capsys, "ls", tmp_path / "a")
+    assert code == 0
+    assert row_of(out, "checkpoint-000001")[3:5] == ["-", "last"]
+    assert answer(capsys, "show", tmp_path / "a" / "best")[0] == 1
+
+
+def test_a_pipe_gets_no_colours_no_frames_and_no_broken_lines(run: Path, capsys: Any) -> None:
+    _, out, _ = answer(capsys, "show", run)
+    assert out.isascii() and "\x1b" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+    assert any(len(line) > 120 for line in out.splitlines())  # the optimizer's options
+
+
+def test_a_terminal_gets_tables_that_fit_it(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "90")
+    _, out, _ = answer(capsys, "ls", run)
+    header, rule, *_ = out.splitlines()
+    assert "\x1b[1m" in header and set(rule) == {"─"} and len(rule) <= 90
+
+
+# --- verify
+
+
+def test_verify_of_a_whole_run_is_0(run: Path, capsys: Any) -> None:
+    code, out, _ = answer(capsys, "verify", run)
+    assert code == 0
+    assert out.splitlines()[-1] == "3 of 3 complete."
+
+
+FILES = ["model.safetensors", "optimizer/state.safetensors", "rng/rank-00000.safetensors", "omnitrain.json"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_verify_names_the_file_in_which_one_bit_is_wrong(file: str, run: Path, capsys: Any) -> None:
+    flip(run / "checkpoint-000008" / file)
+    code, out, _ = answer(capsys, "verify", run)
+    damaged = [line for line in out.splitlines() if line.startswith("damaged")]
+    assert code == 1
+    assert len(damaged) == 1 and "checkpoint-000008" in damaged[0] and repr(file) in damaged[0]
+    assert out.splitlines()[-1] == "2 of 3 complete."
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_verify_names_the_file_that_is_missing(file: str, run: Path, capsys: Any) -> None:
+    (run / "checkpoint-000008" / file).unlink()
+    code, out, _ = answer(capsys, "verify", run / "checkpoint-000008")
+    assert code == 1
+    assert f"{file!r} is missing" in out and "0 of 1 complete." in out
+
+
+def test_verify_of_a_checkpoint_looks_at_no_other(run: Path, capsys: Any) -> None:
+    flip(run / "checkpoint-000012" / "model.safetensors")
+    assert answer(capsys, "verify", run / "checkpoint-000008")[0] == 0
+
+
+# --- show
+
+
+def test_show_prints_progress_objective_settings_and_versions(run: Path, capsys: Any) -> None:
+    code, out, _ = answer(capsys, "show", run / "checkpoint-000008")
+    assert code == 0
+    assert row_of(out, "step") == ["step", "8"]
+    assert row_of(out, "metric") == ["metric", "loss"]
+    assert row_of(out, "learning_rate") == ["learning_rate", "0.05"]
+    assert row_of(out, "torch") == ["torch", torch.__version__]
+    assert row_of(out, "world_size") == ["world_size", "1"]
+
+
+def test_show_lists_name_type_and_shape_of_each_tensor(run: Path, capsys: Any) -> None:
+    _, out, _ = answer(capsys, "show", run)
+    assert row_of(out, "0.weight") == ["0.weight", "F64", "[16, 4]"]
+    assert row_of(out, "3.bias/exp_avg") == ["3.bias/exp_avg", "F64", "[1]"]
+    assert "model.safetensors: 4 tensors" in out
+
+
+def test_show_of_a_run_is_its_last_checkpoint(run: Path, capsys: Any) -> None:
+    _, out, _ = answer(capsys, "show", run)
+    assert out.startswith(f"{run / 'checkpoint-000012'}:")
+
+
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_a_pointer_of_a_run_is_a_path_too(which: str, run: Path, capsys: Any) -> None:
+    found = Store(run).resolve(which)
+    assert found
+    _, out, _ = answer(capsys, "show", run / which)
+    assert out.startswith(f"{found[0]}:")
+
+
+def test_show_works_from_inside_the_folder(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run / "checkpoint-000008")
+    assert answer(capsys, "show", ".")[1].startswith(f"{run / 'checkpoint-000008'}:")
+    assert "3 of 3 complete." in answer(capsys, "verify", "..")[1]
+
+
+def test_show_of_a_damaged_checkpoint_is_an_error_that_names_the_piece(run: Path, capsys: Any) -> None:
+    flip(run / "checkpoint-000012" / "model.safetensors")
+    code, out, err = answer(capsys, "show", run)
+    assert code == 1 and not out
+    assert "'model.safetensors'" in err and "checkpoint-000008" in err
+
+
+# --- export
+
+
+@pytest.fixture(scope="module")
+def transformers_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint of a tiny model of transformers whose output layer is tied to its embedding."""
+    transformers = pytest.importorskip("transformers")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    folder = tmp_path_factory.mktemp("runs") / "gpt2"
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 40, (8, 8))]
+    Trainer(model, data, epochs=1, learning_rate=0.01, save_dir=folder, device="cpu", progress_bar=False).train()
+    return folder, model
+
+
+def test_from_pretrained_opens_what_export_has_written(
+    transformers_run: tuple[Path, Any], tmp_path: Path, capsys: Any
+) -> None:
+    folder, model = transformers_run
+    code, _, _ = answer(capsys, "export", folder, tmp_path / "new" / "out")
+    again, info = type(model).from_pretrained(tmp_path / "new" / "out", output_loading_info=True)
+    assert code == 0
+    assert not any(info.values())
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_export_writes_the_weights_of_the_checkpoint_that_was_named(run: Path, tmp_path: Path, capsys: Any) -> None:
+    answer(capsys, "export", run / "checkpoint-000004", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    there, exported = (load_file(f / "model.safetensors") for f in (run / "checkpoint-000004", tmp_path / "out"))
+    assert all(torch.equal(there[name], exported[name]) for name in there)
+
+
+def test_export_does_not_overwrite(run: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    code, _, err = answer(capsys, "export", run, out)
+    assert code == 2
+    assert "not overwritten" in err
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert answer(capsys, "export", run, out / "mine")[0] == 2
+
+
+def test_export_fills_an_empty_folder(run: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "out").mkdir()
+    assert answer(capsys, "export", run, tmp_path / "out")[0] == 0
+
+
+def test_export_of_a_damaged_checkpoint_writes_nothing(run: Path, tmp_path: Path, capsys: Any) -> None:
+    flip(run / "checkpoint-000012" / "model.safetensors")
+    assert answer(capsys, "export", run, tmp_path / "out")[0] == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_leaves_no_part_of_the_weights(
+    run: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    code, _, err = answer(capsys, "export", run, tmp_path / "out")
+    assert code == 1
+    assert "No space left" in err
+    assert not list((tmp_path / "out").iterdir())
+
+
+# --- diff
+
+
+def test_diff_lists_the_settings_that_changed_with_both_values(run: Path, tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path / "b", weight_decay=0.1, max_grad_norm=None)
+    code, out, _ = answer(capsys, "diff", run, tmp_path / "b")
+    assert code == 0
+    assert row_of(out, "weight_decay") == ["weight_decay", "0.0", "0.1"]
+    assert row_of(out, "max_grad_norm") == ["max_grad_norm", "1.0", "null"]
+    assert row_of(out, "optimizer_groups.0.weight_decay")[1:] == ["0.0", "0.1"]
+    assert not any(line.startswith("learning_rate") for line in out.splitlines())
+
+
+def test_diff_orders_tensors_by_their_largest_difference(run: Path, capsys: Any) -> None:
+    a, b = (load_file(run / f"checkpoint-{step:06d}" / "model.safetensors") for step in (4, 12))
+    largest = {name: float((a[name] - b[name]).abs().max()) for name in a}
+    expected = sorted(largest, key=lambda name: -largest[name])
+    _, out, _ = answer(capsys, "diff", run / "checkpoint-000004", run)
+    lines = out.split("4 of 4 tensors differ\n")[1].splitlines()[1:]
+    assert [line.split()[0] for line in lines] == expected
+    assert row_of(out, expected[0])[-1] == f"{largest[expected[0]]:.6g}"
+
+
+def test_a_checkpoint_does_not_differ_from_itself(run: Path, capsys: Any) -> None:
+    _, out, _ = answer(capsys, "diff", run, run / "last")
+    assert "0 settings differ" in out and "0 of 4 tensors differ" in out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), 0.0),
+        (torch.tensor([float("inf")]), torch.tensor([float("inf")]), 0.0),
+        (torch.tensor([float("inf")]), torch.tensor([-float("inf")]), float("inf")),
+        (torch.tensor([2**40 + 1]), torch.tensor([2**40]), 1.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1.0),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.5]), 0.5),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), 5.0),
+        (torch.empty(0), torch.empty(0), 0.0),
+    ],
+)
+def test_the_largest_difference_is_right_for_every_type(a: torch.Tensor, b: torch.Tensor, expected: float) -> None:
+    assert checkpoint_cli._largest_difference(a, b) == expected
+
+
+def test_a_tensor_that_became_nan_comes_first(tmp_path: Path, capsys: Any) -> None:
+    names = ["a", "b", "c"]
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "a")
+    changed = {"a": torch.ones(2), "b": torch.tensor([0.0, float("nan")]), "c": torch.full((2,), float("inf"))}
+    save_file(changed, tmp_path / "b")
+    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == ["b", "c", "a"]
+
+
+def test_diff_of_other_models_names_what_does_not_fit(tmp_path: Path, capsys: Any) -> None:
+    save_file({"w": torch.zeros(2, 3), "old": torch.zeros(1)}, tmp_path / "a")
+    save_file({"w": torch.zeros(3, 3), "new": torch.zeros(1)}, tmp_path / "b")
+    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    out = capsys.readouterr().out
+    assert "w: shape [2, 3] in A, [3, 3] in B" in out
+    assert "only in A: old" in out and "only in B: new" in out
+
+
+def test_diff_names_only_the_tensors_that_differ_most(tmp_path: Path, capsys: Any) -> None:
+    save_file({f"w{i}": torch.zeros(1) for i in range(13)}, tmp_path / "a")
+    save_file({f"w{i}": torch.full((1,), float(i)) for i in range(13)}, tmp_path / "b")
+    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    out = capsys.readouterr().out
+    assert "12 of 13 tensors differ" in out and "and 2 more that differ less" in out
+    assert row_of(out, "w12") and "w3 " in out and "w2 " not in out
+
+
+# --- paths and costs
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show", "export", "diff"])
+def test_a_path_that_is_no_run_is_exit_code_2(command: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, what in (("nowhere", "does not exist"), ("file", "is no folder"), ("empty", "holds no checkpoints")):
+        words = {"export": ["out"], "diff": [tmp_path / name]}.get(command, [])
+        code, out, err = answer(capsys, command, tmp_path / name, *words)
+        assert code == 2 and not out
+        assert repr(str(tmp_path / name)) in err and what in err
+
+
+def test_without_a_command_the_exit_code_is_2(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint"])
+    assert ended.value.code == 2
+    assert "usage: omnitrain checkpoint" in capsys.readouterr().err
+
+
+def test_only_diff_waits_for_torch(run: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from omnitrain.cli import main\n"
+        "for words in (['ls'], ['verify'], ['show'], ['export', sys.argv[2]]):\n"
+        "    assert main(['checkpoint', words[0], sys.argv[1], *words[1:]]) == 0\n"
+        "print('torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, str(run), str(tmp_path / "out")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_file_of_the_weights_is_the_one_that_trainers_write(run: Path) -> None:
+    assert checkpoint_cli.WEIGHTS == state.WEIGHTS
+    assert state.WEIGHTS in json.loads((run / "checkpoint-000012" / "omnitrain.json").read_text())["files"]

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import omnitrain
+from omnitrain import ConfigError, cli, demo
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def raises(error: BaseException) -> Any:
+    def run(*args: Any) -> None:
+        raise error
+
+    return run
+
+
+# What may be typed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "command"),
+        (["dmo"], "'demo'"),
+        (["demo", "--trainer", "magic"], "'magic'"),
+        (["demo", "--trainer", "magic"], "'native'"),
+        (["demo", "--data", "mnist"], "'digits', 'stdlib'"),
+        (["demo", "--epochs", "3"], "--epochs"),
+        (["demo", "--dat", "digits"], "--dat"),
+        (["demo", "--out"], "--out"),
+    ],
+)
+def test_wrong_words_exit_with_2_and_are_named(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(words)
+    assert exit_.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert (exit_.value.code, capsys.readouterr().out) == (0, f"omnitrain {omnitrain.__version__}\n")
+
+
+def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["demo", "--help"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name}" in printed for name in (*cli.TRAINERS, *cli.DATA, "runs/demo"))
+
+
+def test_reading_the_command_line_does_not_load_torch() -> None:
+    code = "import sys; from omnitrain import cli\ntry: cli.main(['demo', '--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0
+
+
+def test_every_choice_has_something_behind_it() -> None:
+    assert set(cli.TRAINERS.values()) <= set(omnitrain.__all__)
+    assert set(cli.DATA) <= set(demo.__all__)
+
+
+# What it does
+
+
+def test_the_demo_gets_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(demo, "digits", lambda *args: calls.append(("digits", *args)))
+    monkeypatch.setattr(demo, "stdlib", lambda *args: calls.append(("stdlib", *args)))
+    assert cli.main(["demo"]) == 0
+    assert cli.main(["demo", "--trainer", "native", "--data", "stdlib", "--out", "here"]) == 0
+    assert calls == [
+        ("digits", omnitrain.Trainer, Path("runs/demo")),
+        ("stdlib", omnitrain.Trainer, Path("here")),
+    ]
+
+
+# How it ends
+
+
+def test_our_own_errors_exit_with_1_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "digits", raises(ConfigError("what is wrong")))
+    assert cli.main(["demo"]) == 1
+    assert capsys.readouterr().err == "omnitrain: ConfigError: what is wrong\n"
+
+
+def test_a_failing_disk_exits_with_1_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "digits", raises(OSError(28, "No space left on device")))
+    assert cli.main(["demo"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "digits", raises(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo"])
+
+
+def test_ctrl_c_outside_of_training_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "digits", raises(KeyboardInterrupt()))
+    assert cli.main(["demo"]) == 130
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_demo_in_order_and_tells_the_shell(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    process = start("-m", "omnitrain.cli", "demo", "--data", "stdlib", cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("step ") for line in lines)  # it trains
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in errors
+    assert list((tmp_path / "runs" / "demo").glob("checkpoint-*")), "nothing was saved"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other pipes")
+def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
+    code = (
+        "import sys; from omnitrain import cli, demo; demo.digits = lambda *_: [print('x' * 9999) for _ in range(99)]"
+    )
+    process = start("-c", f"{code}; sys.exit(cli.main(['demo']))", cwd=tmp_path)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), errors) == (1, "")

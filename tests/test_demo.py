@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import omnitrain
+from omnitrain import BaseTrainer, ConfigError, DataError, MetricsDict, Trainer, demo
+
+SHORT = {"epochs": 1, "progress_bar": False}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[BaseTrainer, Path]:
+    """The whole demo, as a user runs it."""
+    out = tmp_path_factory.mktemp("runs") / "demo"
+    return demo.digits(Trainer, out, progress_bar=False), out
+
+
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULES", ("csv", "json"))
+
+
+# What it learns
+
+
+def test_digits_reach_97_percent_on_images_that_were_held_out(finished: tuple[BaseTrainer, Path]) -> None:
+    assert finished[0].metrics["test"][-1]["accuracy"] >= 0.97
+
+
+def test_digits_end_by_early_stopping(finished: tuple[BaseTrainer, Path]) -> None:
+    assert finished[0].metrics["stop_reason"] == "early_stopping"
+
+
+def test_the_three_parts_of_the_digits_are_all_of_them_and_share_none(finished: tuple[BaseTrainer, Path]) -> None:
+    trainer = finished[0]
+    parts = [set(part.indices) for part in (trainer.train_dataset, trainer.eval_dataset, trainer.test_dataset)]
+    assert [len(part) for part in parts] == [1200, 297, 300]
+    assert set.union(*parts) == set(range(1797))
+
+
+@pytest.mark.usefixtures("little_text")
+def test_stdlib_learns_more_than_how_often_each_character_occurs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = demo.stdlib(Trainer, tmp_path / "demo", **SHORT | {"epochs": 5})
+    characters = torch.bincount(demo.to_characters(demo.read_sources())).double()
+    shares = characters[characters > 0] / characters.sum()
+    assert trainer.metrics["test"][-1]["loss"] < -(shares * shares.log()).sum() - 0.3
+    assert "what it writes after 'def ':\n\ndef " in capsys.readouterr().out
+
+
+# What it leaves
+
+
+def test_the_weights_on_disk_are_those_that_were_tested(finished: tuple[BaseTrainer, Path]) -> None:
+    trainer, out = finished
+    saved, own = load_file(out / "model" / "model.safetensors"), trainer.get_model().state_dict()
+    assert saved.keys() == own.keys()
+    assert all(torch.equal(saved[name], own[name].cpu()) for name in own)
+
+
+def test_the_metrics_on_disk_are_those_of_the_run(finished: tuple[BaseTrainer, Path]) -> None:
+    trainer, out = finished
+    assert MetricsDict.from_json(out / "metrics.json") == trainer.metrics
+    kinds = {json.loads(line)["kind"] for line in (out / "metrics.jsonl").read_text().splitlines()}
+    assert kinds == {"train", "eval", "test"}
+
+
+def test_the_curves_are_a_png(finished: tuple[BaseTrainer, Path]) -> None:
+    assert (finished[1] / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_prints_the_table_and_the_test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = demo.digits(Trainer, tmp_path / "demo", **SHORT)
+    printed = capsys.readouterr().out
+    assert str(trainer.metrics) in printed
+    assert f"never saw: {trainer.metrics['test'][-1]['accuracy']:.4f}" in printed
+
+
+def test_without_matplotlib_it_says_so_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    demo.digits(Trainer, tmp_path / "demo", **SHORT)
+    assert "pip install 'omnitrain[plot]'" in capsys.readouterr().out
+    assert (tmp_path / "demo" / "metrics.json").exists()
+    assert not (tmp_path / "demo" / "curves.png").exists()
+
+
+# Whose folder it is
+
+
+@pytest.mark.usefixtures("little_text")
+def test_a_second_demo_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    demo.digits(Trainer, tmp_path / "demo", **SHORT)
+    second = demo.stdlib(Trainer, tmp_path / "demo", **SHORT)
+    fresh = demo.stdlib(Trainer, tmp_path / "fresh", **SHORT)
+    names = [sorted(str(path.relative_to(out)) for path in out.rglob("*")) for out in (second.save_dir, fresh.save_dir)]
+    assert names[0] == names[1]
+    tables = []
+    for trainer in (second, fresh):
+        tables.append(json.loads((trainer.save_dir / "metrics.json").read_text()))
+    assert tables[0] == tables[1]
+    assert "characters.weight" in load_file(tmp_path / "demo" / "model" / "model.safetensors")
+
+
+def test_results_of_an_earlier_demo_are_gone_as_soon_as_a_new_one_trains(tmp_path: Path) -> None:
+    demo.digits(Trainer, tmp_path / "demo", **SHORT)
+
+    class Interrupted(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> MetricsDict:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo.digits(Interrupted, tmp_path / "demo", **SHORT)
+    left = {path.name for path in (tmp_path / "demo").iterdir()}
+    assert not left & {"metrics.json", "metrics.jsonl", "curves.png"}
+
+
+def test_a_folder_with_files_of_the_users_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text("mine")
+    with pytest.raises(ConfigError, match=r"was not made by the demo.*--out"):
+        demo.digits(Trainer, tmp_path, **SHORT)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+    assert (tmp_path / "metrics.json").read_text() == "mine"
+
+
+def test_what_a_user_puts_into_the_demos_folder_stays(tmp_path: Path) -> None:
+    demo.digits(Trainer, tmp_path / "demo", **SHORT)
+    (tmp_path / "demo" / "notes.txt").write_text("mine")
+    demo.digits(Trainer, tmp_path / "demo", **SHORT)
+    assert (tmp_path / "demo" / "notes.txt").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"Cannot write to .*demo.*--out"):
+        demo.digits(Trainer, tmp_path / "file" / "demo", **SHORT)
+
+
+def test_a_wrong_argument_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="epochs"):
+        demo.digits(Trainer, tmp_path / "demo", epochs=-1)
+    assert not list(tmp_path.iterdir())
+
+
+# The text and the model
+
+
+def test_the_text_has_every_module_up_to_the_cap() -> None:
+    text = demo.read_sources()
+    assert max(demo.CHARACTERS_PER_MODULE, 400_000) < len(text) <= len(demo.MODULES) * (demo.CHARACTERS_PER_MODULE + 1)
+    assert list(demo.MODULES) == sorted(demo.MODULES)
+    assert "class ArgumentParser" not in text.split("\n")[0]
+    for name in demo.MODULES:
+        source = Path(sys.modules[name].__file__ or "").read_text(encoding="utf-8") if name in sys.modules else ""
+        assert source.replace("    ", "\t")[:500] in text
+
+
+def test_a_module_without_source_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULES", ("sys",))
+    with pytest.raises(DataError, match="'sys'"):
+        demo.read_sources()
+
+
+def test_a_prediction_does_not_see_the_characters_after_it() -> None:
+    model = demo.CharacterGPT().eval()
+    text = torch.randint(0, demo.VOCABULARY, (1, demo.BLOCK))
+    other = text.clone()
+    other[0, 40:] = 0
+    torch.testing.assert_close(model(text)[0, :40], model(other)[0, :40])
+    assert not torch.allclose(model(text)[0, 40], model(other)[0, 40])
+
+
+def test_it_writes_the_same_text_every_time() -> None:
+    model = demo.CharacterGPT()
+    text = model.write("def ", 100)
+    assert text == model.write("def ", 100)
+    assert text.startswith("def ")
+    assert len(text) >= 104
+
+
+def test_characters_that_are_not_ascii_become_question_marks() -> None:
+    assert bytes(demo.to_characters("naïve\n").tolist()) == b"na?ve\n"
+
+
+# The demo as reading matter
+
+
+def test_the_demo_uses_public_names_only() -> None:
+    used = [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(Path(demo.__file__).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "omnitrain"
+        for alias in node.names
+    ]
+    assert {module for module, _ in used} == {"omnitrain"}
+    assert {name for _, name in used} <= {*omnitrain.__all__, "__version__"}

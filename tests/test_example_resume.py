@@ -1,0 +1,33 @@
+"""`examples/resume.py`: real SIGKILLs of a real run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that kills itself has another exit code on Windows")
+def test_a_run_that_is_killed_three_times_ends_with_the_same_weights(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "resume.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(",")[0] for line in done.stdout.splitlines() if "killed after" in line] == [
+        "  killed after step 23",
+        "  killed after step 67",
+        "  killed after step 110",
+    ]
+    assert done.stdout.count("equal to the bit") == 2
+    assert not list(tmp_path.iterdir())

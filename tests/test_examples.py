@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from omnitrain import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def names_of(example: str) -> dict[str, Any]:
+    """Return what an example defines; its `main()` has not run."""
+    return runpy.run_path(str(ROOT / "examples" / example))
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# native_digits.py
+
+
+def test_native_digits_learns_and_leaves_its_weights(tmp_path: Path) -> None:
+    example = names_of("native_digits.py")
+    metrics = example["main"](epochs=3, out=tmp_path / "run")
+    assert metrics["best_valid"]["eval_accuracy"] > 0.85
+    model = example["DigitReader"]()
+    model.load_state_dict(load_file(tmp_path / "run" / "model" / "model.safetensors"))
+
+
+def test_native_digits_runs_a_second_time_with_the_same_numbers(tmp_path: Path) -> None:
+    main = names_of("native_digits.py")["main"]
+    assert main(epochs=1, out=tmp_path / "run") == main(epochs=1, out=tmp_path / "run")
+
+
+# custom_trainer.py
+
+
+def test_the_loop_written_by_hand_learns_and_keeps_the_history() -> None:
+    metrics = names_of("custom_trainer.py")["train_by_hand"](epochs=4)
+    assert metrics["best_valid"]["eval_accuracy"] > 0.9
+    assert [row["step"] for row in metrics["train_metrics_history"]] == [47, 94, 141, 188]
+    losses = [row["train_loss"] for row in metrics["train_metrics_history"]]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_the_multi_task_trainer_learns_all_its_tasks() -> None:
+    metrics = names_of("custom_trainer.py")["train_two_tasks"](epochs=6)
+    last = metrics["valid"][-1]
+    assert last["eval_wine_accuracy"] > 0.85
+    assert last["eval_cancer_accuracy"] > 0.85
+
+
+def test_a_task_of_weight_zero_is_not_learned() -> None:
+    example = names_of("custom_trainer.py")
+    model = example["SharedBody"]({"wine": (13, 3), "cancer": (30, 2)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = example["MultiTaskTrainer"](
+        model,
+        {task: example["load_task"](task, load())[0] for task, load in tasks(example).items()},
+        {"wine": 0.0},
+        loss_fn=torch.nn.functional.cross_entropy,
+        epochs=1,
+        learning_rate=1e-2,
+        progress_bar=False,
+    )
+    trainer.train()
+    changed = {
+        name.split(".")[1] for name, tensor in model.state_dict().items() if not torch.equal(before[name], tensor)
+    }
+    assert "cancer" in changed
+    assert "wine" not in changed
+
+
+def tasks(example: dict[str, Any]) -> dict[str, Any]:
+    return {"wine": example["load_wine"], "cancer": example["load_breast_cancer"]}
+
+
+def test_a_weight_for_no_task_is_an_error_that_names_it() -> None:
+    example = names_of("custom_trainer.py")
+    with pytest.raises(ConfigError, match="vine"):
+        example["MultiTaskTrainer"](torch.nn.Linear(1, 1), {"wine": []}, {"vine": 1.0})
+
+
+def test_a_task_is_standardized_by_its_training_samples_alone() -> None:
+    example = names_of("custom_trainer.py")
+    train, valid = example["load_task"]("wine", example["load_wine"]())
+    values = np.stack([sample["inputs"] for sample in train])
+    np.testing.assert_allclose(values.mean(axis=0), 0, atol=1e-5)
+    assert {sample["task"] for sample in (*train, *valid)} == {"wine"}
+    assert len(train) + len(valid) == 178
+
+
+# notebooks
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@every_notebook
+def test_a_notebook_is_kept_without_its_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    kept = [
+        cell["id"]
+        for cell in notebook.cells
+        if cell.cell_type == "code" and (cell.outputs or cell.execution_count is not None)
+    ]
+    assert not kept, f"clear the outputs of {kept}"
+
+
+@every_notebook
+def test_the_cells_of_a_notebook_run_from_top_to_bottom(path: Path) -> None:
+    # `make notebooks` runs them in a real kernel; this one costs a second and gives a traceback.
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            exec(compile(cell.source, f"{path.name}:{cell['id']}", "exec"), namespace)
