@@ -100,7 +100,6 @@ class TrainingLoop:
         """
         self.model.train()
         self._collect_parameters()
-        start = self.progress.samples_in_epoch
         for window in self._windows(epoch):
             self.lifecycle.begin_step()
             applied = self._train_step(window)
@@ -109,7 +108,7 @@ class TrainingLoop:
             if self.control.stop:
                 self._epoch_is_complete = self.progress.is_epoch_consumed
                 break
-        if self.progress.samples_in_epoch == start and not (self.control.stop or self.progress.is_epoch_consumed):
+        if not self.progress.samples_in_epoch and not self.control.stop:
             raise DataError(f"Epoch {epoch + 1} has no samples: the training data yielded none.")
         return self._loss.mean()
 
@@ -131,6 +130,8 @@ class TrainingLoop:
                     for algorithm in reversed(self.algorithms):
                         loss = algorithm.transform_loss(self, loss)  # type: ignore[arg-type]
                 if output.num_targets is None:
+                    if self.grad_reduction == "per-token-mean" and not isinstance(self.unit, ModelUnit):
+                        raise self._no_token_counts()
                     self._loss.add(loss, weight)
                 else:  # the loss is the sum over targets, which only the forward could count
                     targets += (count := int(output.num_targets))
@@ -292,11 +293,15 @@ class TrainingLoop:
         if labels is not None:
             return labels
         if self.grad_reduction == "per-token-mean" and isinstance(self.unit, ModelUnit):
-            raise DataError(
-                "`grad_reduction='per-token-mean'` needs token counts, but the labels are not integers of more than "
-                "one dimension. Use grad_reduction='mean', or a `unit` that returns (loss, num_targets)."
-            )
+            raise self._no_token_counts()
         return count_samples(batch)
+
+    @staticmethod
+    def _no_token_counts() -> DataError:
+        return DataError(
+            "`grad_reduction='per-token-mean'` needs token counts: labels that are integers of more than one dimension, "
+            "or a `unit` that returns (loss, num_targets). Use grad_reduction='mean' otherwise."
+        )
 
     @cached_property
     def _shifts_labels(self) -> bool:

@@ -213,6 +213,18 @@ def test_per_token_mean_refuses_labels_that_are_no_tokens() -> None:
         make(t16(), rows(8), grad_reduction="per-token-mean").train()
 
 
+def test_per_token_mean_refuses_a_unit_that_counts_nothing() -> None:
+    model = t16()
+    with pytest.raises(DataError, match="num_targets"):
+        make(
+            model,
+            rows(8),
+            grad_reduction="per-token-mean",
+            loss_fn=None,
+            unit=lambda batch: F.mse_loss(model(batch[0]), batch[1]),
+        ).train()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "per-token-mean"])
 @pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (3, 3), (1, 8)])
 def test_a_unit_that_returns_a_sum_and_its_count_gives_the_mean_over_the_window(
