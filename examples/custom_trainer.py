@@ -16,7 +16,7 @@ from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from omnitrain import BaseTrainer, ConfigError, MetricsDict, Trainer
 
@@ -53,16 +53,14 @@ class CustomTrainer(BaseTrainer):
 
 
 def train_by_hand(epochs: int = 10) -> MetricsDict:
-    digits = load_digits()
-    pixels = torch.tensor(digits.data, dtype=torch.float32)
-    x_train, x_valid, y_train, y_valid = train_test_split(
-        pixels, torch.tensor(digits.target), test_size=300, random_state=0
-    )
+    pixels, labels = (torch.tensor(values) for values in load_digits(return_X_y=True))
+    samples = TensorDataset(pixels.float(), labels)
+    train, valid = random_split(samples, [1497, 300], torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     trainer = CustomTrainer(
         nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
-        TensorDataset(x_train, y_train),
-        TensorDataset(x_valid, y_valid),
+        train,
+        valid,
         loss_fn=F.cross_entropy,  # for the evaluation
         compute_metrics="accuracy",
         optimization_metric="accuracy",
@@ -139,24 +137,26 @@ class SharedBody(nn.Module):
         return self.exits[task[0]](self.body(self.entrances[task[0]](inputs)))
 
 
-def load_task(task: str, data: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def load_task(task: str, features: Any, classes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the samples of a task, each of which names it, to train on and to evaluate on."""
-    inputs = torch.tensor(data.data, dtype=torch.float32)
-    train, valid = train_test_split(range(len(inputs)), test_size=0.25, random_state=0, stratify=data.target)
+    train, valid = train_test_split(range(len(classes)), test_size=0.25, random_state=0, stratify=classes)
+    inputs = torch.tensor(features, dtype=torch.float32)
     inputs = (inputs - inputs[train].mean(dim=0)) / inputs[train].std(dim=0)
-    samples = [{"inputs": inputs[i], "labels": int(data.target[i]), "task": task} for i in range(len(inputs))]
+    samples = [{"inputs": inputs[i], "labels": int(classes[i]), "task": task} for i in range(len(classes))]
     return [samples[i] for i in train], [samples[i] for i in valid]
 
 
 def train_two_tasks(epochs: int = 20) -> MetricsDict:
-    tasks = {"wine": load_wine(), "cancer": load_breast_cancer()}
-    parts = {task: load_task(task, data) for task, data in tasks.items()}
+    tasks = {
+        "wine": load_task("wine", *load_wine(return_X_y=True)),
+        "cancer": load_task("cancer", *load_breast_cancer(return_X_y=True)),
+    }
     torch.manual_seed(0)
     trainer = MultiTaskTrainer(
-        SharedBody({task: (data.data.shape[1], len(data.target_names)) for task, data in tasks.items()}),
-        task_datasets={task: train for task, (train, _) in parts.items()},
+        SharedBody({"wine": (13, 3), "cancer": (30, 2)}),  # features and classes of each
+        task_datasets={task: train for task, (train, _) in tasks.items()},
         task_weights={"wine": 0.5},
-        eval_dataset={task: valid for task, (_, valid) in parts.items()},  # eval_wine_accuracy, eval_cancer_accuracy
+        eval_dataset={task: valid for task, (_, valid) in tasks.items()},  # eval_wine_accuracy, eval_cancer_accuracy
         loss_fn=F.cross_entropy,
         compute_metrics="accuracy",
         epochs=epochs,

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from omnitrain import MetricsDict, Trainer
 
-Sample = dict[str, Any]
-
 
 class DigitReader(nn.Module):
     """Any `nn.Module` will do. A dict batch is passed by keyword, less its labels."""
@@ -38,11 +36,11 @@ class DigitReader(nn.Module):
         return self.classifier(F.max_pool2d(features, kernel_size=2))
 
 
-def load_samples() -> tuple[list[Sample], list[Sample], list[Sample]]:
-    """Return the samples to train on, to evaluate on during training, and to test on afterwards."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    samples = [{"pixels": image, "labels": int(label)} for image, label in zip(images, digits.target, strict=True)]
+def load_samples() -> tuple[Any, Any, Any]:
+    """Return lists of samples: to train on, to evaluate on during training, and to test on afterwards."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    samples = [{"pixels": image, "labels": int(label)} for image, label in zip(images, labels, strict=True)]
     train, rest = train_test_split(samples, test_size=600, random_state=0)
     valid, test = train_test_split(rest, test_size=300, random_state=0)
     return train, valid, test

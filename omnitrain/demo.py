@@ -36,9 +36,9 @@ def digits(trainer_class: type[BaseTrainer], out: Path, **changes: Any) -> BaseT
     """
     from sklearn.datasets import load_digits
 
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    samples = TensorDataset(images, torch.tensor(data.target))
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    samples = TensorDataset(images, torch.tensor(labels))
     train, valid, test = random_split(samples, [1200, 297, 300], torch.Generator().manual_seed(SEED))
 
     torch.manual_seed(SEED)

@@ -328,15 +328,15 @@ def _is_used_up(iterable: Any) -> bool:
 
 def _covers_dataset(loader: Any) -> bool:
     """Whether one pass of a DataLoader is one pass over its dataset, so that its length in samples is known."""
-    sampler = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
+        return False
+    sampler = loader.batch_sampler.sampler  # the loader's own is another where it was given a batch_sampler
     return (
-        isinstance(loader, DataLoader)
-        and not loader.drop_last
+        not loader.batch_sampler.drop_last
         and isinstance(sampler, (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler))
         and has_length(sampler)
         and has_length(loader.dataset)
         and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
-        and type(loader.batch_sampler) is torch.utils.data.BatchSampler
     )
 
 

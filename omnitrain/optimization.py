@@ -170,14 +170,13 @@ def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, to
             f"got {name!r}.{did_you_mean(name, known)}"
         )
     shape = SCHEDULES.get(name)
-    if shape is not _constant and name != "inverse_sqrt":
-        if total is None:
-            raise ConfigError(
-                f"`lr_scheduler={name!r}` needs the number of steps, which cannot be told: the data has no length. "
-                "Set `max_steps`."
-            )
-        if warmup >= total:
-            raise ConfigError(f"`warmup_steps={warmup}` leaves nothing of the run's {total} steps. Make it smaller.")
+    if total is None and shape is not _constant and name != "inverse_sqrt":
+        raise ConfigError(
+            f"`lr_scheduler={name!r}` needs the number of steps, which cannot be told: the data has no length. "
+            "Set `max_steps`."
+        )
+    if total is not None and warmup >= total:
+        raise ConfigError(f"`warmup_steps={warmup}` leaves nothing of the run's {total} steps. Make it smaller.")
     if shape is None:
         try:
             from transformers import get_scheduler

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 import omnitrain
 from omnitrain import BaseTrainer, ConfigError, DataError, MetricsDict, Trainer, demo
 
-SHORT = {"epochs": 1, "progress_bar": False}
+SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +106,13 @@ def test_a_second_demo_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     demo.digits(Trainer, tmp_path / "demo", **SHORT)
     second = demo.stdlib(Trainer, tmp_path / "demo", **SHORT)
     fresh = demo.stdlib(Trainer, tmp_path / "fresh", **SHORT)
-    names = [sorted(str(path.relative_to(out)) for path in out.rglob("*")) for out in (second.save_dir, fresh.save_dir)]
+    folders = (tmp_path / "demo", tmp_path / "fresh")
+    names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in folders]
     assert names[0] == names[1]
-    tables = []
-    for trainer in (second, fresh):
-        tables.append(json.loads((trainer.save_dir / "metrics.json").read_text()))
-    assert tables[0] == tables[1]
-    assert "characters.weight" in load_file(tmp_path / "demo" / "model" / "model.safetensors")
+    assert second.metrics == fresh.metrics
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in folders]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_results_of_an_earlier_demo_are_gone_as_soon_as_a_new_one_trains(tmp_path: Path) -> None:
@@ -156,14 +158,12 @@ def test_a_wrong_argument_writes_nothing(tmp_path: Path) -> None:
 # The text and the model
 
 
-def test_the_text_has_every_module_up_to_the_cap() -> None:
+def test_the_text_has_the_beginning_of_every_module_and_no_more_than_the_cap() -> None:
     text = demo.read_sources()
-    assert max(demo.CHARACTERS_PER_MODULE, 400_000) < len(text) <= len(demo.MODULES) * (demo.CHARACTERS_PER_MODULE + 1)
-    assert list(demo.MODULES) == sorted(demo.MODULES)
-    assert "class ArgumentParser" not in text.split("\n")[0]
+    assert 400_000 < len(text) <= len(demo.MODULES) * (demo.CHARACTERS_PER_MODULE + 1)
     for name in demo.MODULES:
-        source = Path(sys.modules[name].__file__ or "").read_text(encoding="utf-8") if name in sys.modules else ""
-        assert source.replace("    ", "\t")[:500] in text
+        beginning = inspect.getsource(importlib.import_module(name)).replace("    ", "\t")[:1000]
+        assert beginning in text, name
 
 
 def test_a_module_without_source_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

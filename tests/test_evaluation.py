@@ -40,6 +40,14 @@ def test_a_data_set_a_loader_and_tensors_give_the_same() -> None:
     assert subject.evaluate(data, prefix="dev") == pytest.approx({"dev_loss": expected["eval_loss"]})
 
 
+def test_loaders_may_be_named_sets_too() -> None:
+    sets = {"a": DataLoader(rows(5), 2), "b": DataLoader(rows(9), 4)}
+    subject = trainer(t16(), eval_loader=sets, loss_fn=F.mse_loss)
+    assert subject.evaluate() == pytest.approx(subject.evaluate({"a": rows(5), "b": rows(9)}))
+    with pytest.raises(ValueError, match="one dataset, got the sets a, b"):
+        subject.predict(sets)
+
+
 def test_modes_and_random_numbers_are_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
     model.train()

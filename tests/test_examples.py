@@ -64,10 +64,11 @@ def test_the_multi_task_trainer_learns_all_its_tasks() -> None:
 def test_a_task_of_weight_zero_is_not_learned() -> None:
     example = names_of("custom_trainer.py")
     model = example["SharedBody"]({"wine": (13, 3), "cancer": (30, 2)})
+    loads = {"wine": example["load_wine"], "cancer": example["load_breast_cancer"]}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainer = example["MultiTaskTrainer"](
         model,
-        {task: example["load_task"](task, load())[0] for task, load in tasks(example).items()},
+        {task: example["load_task"](task, *load(return_X_y=True))[0] for task, load in loads.items()},
         {"wine": 0.0},
         loss_fn=torch.nn.functional.cross_entropy,
         epochs=1,
@@ -82,10 +83,6 @@ def test_a_task_of_weight_zero_is_not_learned() -> None:
     assert "wine" not in changed
 
 
-def tasks(example: dict[str, Any]) -> dict[str, Any]:
-    return {"wine": example["load_wine"], "cancer": example["load_breast_cancer"]}
-
-
 def test_a_weight_for_no_task_is_an_error_that_names_it() -> None:
     example = names_of("custom_trainer.py")
     with pytest.raises(ConfigError, match="vine"):
@@ -94,7 +91,7 @@ def test_a_weight_for_no_task_is_an_error_that_names_it() -> None:
 
 def test_a_task_is_standardized_by_its_training_samples_alone() -> None:
     example = names_of("custom_trainer.py")
-    train, valid = example["load_task"]("wine", example["load_wine"]())
+    train, valid = example["load_task"]("wine", *example["load_wine"](return_X_y=True))
     values = np.stack([sample["inputs"] for sample in train])
     np.testing.assert_allclose(values.mean(axis=0), 0, atol=1e-5)
     assert {sample["task"] for sample in (*train, *valid)} == {"wine"}

@@ -1,4 +1,4 @@
-"""Deleting checkpoints that are no longer wanted. Which they are is decided by `to_delete` in `checkpoint/store.py`."""
+"""Deleting checkpoints that are no longer wanted; `to_delete` in `checkpoint/retention.py` says which they are."""
 
 from __future__ import annotations
 

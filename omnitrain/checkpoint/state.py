@@ -23,6 +23,7 @@ from omnitrain.errors import CheckpointError, ConfigError
 
 __all__ = [
     "from_json",
+    "like",
     "load_tensors",
     "load_weights",
     "model_tensors",
@@ -224,7 +225,7 @@ def restore_optimizer(
     order = [name for group in now for name in group]
     groups, start = [], 0
     for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
-        plain = {key: _like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
+        plain = {key: like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
         plain |= {key: present[key] for key in IMPLEMENTATION if key in present}
         groups.append({**plain, "params": list(range(start, start + len(group)))})
         start += len(group)
@@ -239,10 +240,12 @@ def restore_optimizer(
                 held[key] = tensor.to(parameter.device)  # torch casts to the parameter's dtype, which is lossy
 
 
-def _like(value: Any, present: Any) -> Any:
-    """Return a number as a tensor where the optimizer has one: a rate that a compiled step reads."""
+def like(value: Any, present: Any) -> Any:
+    """Return a saved option with tensors where the present one has them, such as a rate that a compiled step reads."""
     if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
         return torch.full_like(present, value)
+    if isinstance(present, list) and isinstance(value, list) and len(present) == len(value):
+        return [like(one, other) for one, other in zip(value, present, strict=True)]
     return value
 
 

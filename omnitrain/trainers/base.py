@@ -196,10 +196,12 @@ class BaseTrainer(Resumable, ABC):
         self.test_loader = self._evaluation_loader(self.test_dataset, given["test_loader"], "test_dataset")
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
+        given = dataset if loader is None else loader
+        if evaluation.is_named_sets(given):
+            parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
+            return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:
             return GivenLoader(loader, self.seed)
-        if evaluation.is_named_sets(dataset):
-            return {key: self._evaluation_loader(value, None, f"{name}[{key!r}]") for key, value in dataset.items()}
         return dataset if dataset is None else make_loader(dataset, self.eval_batch_size, name=name, **self._loading)
 
     def _loader_for(self, dataset: Any) -> Any:
@@ -237,7 +239,7 @@ class BaseTrainer(Resumable, ABC):
         self.lifecycle = Lifecycle(self, [*own, *self._user_callbacks], objective)
         self.progress.epoch_size = None if self.train_loader is None else self.train_loader.size
         self._loss, self._grad_norm, self._logged = LossMeter(self.device), None, (0, 0.0, 0, 0)
-        self._owes_evaluation, self._credited_step, self._epoch_is_complete = False, -1, True
+        self._owes_evaluation, self._owes_save, self._credited_step, self._epoch_is_complete = False, False, -1, True
 
     def _interval(self, name: str) -> Every:
         value = "1ep" if self._given[name] is None else self._given[name]
@@ -249,8 +251,8 @@ class BaseTrainer(Resumable, ABC):
         if not self._has_eval or names is None:
             return
         known = [f"eval_{name}" for name in ("loss", *names)]
-        if evaluation.is_named_sets(self.eval_dataset):
-            known += [f"eval_{key}_{name}" for key in self.eval_dataset for name in ("loss", *names)]
+        if isinstance(self.eval_loader, dict):
+            known += [f"eval_{key}_{name}" for key in self.eval_loader for name in ("loss", *names)]
         objective.key(dict.fromkeys(known, 0.0))
 
     @property
@@ -392,7 +394,12 @@ class BaseTrainer(Resumable, ABC):
 
     def predict(self, dataset: Any) -> evaluation.Predictions:
         """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any."""
-        return evaluation.predict(self, self._loader_for(dataset))
+        loader = self._loader_for(dataset)
+        if isinstance(loader, dict):
+            raise ConfigError(
+                f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
+            )
+        return evaluation.predict(self, loader)
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""

@@ -84,13 +84,15 @@ class TrainingLoop:
         """Train epoch by epoch until something ends the run."""
         self._epoch_is_complete = not self.progress.samples_in_epoch
         # A checkpoint on an epoch's last step comes before the epoch's end, which is then still to come.
-        while not self.control.stop or self.progress.is_epoch_consumed:
+        goes_on = not self.control.stop or (self.progress.is_epoch_consumed and not self._owes_evaluation)
+        while goes_on:
             self.lifecycle.begin_epoch()
             self._epoch_is_complete = True
             with self._counting_steps_of_others():
                 train_loss = self._train_epoch(self.progress.epoch)
             self._end_epoch(train_loss)
             self._answer_requests()
+            goes_on = not self.control.stop
         self._close()
 
     def _train_epoch(self, epoch: int) -> float:
@@ -106,7 +108,8 @@ class TrainingLoop:
             self.lifecycle.end_step(window.samples, window.tokens, skipped=not applied)
             self._answer_requests()
             if self.control.stop:
-                self._epoch_is_complete = self.progress.is_epoch_consumed
+                # an evaluation that a signal cut short belongs before the epoch's end
+                self._epoch_is_complete = self.progress.is_epoch_consumed and not self._owes_evaluation
                 break
         if not self.progress.samples_in_epoch and not self.control.stop:
             raise DataError(f"Epoch {epoch + 1} has no samples: the training data yielded none.")
@@ -242,8 +245,9 @@ class TrainingLoop:
             "loss": self._loss.mean_since_last(),
             "learning_rate": self._learning_rate,
             **self._read_grad_norm(),
-            "samples_per_second": (progress.samples - samples) / passed,
         }
+        if progress.samples:  # a loop of the user's own counts none
+            logs["samples_per_second"] = (progress.samples - samples) / passed
         if progress.tokens:
             logs["tokens_per_second"] = (progress.tokens - tokens) / passed
         if progress.skipped_steps:
@@ -299,8 +303,8 @@ class TrainingLoop:
     @staticmethod
     def _no_token_counts() -> DataError:
         return DataError(
-            "`grad_reduction='per-token-mean'` needs token counts: labels that are integers of more than one dimension, "
-            "or a `unit` that returns (loss, num_targets). Use grad_reduction='mean' otherwise."
+            "`grad_reduction='per-token-mean'` needs token counts: labels that are integers of more than one "
+            "dimension, or a `unit` that returns (loss, num_targets). Use grad_reduction='mean' otherwise."
         )
 
     @cached_property

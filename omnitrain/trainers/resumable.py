@@ -124,6 +124,7 @@ class Resumable(TrainingLoop):
         if self.store is None:
             return
         self._await_background()
+        self._owes_save = self._owes_evaluation and (self._owes_save or history is None)
         snapshot = self._snapshot(history)
         self.lifecycle.saved_at = self.progress.position
         if self._background is not None:
@@ -199,7 +200,7 @@ class Resumable(TrainingLoop):
                 "grad_norm": self._read_grad_norm().get("grad_norm"),
             },
             "credited_step": credited,
-            "owes": {"evaluation": self._owes_evaluation, "save": self._owes_evaluation and not is_closing},
+            "owes": {"evaluation": self._owes_evaluation, "save": self._owes_save},
             # where it lies is no setting of the run: the folder can be moved
             "settings": {key: value for key, value in self.resolved_config().items() if key != "save_dir"},
             "world_size": self.world_size,
@@ -301,6 +302,8 @@ class Resumable(TrainingLoop):
         norm = content["loop"]["grad_norm"]
         self._grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         self._owes_evaluation, self._owes_save = content["owes"]["evaluation"], content["owes"]["save"]
+        if self._owes_save:
+            self.lifecycle.saved_at = None
         self._credited_step = content["credited_step"]
         if "algorithms" not in changed:
             for algorithm, saved in zip(self.algorithms, content["algorithms"], strict=True):
@@ -331,10 +334,10 @@ class Resumable(TrainingLoop):
         fresh_rates = [getattr(scheduler, "base_lrs", None) for scheduler in schedulers]
         if "lr_scheduler" not in changed:
             self.lr_scheduler.load_state_dict(state.from_json(content["scheduler"]))
-        if {"learning_rate", "optimizer_groups"} & set(changed):
-            for scheduler, rates in zip(schedulers, fresh_rates, strict=True):
-                if rates is not None:
-                    scheduler.base_lrs = rates
+        has_new_rates = not {"learning_rate", "optimizer_groups"}.isdisjoint(changed)
+        for scheduler, rates in zip(schedulers, fresh_rates, strict=True):
+            if rates is not None:
+                scheduler.base_lrs = rates if has_new_rates else state.like(scheduler.base_lrs, rates)
         then, now = content["settings"]["total_steps"], self.resolved_config()["total_steps"]
         named = isinstance(self.lr_scheduler, LambdaLR) and not callable(self._given["lr_scheduler"])
         if not named or (then == now and not {"lr_scheduler", "warmup_steps"} & set(changed)):

@@ -16,8 +16,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grad_reduction": ("mean", "sum", "per-token-mean"),
     "on_nonfinite": ("raise", "skip", "warn"),
 }
-POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor")
+POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
+            "keep_every")  # fmt: skip
 NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
+SWITCHES = ("shuffle", "pin_memory", "eval_on_start", "load_best_at_end", "overwrite", "save_required", "async_save",
+            "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
+CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
+NEEDS_EVALUATION = {"patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
+                    "load_best_at_end": (None, False)}  # fmt: skip
+NEEDS_SAVE_DIR = {"save_steps": None, "save_total_limit": None, "keep_every": None, "load_best_at_end": None,
+                  "overwrite": False, "save_required": False, "async_save": False}  # fmt: skip
+OF_A_LOADER = {"shuffle": True, "global_batch_size": None}
+"""What has no effect on a `train_loader`, with its default."""
 
 
 def refuse_unknown(unknown: Mapping[str, Any], known: list[str], who: str) -> None:
@@ -56,6 +66,12 @@ def _check_each(given: Mapping[str, Any]) -> None:
     for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
         if given[name] is None:
             raise ConfigError(f"`{name}` must be an integer, got None. Leave it out for its default.")
+    for name in SWITCHES:
+        if not isinstance(given[name], (bool, type(None))):
+            raise ConfigError(f"`{name}` must be True or False, got {given[name]!r}.")
+    for name in CALLABLE:
+        if given[name] is not None and not callable(given[name]):
+            raise ConfigError(f"`{name}` must be callable, got {given[name]!r}.")
     for name in ("learning_rate", "weight_decay", "delta"):
         value = given[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
@@ -78,12 +94,7 @@ def _check_data(given: Mapping[str, Any]) -> None:
         if given[f"{kind}_dataset"] is not None and given[f"{kind}_loader"] is not None:
             raise ConfigError(f"`{kind}_dataset` and `{kind}_loader` are both given. Pass one of them.")
     has_eval = given["eval_dataset"] is not None or given["eval_loader"] is not None
-    for name, off in (
-        ("patience", (None, -1)),
-        ("early_stopper", (None,)),
-        ("eval_steps", (None,)),
-        ("eval_on_start", (False,)),
-    ):
+    for name, off in NEEDS_EVALUATION.items():
         if not has_eval and given[name] not in off:
             raise ConfigError(
                 f"`{name}={given[name]!r}` needs evaluations, but there is no evaluation set. "
@@ -94,8 +105,10 @@ def _check_data(given: Mapping[str, Any]) -> None:
             f"`prefetch_factor={given['prefetch_factor']}` has no effect with `num_workers=0`. Set `num_workers`."
         )
     if given["train_loader"] is not None:
-        for name, default in (("global_batch_size", None), ("data_collator", None), ("num_workers", 0)):
-            if given[name] != default and given["eval_dataset"] is None and given["test_dataset"] is None:
+        only_trains = given["eval_dataset"] is None and given["test_dataset"] is None
+        unused = OF_A_LOADER | ({"data_collator": None, "num_workers": 0} if only_trains else {})
+        for name, default in unused.items():
+            if given[name] != default:
                 raise ConfigError(
                     f"`{name}={given[name]!r}` has no effect on a `train_loader` of your own, which is used as it is. "
                     "Set it in that loader, or pass `train_dataset` instead."
@@ -122,12 +135,7 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
                 "schedule once per epoch. Use scheduler_interval='step'."
             )
     if given["save_dir"] is None:
-        for name, off in (
-            ("save_steps", None),
-            ("save_total_limit", None),
-            ("overwrite", False),
-            ("load_best_at_end", None),
-        ):
+        for name, off in NEEDS_SAVE_DIR.items():
             if given[name] != off and given[name] is not False:
                 raise ConfigError(
                     f"`{name}={given[name]!r}` needs a place for checkpoints. Pass `save_dir`, or leave `{name}` out."

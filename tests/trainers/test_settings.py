@@ -130,6 +130,18 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
     "retention without a place": ({"save_total_limit": 2}, ConfigError, "save_total_limit=2.*save_dir"),
     "loss scale upside down": ({"fp16_loss_scale": (1.0, 2.0)}, ConfigError, "fp16_loss_scale"),
     "seed that is no integer": ({"seed": "x"}, ConfigError, "seed.*'x'"),
+    "shuffling a loader": ({"train_dataset": None, "train_loader": loader(), "shuffle": False}, ConfigError, "shuffle"),
+    "global batch of a loader": (
+        {"train_dataset": None, "train_loader": loader(), "global_batch_size": 16},
+        ConfigError,
+        "global_batch_size",
+    ),
+    "a loss that is no function": ({"loss_fn": 3}, ConfigError, "loss_fn.*3"),
+    "a collator that is no function": ({"data_collator": "x"}, ConfigError, "data_collator.*'x'"),
+    "asynchronous saving without a place": ({"async_save": True}, ConfigError, "async_save=True.*save_dir"),
+    "keeping every zeroth": ({"keep_every": 0}, ConfigError, "keep_every.*0"),
+    "best weights without evaluations": ({"load_best_at_end": True}, ConfigError, "load_best_at_end=True.*eval"),
+    "a switch in words": ({"deterministic": "yes"}, ConfigError, "deterministic.*'yes'"),
     "negative delta": ({"delta": -0.1, "patience": 2, **EVAL}, ConfigError, "delta.*-0.1"),
 }
 

@@ -1,0 +1,359 @@
+"""From samples to batches, how many samples a batch holds, and moving it to a device."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnitrain.collation import Collator, count_samples, labels_of, move_to_device
+from omnitrain.errors import ConfigError, DataError
+
+collate = Collator()
+
+
+# Stacking
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([1, 2], torch.tensor([1, 2])),
+        ([True, False], torch.tensor([True, False])),
+        ([1.5, 2.0], torch.tensor([1.5, 2.0])),
+        ([1, 2.5], torch.tensor([1.0, 2.5])),
+        ([np.int32(1), np.int32(2)], torch.tensor([1, 2], dtype=torch.int32)),
+        ([np.float64(1), np.float64(2)], torch.tensor([1, 2], dtype=torch.float64)),
+        ([np.float16(1), np.float16(2)], torch.tensor([1, 2], dtype=torch.float16)),
+        ([np.bool_(True), np.bool_(False)], torch.tensor([True, False])),
+        ([torch.tensor(1), torch.tensor(2)], torch.tensor([1, 2])),
+        ([np.array(1.0), np.array(2.0)], torch.tensor([1, 2], dtype=torch.float64)),
+        ([np.ones(2, np.uint8), np.ones(2, np.uint8)], torch.ones(2, 2, dtype=torch.uint8)),
+        ([np.ones(2, np.uint16), np.ones(2, np.uint16)], torch.ones(2, 2, dtype=torch.uint16)),
+        ([np.ones((2, 3)), np.zeros((2, 3))], torch.tensor([[[1.0] * 3] * 2, [[0.0] * 3] * 2], dtype=torch.float64)),
+        ([[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]])),
+        ([[[1], [2]], [[3], [4]]], torch.tensor([[[1], [2]], [[3], [4]]])),
+        ([[1, 2], [0.5, 1]], torch.tensor([[1, 2], [0.5, 1]])),
+        ([[], []], torch.empty(2, 0)),
+    ],
+    ids=str,
+)
+def test_equal_shapes_are_stacked_and_keep_their_type(values: list[Any], expected: torch.Tensor) -> None:
+    for batch in (collate(values), collate([{"x": value} for value in values])["x"]):
+        assert batch.dtype is expected.dtype
+        assert torch.equal(batch, expected)
+
+
+def test_python_floats_take_the_default_type() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert collate([1.5]).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["a", "b"],
+        [b"a", b"b"],
+        [None, None],
+        [np.str_("a"), np.str_("b")],
+        [np.datetime64("2020-01-01")] * 2,
+        [["a"], ["b", "c"]],
+        [("a", "b"), ("c", "d")],
+        [np.array(["a"]), np.array(["b"])],
+        [np.array([None, "a"], dtype=object)] * 2,
+        [[[1, 2], [3]], [[4], [5]]],
+        [{1}, {2}],
+    ],
+    ids=str,
+)
+def test_text_and_other_objects_stay_lists(values: list[Any]) -> None:
+    batch = collate([{"x": value} for value in values])["x"]
+    assert type(batch) is list
+    assert len(batch) == len(values)
+    assert all(kept is value for kept, value in zip(batch, values, strict=True))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6)[::-1],
+        np.arange(12)[::2],
+        np.arange(6, dtype=">i4"),
+        np.arange(6, dtype=">f8")[::-1],
+        np.asfortranarray(np.arange(12).reshape(6, 2))[:, ::-1],
+        np.broadcast_to(np.arange(2), (6, 2)),
+    ],
+    ids=["reversed", "strided", "big endian", "big endian reversed", "flipped", "broadcast"],
+)
+def test_arrays_may_lie_in_memory_as_they_like(array: np.ndarray, ragged: bool) -> None:
+    array.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = collate([array, array[:4] if ragged else array])
+    assert batch[0].tolist() == array.tolist()
+    assert batch[1, :4].tolist() == array[:4].tolist()
+
+
+def test_a_batch_of_arrays_shares_no_memory_with_them() -> None:
+    for array in (np.ones(3), np.ones(3, dtype=">f8")):
+        collate([array]).zero_()
+        Collator(max_length=3)([array]).zero_()
+        assert array.sum() == 3
+
+
+def test_dicts_become_a_dict_and_nested_ones_too() -> None:
+    batch = collate([{"x": {"a": 1, "b": [1]}, "label": 0}, {"label": 1, "x": {"a": 2, "b": [2, 3]}}])
+    assert batch["x"]["a"].tolist() == [1, 2]
+    assert batch["x"]["b"].tolist() == [[1, 0], [2, 3]]
+    assert batch["label"].tolist() == [0, 1]
+
+
+def test_tuples_become_a_tuple_and_nested_ones_too() -> None:
+    batch = collate([((torch.ones(2), np.ones(1)), 1), ((torch.ones(2), np.ones(3)), 0)])
+    assert type(batch) is tuple
+    (first, second), labels = batch
+    assert (first.shape, second.tolist(), labels.tolist()) == ((2, 2), [[1, 0, 0], [1, 1, 1]], [1, 0])
+
+
+def test_lists_of_parts_are_taken_for_tuples_and_lists_of_numbers_for_sequences() -> None:
+    inputs, labels = collate([[torch.ones(2), 1], [torch.ones(2), 0]])
+    assert (inputs.shape, labels.tolist()) == ((2, 2), [1, 0])
+    assert collate([[1, 2], [3]]).tolist() == [[1, 2], [3, 0]]
+
+
+# Padding
+
+
+def test_labels_are_padded_with_minus_100_and_all_else_with_zero() -> None:
+    for key in ("labels", "label", "label_ids", "targets", "target"):
+        batch = collate([{"x": [1, 2], key: [1]}, {"x": [3], key: [1, 2]}])
+        assert batch["x"].tolist() == [[1, 2], [3, 0]]
+        assert batch[key].tolist() == [[1, -100], [1, 2]]
+
+
+def test_the_last_entry_of_a_tuple_is_its_label() -> None:
+    inputs, labels = collate([([1], [1]), ([1, 2], [1, 2])])
+    assert inputs.tolist() == [[1, 0], [1, 2]]
+    assert labels.tolist() == [[1, -100], [1, 2]]
+    assert collate([([1],), ([1, 2],)])[0].tolist() == [[1, 0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "dtype, expected", [(bool, torch.int64), (np.uint8, torch.int64), (np.int8, torch.int8), (np.int32, torch.int32)]
+)
+def test_padded_labels_have_a_type_that_can_hold_minus_100(dtype: Any, expected: torch.dtype) -> None:
+    batch = collate([{"labels": np.ones(2, dtype)}, {"labels": np.ones(1, dtype)}])["labels"]
+    assert batch.tolist() == [[1, 1], [1, -100]]
+    assert batch.dtype is expected
+
+
+def test_padded_masks_stay_boolean() -> None:
+    assert collate([{"mask": [True, True]}, {"mask": [True]}])["mask"].tolist() == [[True, True], [True, False]]
+
+
+@pytest.mark.parametrize("values", [[[], [1, 2]], [[1, 2], []]])
+def test_an_empty_sequence_does_not_make_integers_floats(values: list[list[int]]) -> None:
+    assert collate(values).dtype is torch.int64
+    assert sorted(collate(values).tolist()) == [[0, 0], [1, 2]]
+
+
+def test_integers_and_floats_of_unequal_length_become_floats() -> None:
+    assert collate([[1, 2], [1.5]]).tolist() == [[1.0, 2.0], [1.5, 0.0]]
+    assert collate([[1.5], [1, 2]]).tolist() == [[1.5, 0.0], [1.0, 2.0]]
+
+
+def test_each_key_may_have_its_own_padding() -> None:
+    collator = Collator(pad_value=7, pad_values={"ids": 9, "labels": -1})
+    batch = collator([{"ids": [1], "x": [1], "labels": [1]}, {"ids": [1, 2], "x": [1, 2], "labels": [1, 2]}])
+    assert [batch[key][0, 1].item() for key in ("ids", "x", "labels")] == [9, 7, -1]
+
+
+def test_sides_of_cutting_and_padding_are_independent() -> None:
+    values = [[1, 2, 3, 4], [5]]
+    results = {
+        (cut, pad): Collator(max_length=2, truncation_side=cut, padding_side=pad)(values).tolist()
+        for cut in ("right", "left")
+        for pad in ("right", "left")
+    }
+    assert results == {
+        ("right", "right"): [[1, 2], [5, 0]],
+        ("right", "left"): [[1, 2], [0, 5]],
+        ("left", "right"): [[3, 4], [5, 0]],
+        ("left", "left"): [[3, 4], [0, 5]],
+    }
+
+
+def test_a_maximum_length_cuts_equal_sequences_too_and_lengthens_none() -> None:
+    assert Collator(max_length=2)([[1, 2, 3], [4, 5, 6]]).tolist() == [[1, 2], [4, 5]]
+    assert Collator(max_length=5)([np.array([1, 2]), np.array([3])]).tolist() == [[1, 2], [3, 0]]
+    assert Collator(max_length=1)([{"label": 3}, {"label": 4}])["label"].tolist() == [3, 4]
+    assert Collator(max_length=1)([torch.tensor(3), torch.tensor(4)]).tolist() == [3, 4]
+
+
+@given(
+    st.lists(st.lists(st.integers(-1000, 1000), max_size=6), min_size=1, max_size=5),
+    st.one_of(st.none(), st.integers(1, 7)),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["list", "tensor", "array"]),
+    st.sampled_from(["ids", "labels"]),
+)
+def test_padding_is_what_one_would_do_by_hand(
+    values: list[list[int]], max_length: int | None, cut: str, pad: str, kind: str, key: str
+) -> None:
+    make = {"list": list, "tensor": lambda v: torch.tensor(v, dtype=torch.int64), "array": lambda v: np.array(v, int)}
+    collator = Collator(max_length=max_length, truncation_side=cut, padding_side=pad, pad_value=7)
+    batch = collator([{key: make[kind](value)} for value in values])[key]
+    kept = values
+    if max_length is not None:
+        kept = [value[:max_length] if cut == "right" else value[-max_length:] for value in values]
+    longest, fill = max(map(len, kept)), -100 if key == "labels" else 7
+    gaps = [[fill] * (longest - len(value)) for value in kept]
+    expected = [value + gap if pad == "right" else gap + value for value, gap in zip(kept, gaps, strict=True)]
+    assert batch.tolist() == expected
+    assert batch.dtype is torch.int64 or not any(values)
+
+
+# What cannot be batched
+
+
+@pytest.mark.parametrize(
+    "samples, words",
+    [
+        ([{"a": 1, "b": 2}, {"a": 1}], "different keys: 'b'"),
+        ([{"a": 1}, {"a": 1, "b": 2}], "different keys: 'b'"),
+        ([{"x": {"a": 1}}, {"x": {"b": 1}}], "different keys"),
+        ([(1, 2), (1,)], "unequal lengths: 2, 1"),
+        ([(torch.ones(2), 1), (torch.ones(2), 1, 2)], "unequal lengths: 2, 3"),
+        ([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], r"'x': samples of shapes \[\(2, 3\), \(2, 4\)\]"),
+        ([torch.ones(2), torch.tensor(1.0)], r"shapes \[\(2,\), \(\)\]"),
+        ([torch.tensor(1.0), torch.ones(2)], r"shapes \[\(\), \(2,\)\]"),
+        ([{"y": 1}, {"y": None}], r"'y': \[1, None\]"),
+        ([{"y": 1}, {"y": "a"}], r"'y': \[1, 'a'\]"),
+        ([2**70, 1], str(2**70)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_samples_that_do_not_fit_together_are_refused_with_what_differs(samples: list[Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        collate(samples)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"truncation_side": "middle"}, {"padding_side": "Right"}, {"max_length": 0}, {"max_length": -1}],
+    ids=str,
+)
+def test_impossible_options_are_refused_with_their_name_and_value(options: dict[str, Any]) -> None:
+    [(name, value)] = options.items()
+    with pytest.raises(ConfigError, match=f"`{name}` must be .*{value!r}"):
+        Collator(**options)
+
+
+# Labels, counts, devices
+
+
+class UserMapping(collections.UserDict):  # type: ignore[type-arg]
+    """A mapping that is no dict, as transformers' BatchEncoding."""
+
+
+@pytest.mark.parametrize(
+    "batch, labels",
+    [
+        ({"labels": 1, "label": 2}, 1),
+        ({"x": 0, "label": 2}, 2),
+        ({"target": 4, "targets": 3}, 3),
+        ({"label_ids": 5}, 5),
+        (UserMapping(labels=6), 6),
+        ({"x": 0}, None),
+        ((0, 1), 1),
+        ([0, 1, 2], 2),
+        ((0,), None),
+        (torch.ones(3), None),
+    ],
+    ids=str,
+)
+def test_labels_are_found_by_name_or_at_the_end(batch: Any, labels: Any) -> None:
+    assert labels_of(batch) == labels
+
+
+@pytest.mark.parametrize(
+    "batch, count",
+    [
+        (torch.ones(3, 2), 3),
+        (np.ones((4, 2)), 4),
+        ({"x": torch.ones(5, 2), "y": torch.ones(9)}, 5),
+        ({"temperature": torch.tensor(1.0), "x": torch.ones(5)}, 5),
+        ({"name": "a", "x": torch.ones(5)}, 5),
+        ({"text": ["a", "b"], "n": 3}, 2),
+        ({"boxes": [torch.ones(7, 4), torch.ones(1, 4), torch.ones(2, 4)]}, 3),
+        ({"nested": {"x": np.ones(6)}}, 6),
+        (UserMapping(x=torch.ones(3)), 3),
+        ((torch.ones(3, 2), torch.ones(3)), 3),
+        ([torch.ones(3, 2), torch.ones(3)], 3),
+        (((torch.ones(3, 2), torch.ones(3, 5)), torch.ones(3)), 3),
+        ((["a", "b", "c"], torch.ones(3)), 3),
+        (({"x": torch.ones(4)}, torch.ones(4)), 4),
+        (((torch.ones(2, 8, 8), torch.ones(2, 9, 9), torch.ones(2, 7, 7)), ({}, {}, {})), 3),
+        (["a", "b"], 2),
+        ({"empty": {}, "x": torch.ones(2)}, 2),
+    ],
+    ids=lambda value: "" if isinstance(value, int) else str(type(value)),
+)
+def test_the_samples_of_any_batch_are_counted(batch: Any, count: int) -> None:
+    assert count_samples(batch) == count
+
+
+@pytest.mark.parametrize("batch", [torch.tensor(1.0), {}, {"x": 1}, (), 3, "text", None, np.array(1)], ids=repr)
+def test_a_batch_without_samples_is_refused_by_type(batch: Any) -> None:
+    with pytest.raises(DataError, match=type(batch).__name__):
+        count_samples(batch)
+
+
+@pytest.mark.parametrize("samples", [[{"x": [1], "t": "a"}, {"x": [2, 3], "t": "b"}], [([1], 0), ([2, 3], 1)], [1, 2]])
+def test_what_is_collated_can_be_counted(samples: list[Any]) -> None:
+    assert count_samples(collate(samples)) == 2
+
+
+Pair = collections.namedtuple("Pair", "first second")
+META = torch.device("meta")
+
+
+def test_every_tensor_of_a_batch_is_moved_and_nothing_else_is_touched() -> None:
+    text = ["a"]
+    batch = {
+        "x": torch.ones(1),
+        "list": [torch.ones(1), 2],
+        "pair": Pair(torch.ones(1), ("b", torch.ones(1))),
+        "text": text,
+        "other": UserMapping(x=torch.ones(1)),
+        "array": np.ones(1),
+    }
+    moved = move_to_device(batch, META)
+    assert moved["x"].device == moved["list"][0].device == moved["other"]["x"].device == META
+    assert type(moved["list"]) is list and type(moved["pair"]) is Pair
+    assert moved["pair"].first.device == moved["pair"].second[1].device == META
+    assert moved["text"] == text and isinstance(moved["array"], np.ndarray)
+    assert batch["x"].device.type == "cpu"
+
+
+def test_what_can_move_itself_is_asked_to() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    moved = move_to_device((packed, torch.ones(1)), META)[0]
+    assert moved.data.device == META
+    assert moved.batch_sizes.device.type == "cpu"  # as torch demands
+
+
+def test_a_tensor_that_is_there_already_is_not_copied() -> None:
+    tensor = torch.ones(2)
+    assert move_to_device(tensor, torch.device("cpu")) is tensor

@@ -1,0 +1,544 @@
+"""What is computed on one batch: every shape of model, loss and unit that is promised to work."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from omnitrain.errors import DataError
+from omnitrain.units import (
+    EvalUnit,
+    ModelUnit,
+    StepOutput,
+    TrainUnit,
+    count_labels,
+    count_tokens,
+    run_unit,
+    shifts_labels,
+)
+
+X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0, 3.0])
+
+
+class Scores(nn.Module):
+    """Gives one score a sample; subclasses say what they take and what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 1)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.out(x)[:, 0]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.scores(x)
+
+
+def returning(shape: Callable[[Tensor, Tensor], Any]) -> nn.Module:
+    """A model that takes `x` and `labels` and returns a shape of its own from loss and scores."""
+
+    class Model(Scores):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+            scores = self.scores(x)
+            loss = F.mse_loss(scores, labels) if labels is not None else None
+            return shape(loss, scores)  # type: ignore[arg-type]
+
+    return Model()
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other)
+
+
+Named = namedtuple("Named", "logits loss")
+Second = namedtuple("Second", "scores loss")
+
+
+# Where the loss is found
+
+SHAPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "an object": lambda loss, scores: SimpleNamespace(loss=loss, logits=scores),
+    "a dict": lambda loss, scores: {"loss": loss, "logits": scores},
+    "a dict with predictions": lambda loss, scores: {"predictions": scores, "hidden": scores + 1, "loss": loss},
+    "a dict with another name": lambda loss, scores: {"loss": loss, "scores": scores},
+    "a dict with a total": lambda loss, scores: {"total": loss, "scores": scores},
+    "a tuple": lambda loss, scores: (loss, scores),
+    "a list": lambda loss, scores: [loss, scores],
+    "a named tuple": lambda loss, scores: Named(scores, loss),
+    "a named tuple with other names": lambda loss, scores: Second(scores, loss),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_models_own_loss_is_found_in(shape: str) -> None:
+    model = returning(SHAPES[shape])
+    output = ModelUnit(model)(model, {"x": X, "labels": Y})
+    scores = model.scores(X)
+    assert same(output.loss, F.mse_loss(scores, Y))
+    assert same(output.outputs, scores)
+    assert output.labels is Y
+    assert output.loss is not None and output.loss.requires_grad
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_labels_there_are_scores_and_no_loss_in(shape: str) -> None:
+    if shape in ("a tuple", "a list"):
+        pytest.skip("a tuple starts with the loss")
+    model = returning(SHAPES[shape])
+    with torch.no_grad():
+        output = ModelUnit(model)(model, {"x": X})
+    assert (output.loss, output.labels) == (None, None)
+    assert same(output.outputs, model.scores(X))
+
+
+def test_a_scalar_output_is_the_loss() -> None:
+    model = returning(lambda loss, scores: loss)
+    output = ModelUnit(model)(model, {"x": X, "labels": Y})
+    assert same(output.loss, F.mse_loss(model.scores(X), Y))
+    assert output.outputs is None
+
+
+def test_a_loss_of_one_element_becomes_a_scalar() -> None:
+    for shape in (
+        lambda loss, scores: {"loss": loss.reshape(1), "logits": scores},
+        lambda loss, scores: SimpleNamespace(loss=loss.reshape(1, 1), logits=scores),
+    ):
+        model = returning(shape)
+        assert ModelUnit(model)(model, {"x": X, "labels": Y}).loss.shape == ()  # type: ignore[union-attr]
+
+
+def test_several_scores_are_returned_together() -> None:
+    model = returning(lambda loss, scores: {"loss": loss, "start": scores, "end": scores + 1, "none": None})
+    outputs = ModelUnit(model)(model, {"x": X, "labels": Y}).outputs
+    assert same(outputs[0] + 1, outputs[1]) and len(outputs) == 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("wrap", [lambda scores: scores, lambda scores: (scores, scores)], ids=["tensor", "tuple"])
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_the_one_score_of_one_sample_is_no_loss(kind: str, wrap: Any, dims: int, batch_size: int) -> None:
+    class Model(Scores):
+        def forward(self, x: Tensor) -> Any:
+            scores = self.out(x)
+            return wrap(scores if dims == 2 else scores[:, 0])
+
+    model, x, y = Model(), X[:batch_size], Y[:batch_size]
+    batch = (x, y) if kind == "tuple" else {"x": x, "labels": y}
+    with torch.no_grad():
+        output = ModelUnit(model)(model, batch)
+    assert output.loss is None
+    first = output.outputs if isinstance(output.outputs, Tensor) else output.outputs[0]
+    assert first.shape == ((batch_size, 1) if dims == 2 else (batch_size,))
+    with pytest.raises(DataError, match="No loss found"):
+        ModelUnit(model)(model, batch)
+    loss = ModelUnit(model, lambda outputs, labels: 7 * labels.sum())(model, batch)
+    assert same(loss.loss, 7 * y.sum())
+    assert loss.outputs is not None
+
+
+# loss_fn
+
+
+@pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"x": X, "labels": Y}, {"x": X, "target": Y}], ids=str)
+def test_a_loss_function_gets_outputs_and_labels(batch: Any) -> None:
+    model = Scores()
+    output = ModelUnit(model, F.mse_loss)(model, batch)
+    assert same(output.loss, F.mse_loss(model.scores(X), Y))
+    assert same(output.outputs, model.scores(X))
+    assert output.labels is Y
+
+
+def test_a_loss_function_takes_the_place_of_the_models_own_loss() -> None:
+    model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
+    seen: list[Any] = []
+
+    def loss_fn(outputs: Any, labels: Tensor) -> Tensor:
+        seen.append(outputs["loss"])
+        return 2 * F.mse_loss(outputs["logits"], labels)
+
+    output = ModelUnit(model, loss_fn)(model, {"x": X, "labels": Y})
+    assert same(output.loss, 2 * F.mse_loss(model.scores(X), Y))
+    assert seen == [None]  # the labels were not passed to the model, which would have computed a loss in vain
+    assert same(output.outputs, model.scores(X))
+
+
+def test_a_model_that_demands_labels_gets_them_with_a_loss_function_too() -> None:
+    class Model(Scores):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            return self.scores(x) + 0 * labels
+
+    model = Model()
+    assert ModelUnit(model, F.mse_loss)(model, {"x": X, "labels": Y}).loss is not None
+
+
+def test_several_inputs_are_passed_in_their_order() -> None:
+    class Model(Scores):
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+            return self.scores(x) + shift
+
+    model = Model()
+    output = ModelUnit(model, F.mse_loss)(model, (X, Y, Y + 1))
+    assert same(output.outputs, model.scores(X) + Y)
+    assert same(output.labels, Y + 1)
+
+
+@pytest.mark.parametrize("batch", [X, (X,), [X], {"x": X}], ids=["tensor", "tuple", "list", "dict"])
+def test_a_loss_function_need_not_have_labels_in_training(batch: Any) -> None:
+    model = Scores()
+    output = ModelUnit(model, lambda outputs, labels: outputs.sum() if labels is None else None)(model, batch)
+    assert same(output.loss, model.scores(X).sum())
+    with torch.no_grad():
+        output = ModelUnit(model, F.mse_loss)(model, batch)  # which would fail on labels=None
+    assert output.loss is None
+    assert same(output.outputs, model.scores(X))
+
+
+# What is passed to the model
+
+
+def test_keys_that_the_model_does_not_take_are_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
+    unit = ModelUnit(model)
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        for _ in range(3):
+            unit(model, {"x": X, "labels": Y, "text": ["a"], "idx": Y})
+    assert [record.getMessage().split()[2] for record in caplog.records] == ["'text'", "'idx'"]
+
+
+def test_labels_that_only_the_loss_function_takes_are_no_cause_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = Scores()
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        ModelUnit(model, F.mse_loss)(model, {"x": X, "label": Y})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("loss_fn", [None, lambda outputs, labels: outputs["sum"]])
+def test_a_model_that_takes_any_keyword_gets_every_key(loss_fn: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Model(Scores):
+        def forward(self, **batch: Any) -> Any:
+            return {"loss": self.scores(batch["x"]).sum(), "sum": self.scores(batch["x"]).sum(), "keys": list(batch)}
+
+    model = Model()
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        output = ModelUnit(model, loss_fn)(model, {"x": X, "labels": Y, "text": ["a"]})
+    assert output.outputs[-1] == (["x", "labels", "text"] if loss_fn is None else ["x", "text"])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("key", ["label", "label_ids", "targets", "target"])
+@pytest.mark.parametrize("any_keyword", [False, True])
+def test_labels_of_another_name_reach_a_model_that_takes_labels(key: str, any_keyword: bool) -> None:
+    class Any_(Scores):
+        def forward(self, x: Tensor, labels: Tensor | None = None, **rest: Any) -> Any:  # type: ignore[override]
+            assert not rest
+            return {"loss": F.mse_loss(self.scores(x), labels)}  # type: ignore[arg-type]
+
+    model = Any_() if any_keyword else returning(lambda loss, scores: {"loss": loss})
+    output = ModelUnit(model)(model, {"x": X, key: Y})
+    assert same(output.loss, F.mse_loss(model.scores(X), Y))
+    assert output.labels is Y
+
+
+def test_a_model_that_takes_label_by_this_name_gets_it_so() -> None:
+    class Model(Scores):
+        def forward(self, x: Tensor, label: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+            assert labels is None
+            return {"loss": F.mse_loss(self.scores(x), label)}
+
+    model = Model()
+    assert ModelUnit(model)(model, {"x": X, "label": Y}).loss is not None
+
+
+def test_the_signature_of_a_compiled_model_is_that_of_the_model_inside(caplog: pytest.LogCaptureFixture) -> None:
+    model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
+    compiled = torch.compile(model, backend="eager")
+    output = ModelUnit(compiled)(model, {"x": X, "label": Y, "text": ["a"]})  # type: ignore[arg-type]
+    assert same(output.loss, F.mse_loss(model.scores(X), Y))
+    assert "'text'" in caplog.text
+
+
+# Composer's shape
+
+
+def composer(loss: Callable[[Tensor, Any], Any]) -> nn.Module:
+    class Model(Scores):
+        def forward(self, batch: Any) -> Tensor:
+            return self.scores(batch[0])
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return loss(outputs, batch[1])
+
+    return Model()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.mse_loss,
+        lambda outputs, labels: (F.mse_loss(outputs, labels) / 2, F.mse_loss(outputs, labels) / 2),
+        lambda outputs, labels: {"total": F.mse_loss(outputs, labels), "part": outputs.sum()},
+        lambda outputs, labels: {"a": F.mse_loss(outputs, labels) / 2, "b": F.mse_loss(outputs, labels) / 2},
+    ],
+    ids=["tensor", "tuple", "total", "parts"],
+)
+def test_a_model_with_a_loss_of_outputs_and_batch_is_composers(loss: Any) -> None:
+    model = composer(loss)
+    output = ModelUnit(model)(model, (X, Y))
+    assert torch.allclose(output.loss, F.mse_loss(model.scores(X), Y))  # type: ignore[arg-type]
+    assert same(output.outputs, model.scores(X))
+    assert output.labels is Y
+
+
+def test_composers_loss_is_not_asked_for_without_labels_or_with_a_loss_function() -> None:
+    def fail(outputs: Any, labels: Any) -> Tensor:
+        raise AssertionError
+
+    model = composer(fail)
+    with torch.no_grad():
+        assert ModelUnit(model)(model, (X,)).loss is None
+    plain = Scores()
+    plain.loss = fail  # type: ignore[assignment]
+    assert ModelUnit(plain, F.mse_loss)(plain, (X, Y)).loss is not None
+
+
+def test_a_method_loss_for_the_models_own_use_does_not_make_it_composers() -> None:
+    class Model(Scores):
+        def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
+            return F.mse_loss(scores, labels)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+            scores = self.scores(x)
+            return {"loss": self.loss(scores, labels), "logits": scores}  # type: ignore[arg-type]
+
+    model = Model()
+    assert same(ModelUnit(model)(model, {"x": X, "labels": Y}).loss, F.mse_loss(model.scores(X), Y))
+
+
+# What is no loss
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        (lambda loss, scores: scores, r"a tensor of shape \(3,\)"),
+        (lambda loss, scores: {"logits": scores}, "a dict with the keys 'logits'"),
+        (lambda loss, scores: (scores, loss), r"a tuple of 2: a tensor of shape \(3,\)"),
+        (lambda loss, scores: {"loss": None, "logits": scores}, "No loss found"),
+        (lambda loss, scores: {"loss": 0.5}, "No loss found"),
+        (lambda loss, scores: SimpleNamespace(logits=scores), "SimpleNamespace"),
+        (lambda loss, scores: None, "None"),
+        (lambda loss, scores: (), "a tuple of 0"),
+        (lambda loss, scores: {"loss": scores}, r"must be a scalar, got a tensor of shape \(3,\)"),
+    ],
+)
+def test_an_output_without_a_loss_is_refused_with_what_it_was(shape: Any, words: str) -> None:
+    model = returning(shape)
+    with pytest.raises(DataError, match=words):
+        ModelUnit(model)(model, {"x": X, "labels": Y})
+
+
+def test_a_loss_for_each_sample_is_refused_in_evaluation_too() -> None:
+    model = Scores()
+    unit = ModelUnit(model, nn.MSELoss(reduction="none"))
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context, pytest.raises(DataError, match=r"scalar, got a tensor of shape \(3,\).*reduction='mean'"):
+            unit(model, (X, Y))
+
+
+def test_training_demands_a_loss() -> None:
+    with pytest.raises(DataError, match="needs a loss"):
+        StepOutput(None).required_loss()
+    assert StepOutput(Y.sum()).required_loss() == 6
+
+
+# Units of the user's own
+
+
+def unit_returning(result: Any) -> Any:
+    return lambda batch: result
+
+
+def test_a_unit_may_return_a_mean_or_a_sum_with_the_number_of_targets() -> None:
+    loss = torch.tensor(2.0)
+    batch = {"x": X, "labels": Y}
+    mean = run_unit(unit_returning(loss), None, batch)
+    assert (mean.loss, mean.num_targets, mean.labels) == (loss, None, Y)
+    total = run_unit(unit_returning((loss, 5)), None, batch)
+    assert (total.loss, total.num_targets) == (loss, 5)
+    assert run_unit(unit_returning((loss, None)), None, batch).num_targets is None
+    assert run_unit(unit_returning((loss, torch.tensor(5))), None, batch).num_targets == 5
+    assert run_unit(unit_returning(loss.reshape(1)), None, batch).loss.shape == ()  # type: ignore[union-attr]
+    output = StepOutput(loss)
+    assert run_unit(unit_returning(output), None, batch) is output
+
+
+@pytest.mark.parametrize("result", [None, 1.0, X, (X, 2), (), (Y.sum(), 1, 2), {"loss": Y.sum()}], ids=str)
+def test_what_a_unit_must_return_is_said_with_what_it_did_return(result: Any) -> None:
+    with pytest.raises(DataError, match="`unit` must return a scalar loss or"):
+        run_unit(unit_returning(result), None, (X, Y))
+
+
+def test_a_unit_with_evaluate_is_asked_for_it_without_gradients_only() -> None:
+    class Both:
+        def __call__(self, batch: Any) -> Tensor:
+            return Y.sum()
+
+        def evaluate(self, batch: Any) -> StepOutput:
+            return StepOutput(Y.mean(), outputs=batch)
+
+    unit = Both()
+    assert isinstance(unit, TrainUnit) and isinstance(unit, EvalUnit)
+    assert run_unit(unit, None, X).loss == 6
+    with torch.no_grad():
+        assert run_unit(unit, None, X).loss == 2
+        assert run_unit(unit_returning(Y.sum()), None, X).loss == 6
+
+
+def test_the_default_unit_runs_the_model_that_it_is_given() -> None:
+    bare, wrapped = Scores(), Scores()
+    assert same(run_unit(ModelUnit(bare, F.mse_loss), wrapped, (X, Y)).outputs, wrapped.scores(X))
+
+
+# Counting
+
+
+LABELS = torch.tensor([[1, -100, 2], [-100, -100, 3]])
+
+
+@pytest.mark.parametrize(
+    "batch, count, shifted",
+    [
+        ({"labels": LABELS}, 3, 2),
+        ((X, LABELS), 3, 2),
+        ({"targets": LABELS.int()}, 3, 2),
+        ({"labels": LABELS, "shift_labels": LABELS[:, :2]}, 1, 1),
+        ({"labels": torch.full((2, 3), -100)}, 0, 0),
+        ({"labels": torch.ones(2, 3, dtype=torch.bool)}, 6, 4),
+        ({"labels": torch.ones(2, 3, dtype=torch.uint8)}, 6, 4),
+        ({"labels": torch.ones(2, 3)}, None, None),
+        ({"labels": torch.tensor([1, 2])}, None, None),
+        ({"labels": ["a", "b"]}, None, None),
+        ({"x": LABELS}, None, None),
+        (LABELS, None, None),
+    ],
+    ids=lambda value: "" if isinstance(value, (dict, tuple, Tensor)) else str(value),
+)
+def test_labels_that_count_are_counted(batch: Any, count: int | None, shifted: int | None) -> None:
+    assert count_labels(batch) == count
+    assert count_labels(batch, shifted=True) == shifted
+
+
+@given(st.lists(st.lists(st.sampled_from([-100, 0, 5]), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_labels_are_counted_as_one_would_by_hand(rows: list[list[int]]) -> None:
+    batch = {"labels": torch.tensor(rows)}
+    assert count_labels(batch) == sum(label != -100 for row in rows for label in row)
+    assert count_labels(batch, shifted=True) == sum(label != -100 for row in rows for label in row[1:])
+
+
+def test_tokens_are_counted_by_mask_else_ids_else_labels() -> None:
+    mask, ids = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.ones(2, 3, dtype=torch.long)
+    assert count_tokens({"input_ids": ids, "attention_mask": mask, "labels": LABELS}) == 3
+    assert count_tokens({"input_ids": ids, "labels": LABELS}) == 6
+    assert count_tokens({"labels": LABELS}) == 3
+    assert count_tokens((X, Y)) == count_tokens(X) == count_tokens({"x": X}) == 0
+
+
+# transformers
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    return pytest.importorskip("transformers")
+
+
+TINY = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+IDS = torch.randint(1, 20, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+def llama(hf: Any) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TINY, num_key_value_heads=2))
+
+
+def gpt2(hf: Any) -> nn.Module:
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, **ids))
+
+
+@pytest.mark.parametrize("key", ["labels", "label"])
+def test_a_classifier_of_transformers_gives_its_loss_and_logits(hf: Any, key: str) -> None:
+    model = hf.BertForSequenceClassification(hf.BertConfig(**TINY)).eval()
+    labels = torch.tensor([0, 1])
+    output = ModelUnit(model)(model, {"input_ids": IDS, key: labels, "idx": labels})
+    expected = model(input_ids=IDS, labels=labels)
+    assert same(output.loss, expected.loss)
+    assert same(output.outputs, expected.logits)
+    assert output.labels is labels
+
+
+def test_a_classifier_of_transformers_that_returns_tuples_works_too(hf: Any) -> None:
+    model = hf.BertForSequenceClassification(hf.BertConfig(**TINY, return_dict=False)).eval()
+    output = ModelUnit(model)(model, {"input_ids": IDS, "labels": torch.tensor([0, 1])})
+    assert output.loss is not None and output.loss.shape == ()
+    assert output.outputs.shape == (2, 2)
+
+
+def test_a_batch_encoding_is_a_dict_batch(hf: Any) -> None:
+    model = hf.BertForSequenceClassification(hf.BertConfig(**TINY)).eval()
+    batch = hf.BatchEncoding({"input_ids": IDS, "labels": torch.tensor([0, 1])})
+    assert ModelUnit(model)(model, batch).loss is not None
+    assert ModelUnit(model, lambda outputs, labels: F.cross_entropy(outputs.logits, labels))(model, batch).loss > 0
+
+
+def test_a_regression_model_of_transformers_with_a_batch_of_one_keeps_its_score(hf: Any) -> None:
+    model = hf.BertForSequenceClassification(hf.BertConfig(**TINY, num_labels=1)).eval()
+    with torch.no_grad():
+        output = ModelUnit(model)(model, {"input_ids": IDS[:1]})
+    assert output.loss is None
+    assert output.outputs.shape == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # GPT2's loss has no name in transformers, and shifts all the same
+def test_the_loss_of_a_causal_model_is_a_mean_over_as_many_labels_as_are_counted(hf: Any, kind: str) -> None:
+    model = llama(hf).eval() if kind == "llama" else gpt2(hf).eval()
+    labels = IDS.clone()
+    labels[0, :3] = -100
+    labels[1, 4] = -100
+    batch = {"input_ids": IDS, "labels": labels}
+    assert shifts_labels(model)
+    output, count = ModelUnit(model)(model, batch), count_labels(batch, shifts_labels(model))
+    assert count == 5
+    total = model(**batch, num_items_in_batch=1).loss
+    assert torch.allclose(output.loss * count, total)  # type: ignore[operator]
+
+
+def test_as_many_labels_are_counted_as_transformers_trainer_counts(hf: Any, tmp_path: Any) -> None:
+    config = hf.BertConfig(**TINY)
+    models = {
+        "causal": llama(hf),
+        "masked": hf.BertForMaskedLM(config),
+        "tokens": hf.BertForTokenClassification(config),
+        "both": hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=20, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        ),
+    }
+    labels = torch.tensor([[1, 2, -100, 4], [5, -100, -100, 1]])
+    for name, model in models.items():
+        trainer = hf.Trainer(model, hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+        trainer.model_accepts_loss_kwargs = True
+        theirs = trainer._get_num_items_in_batch([{"labels": labels}], torch.device("cpu"))
+        assert (name, count_labels({"labels": labels}, shifts_labels(model))) == (name, int(theirs))
+
+
+def test_models_that_are_not_transformers_do_not_shift() -> None:
+    assert not shifts_labels(Scores())
