@@ -433,7 +433,9 @@ def seek(quick: bool, scratch: Path) -> tuple[list[Row], dict[str, int]]:
 
 
 def show_reads(reads: dict[str, int]) -> str:
-    return "\n".join(["samples read until the first step"] + [f"{name:45}  {count:9,}" for name, count in reads.items()])
+    return "\n".join(
+        ["samples read until the first step"] + [f"{name:45}  {count:9,}" for name, count in reads.items()]
+    )
 
 
 # --- all together

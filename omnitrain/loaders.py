@@ -303,8 +303,9 @@ class GivenLoader(Loader):
         batches = None
         for number in itertools.count():
             with isolated_rng():
+                seed = derive_seed(self.seed, epoch, number)
                 for generator in GENERATORS:
-                    generator.seed(derive_seed(self.seed, epoch, number))
+                    generator.seed(seed)
                 batches = iter(self.loader) if batches is None else batches
                 batch = next(batches, _END)
             if batch is _END:

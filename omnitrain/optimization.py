@@ -74,10 +74,12 @@ def build_optimizer(
 def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
     """Return AdamW in one kernel where PyTorch has one for these parameters, else the ordinary one."""
     parameters = list(parameters)
-    try:
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
-    except RuntimeError:  # a device or dtype without the fused kernel
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+    # PyTorch looks at devices and dtypes only in the first step, and then raises.
+    fused = all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=fused or None)
+
+
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Runs that are cut and resumed, and how two of them are compared; for the tests of saving, resuming and killing."""
+"""Runs that are cut short and resumed, and how two of them are compared: for the tests of saving and of killing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from recipes import rows
 from torch import nn
 from torch.utils.data import Dataset
 
-from omnitrain import Algorithm, Callback, Trainer
-
-Build = Callable[..., Trainer]
+from omnitrain import Algorithm, Callback, Event, Trainer
+from omnitrain.checkpoint.state import load_tensors
 
 
 class Killed(BaseException):
     """The process is gone: nothing of the run comes after it."""
+
+
+# --- what is trained
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -44,7 +46,7 @@ class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Net(nn.Module):
-    """4 -> 8 -> 1 with dropout and batch norm, in float64 unless told otherwise."""
+    """4 -> 8 -> 1 with dropout and batch norm."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -55,6 +57,45 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x[:, :4].to(self.head.weight.dtype)))
+
+
+def build(save_dir: Path | None, **options: Any) -> Trainer:
+    """Make a trainer of objects that no other trainer has: 3 windows of 8, 8 and 6 samples an epoch.
+
+    `model`, `dataset`, `callbacks` and `algorithms` are made by calling what is given; `prepare` gets the trainer.
+    """
+    made = {name: options.pop(name)() for name in ("model", "dataset", "callbacks", "algorithms") if name in options}
+    prepare = options.pop("prepare", lambda trainer: None)
+    defaults: dict[str, Any] = {
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "device": "cpu",
+        "epochs": 3,
+        "eval_dataset": Numbered(9, noisy=False),
+        "learning_rate": 0.05,
+        "log_steps": 2,
+        "loss_fn": F.mse_loss,
+        "progress_bar": False,
+    }
+    if "train_loader" in options:
+        options["train_loader"] = options["train_loader"]()
+        del defaults["batch_size"]
+        data = None
+    else:
+        data = made.get("dataset") or Numbered()
+    trainer = Trainer(
+        made.get("model") or Net(),
+        data,
+        save_dir=save_dir,
+        callbacks=[Rates(), *made.get("callbacks", ())],
+        algorithms=[Stream(), *made.get("algorithms", ())],
+        **{**defaults, **options},
+    )
+    prepare(trainer)
+    return trainer
+
+
+# --- what is noted
 
 
 class Stream(Algorithm):
@@ -69,21 +110,28 @@ class Stream(Algorithm):
 
 
 class Rates(Callback):
-    """Writes down the learning rates of all groups after every step."""
+    """Writes down the learning rates of all groups after every step, and where the run began."""
 
-    order = 99
+    order = -10  # before whatever kills
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
+        self.start = (0, 0)
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.start = (trainer.progress.samples, windows_of(trainer))
 
     def on_step_end(self, trainer: Any) -> None:
         self.seen.append([float(group["lr"]) for group in trainer.optimizer.param_groups])
 
 
-class Cut(Callback):
-    """Ends the run after a number of windows, in one of the ways that runs end.
+# --- how it ends
 
-    "stop" asks for it, "signal" sends SIGTERM, "kill" raises `Killed` after the step was saved, if it was to be.
+
+class Cut(Callback):
+    """Ends the run after a number of windows: "stop" asks for it, "signal" sends SIGTERM, "kill" raises `Killed`.
+
+    A kill strikes before the next window, when what was to be saved is saved.
     """
 
     order = 98
@@ -104,32 +152,33 @@ class Cut(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class KillAtEvent(Callback):
+    """Raises `Killed` at the n-th event of the run, whatever it is; counts them all with n=0."""
+
+    def __init__(self, number: int = 0, order: int = 97) -> None:
+        self.number, self.order, self.count = number, order, 0
+
+
+def _counting(event: Event) -> Any:
+    def count(self: KillAtEvent, trainer: Any, *details: Any) -> None:
+        self.count += 1
+        if self.count == self.number:
+            raise Killed
+
+    return count
+
+
+for _event in Event:
+    if _event is not Event.EXCEPTION:
+        setattr(KillAtEvent, f"on_{_event}", _counting(_event))
+
+
 def windows_of(trainer: Any) -> int:
     """Steps taken and skipped."""
     return trainer.progress.step + trainer.progress.skipped_steps
 
 
-def build(save_dir: Path | None, **options: Any) -> Trainer:
-    """Make a trainer of objects that no other trainer has: 3 windows of 8, 8 and 6 samples an epoch."""
-    defaults: dict[str, Any] = {
-        "batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "device": "cpu",
-        "epochs": 3,
-        "learning_rate": 0.05,
-        "log_steps": 2,
-        "loss_fn": F.mse_loss,
-        "progress_bar": False,
-        "eval_dataset": Numbered(9, noisy=False),
-        "algorithms": [Stream()],
-    }
-    model = options.pop("model", None) or Net
-    dataset = options.pop("dataset", None) or Numbered
-    callbacks = [Rates(), *options.pop("callbacks", ())]
-    prepare = options.pop("prepare", lambda trainer: None)
-    trainer = Trainer(model(), dataset(), save_dir=save_dir, callbacks=callbacks, **{**defaults, **options})
-    prepare(trainer)
-    return trainer
+# --- what is played
 
 
 def disturb_generators() -> None:
@@ -150,44 +199,54 @@ def train(trainer: Trainer, **options: Any) -> Trainer:
     return trainer
 
 
-def played(save_dir: Path, cuts: list[tuple[str, int]], make: Build = build, **options: Any) -> dict[str, Any]:
-    """Run, cut and resume as often as told, then to the end; return what came of it, the parts joined."""
+def play(
+    save_dir: Path,
+    parts: Iterable[Mapping[str, Any]] = ({},),
+    make: Callable[..., Trainer] = build,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train in parts, each a new trainer that resumes from "auto"; return what came of it, streams and rates joined.
+
+    A part is what differs from `options` in it: "cut" is (how, window), or a callback that ends the run.
+    """
     stream: list[Any] = []
     rates: list[Any] = []
-    for number, cut in enumerate([*cuts, None]):
-        callbacks = [Cut(*cut)] if cut else []
-        trainer = make(save_dir, callbacks=[*options.get("callbacks", lambda: [])(), *callbacks],
-                       **{k: v for k, v in options.items() if k != "callbacks"})  # fmt: skip
-        at: dict[str, int] = {}
-
-        class Note(Callback):
-            def on_train_start(self, trainer: Any) -> None:
-                at.update(samples=trainer.progress.samples, windows=windows_of(trainer))  # noqa: B023
-
-        trainer.lifecycle.seat([*trainer.lifecycle.callbacks, Note()])
-        train(trainer, resume_from="auto" if number else None)
-        stream = stream[: at["samples"]] + trainer.algorithms[0].seen
-        rates = rates[: at["windows"]] + next(c for c in trainer.lifecycle.callbacks if isinstance(c, Rates)).seen
+    for part in parts:
+        changed = {**options, **part}
+        cut = changed.pop("cut", None)
+        cuts = [] if cut is None else [cut if isinstance(cut, Callback) else Cut(*cut)]
+        own = changed.pop("callbacks", list)
+        trainer = make(save_dir, callbacks=lambda: [*own(), *cuts], **changed)  # noqa: B023
+        train(trainer, resume_from="auto")
+        noted = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Rates))
+        samples, windows = noted.start
+        stream = stream[:samples] + trainer.algorithms[0].seen  # type: ignore[attr-defined]
+        rates = rates[:windows] + noted.seen
     return {"stream": stream, "rates": rates, **outcome(trainer)}
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
-    """Everything that two equal runs must agree on."""
+    """Everything that two equal runs must agree on, in memory and in the last checkpoint."""
     tensors = {f"model/{name}": tensor for name, tensor in trainer.get_model().state_dict().items()}
     for index, entry in trainer.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{name}": value for name, value in entry.items()}
     scaler = getattr(trainer, "scaler", None)
-    return {
-        "tensors": tensors,
+    found = {
+        "metrics": trainer.metrics.to_dict(),
+        "objective": trainer.objective.state_dict(),
+        "position": trainer.progress.state_dict() | {"seconds": 0},
         "groups": trainer.optimizer.state_dict()["param_groups"],
         "schedule": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
         "scaler": scaler.state_dict() if scaler is not None else None,
-        "metrics": trainer.metrics.to_dict(),
-        "journal": journal(trainer.save_dir) if trainer.save_dir is not None else None,
-        "objective": trainer.objective.state_dict(),
-        "position": trainer.progress.state_dict() | {"seconds": 0},
-        "torch": torch.get_rng_state(),
+        "callbacks": [callback.state_dict() for callback in trainer.lifecycle.callbacks],
+        "generator": torch.get_rng_state(),
+        "tensors": tensors,
     }
+    if trainer.store is not None and (last := trainer.store.resolve("auto")) is not None:
+        files = sorted(file for file in last[1]["files"] if file.endswith(".safetensors"))
+        found["last"] = {file: load_tensors(last[0] / file) for file in files}
+        found["journal"] = journal(trainer.store.root)
+    return found
 
 
 def journal(save_dir: Path) -> list[dict[str, Any]]:
@@ -201,14 +260,15 @@ def journal(save_dir: Path) -> list[dict[str, Any]]:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Name what differs between two outcomes; tensors and floats must be equal to the bit, NaN equals NaN."""
+    """Name what differs between two outcomes; tensors and numbers must be equal to the bit, NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        return [] if same else [f"{where}: {a.flatten()[:3].tolist()} != {b.flatten()[:3].tolist()}"]
+        if a.dtype == b.dtype and torch.equal(a, b):
+            return []
+        return [f"{where}: {a.flatten()[:3].tolist()} != {b.flatten()[:3].tolist()}"]
     if isinstance(a, dict) and isinstance(b, dict):
-        return [
-            d for key in {**a, **b} for d in differences(a.get(key, "absent"), b.get(key, "absent"), f"{where}/{key}")
-        ]
+        keys = {**a, **b}
+        return [found for key in keys for found in differences(a.get(key), b.get(key), f"{where}/{key}")]
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{where}[{i}]")]
-    return [] if a == b or (a != a and b != b) else [f"{where}: {str(a)[:300]} != {str(b)[:300]}"]
+        pairs = enumerate(zip(a, b, strict=True))
+        return [found for i, (one, other) in pairs for found in differences(one, other, f"{where}[{i}]")]
+    return [] if a == b or (a != a and b != b) else [f"{where}: {str(a)[:200]} != {str(b)[:200]}"]

@@ -54,6 +54,33 @@ def test_the_loop_written_by_hand_learns_and_keeps_the_history() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.parametrize("infinite_at", [None, 2])
+def test_the_loop_written_by_hand_trains_with_a_working_loss_scaler(infinite_at: int | None) -> None:
+    # fp16 itself needs a GPU; a scaler scales on a CPU too, by powers of two, which cost no digit.
+    def trained(scales: bool) -> Any:
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.rand(32, 8), torch.randint(0, 3, (32,)))
+        model = torch.nn.Linear(8, 3)
+        trainer = names_of("custom_trainer.py")["CustomTrainer"](
+            model, data, epochs=1, batch_size=8, learning_rate=1e-2, progress_bar=False
+        )
+        if scales:
+            trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            if infinite_at is not None:
+                calls = iter(range(4))
+                model.weight.register_hook(lambda g: g * torch.inf if next(calls) == infinite_at else g)
+        trainer.train()
+        return trainer
+
+    plain, scaled = trained(False), trained(True)
+    if infinite_at is None:
+        torch.testing.assert_close(scaled.model.weight, plain.model.weight, rtol=0, atol=0)
+        assert (plain.progress.step, scaled.progress.step) == (4, 4)
+    else:
+        assert torch.isfinite(scaled.model.weight).all()
+        assert (scaled.progress.step, scaled.scaler.get_scale()) == (3, 2.0**9)
+
+
 def test_the_multi_task_trainer_learns_all_its_tasks() -> None:
     metrics = names_of("custom_trainer.py")["train_two_tasks"](epochs=6)
     last = metrics["valid"][-1]

@@ -535,6 +535,8 @@ def test_as_many_labels_are_counted_as_transformers_trainer_counts(hf: Any, tmp_
     labels = torch.tensor([[1, 2, -100, 4], [5, -100, -100, 1]])
     for name, model in models.items():
         trainer = hf.Trainer(model, hf.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+        if not hasattr(trainer, "_loss_shifts_labels"):
+            pytest.skip("this transformers does not count shifted labels yet")
         trainer.model_accepts_loss_kwargs = True
         theirs = trainer._get_num_items_in_batch([{"labels": labels}], torch.device("cpu"))
         assert (name, count_labels({"labels": labels}, shifts_labels(model))) == (name, int(theirs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -82,6 +83,12 @@ class Snapshot:
         }
         payload = copy.deepcopy(self.payload)  # a callback's state may hold a list that it goes on filling
         return Snapshot(files, payload, self.step, self.score, self.best, self.evaluated_step)
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    # looking them up takes milliseconds
+    return {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
 
 
 class Resumable(TrainingLoop):
@@ -186,11 +193,10 @@ class Resumable(TrainingLoop):
             # an epoch's last step is saved again after the epoch's end
             credited == evaluated >= 0 and self.lifecycle.metrics.get("best_checkpoint") == name
         )
-        is_closing = history is not None
-        if history is None:
-            history = self.lifecycle.state_dict()
-            if best:
-                history["metrics"]["best_checkpoint"], credited = name, evaluated
+        is_final = history is None and not self._owes_evaluation  # else a resumed run may save this step again
+        history = history or self.lifecycle.state_dict()
+        if best and is_final:
+            history["metrics"]["best_checkpoint"], credited = name, evaluated
         files, payload = self._capture_state()
         payload |= {
             **history,
@@ -204,7 +210,7 @@ class Resumable(TrainingLoop):
             # where it lies is no setting of the run: the folder can be moved
             "settings": {key: value for key, value in self.resolved_config().items() if key != "save_dir"},
             "world_size": self.world_size,
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")},
+            "versions": _versions(),
         }
         return Snapshot(files, payload, progress.step, self.lifecycle.objective.latest, best, evaluated)
 
@@ -400,9 +406,10 @@ class Resumable(TrainingLoop):
         name = self.lifecycle.metrics.get("best_checkpoint")
         if self.store is None or name is None:
             return
-        # by name: the pointer may stand for the end of a shorter run, or for the best of an earlier one
-        places = [root / name for root in (self.store.root, self._origin) if root is not None]
-        found = next((place for place in places if place.is_dir()), None)
+        # by name first: the pointer may stand for an evaluation that closed a shorter run
+        roots = [root for root in (self.store.root, self._origin) if root is not None]
+        places = [*(root / name for root in roots), *(root / "best" for root in roots)]
+        found = next((place for place in places if place.exists()), None)
         if found is None:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return

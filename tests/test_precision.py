@@ -1,0 +1,74 @@
+"""One vocabulary of precisions, turned into autocast and loss scaler, or into an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from omnitrain.errors import ConfigError
+from omnitrain.precision import Precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ((None, "fp32", "float32", "FP32", torch.float32, "torch.float32"), "fp32"),
+        (("bf16", "bfloat16", "BF16", torch.bfloat16), "bf16"),
+        (("fp16", "float16", "half", torch.float16), "fp16"),
+    ],
+)
+def test_every_spelling_means_one_precision(names: tuple[Any, ...], expected: str) -> None:
+    assert {Precision.parse(name, CUDA) for name in names} == {Precision(expected, "cuda")}
+
+
+@pytest.mark.parametrize("name", ["fp16", "float16", "half", torch.float16])
+def test_fp16_on_a_cpu_is_refused_and_bf16_named(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"not available on a CPU. Use `autocast='bf16'`"):
+        Precision.parse(name, CPU)
+
+
+@pytest.mark.parametrize("name", ["fp15", "amp", "fp8", "int8", "", True, False, 16, torch.float64])
+def test_an_unknown_precision_is_refused_with_all_that_are_known(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`autocast` must be one of 'fp32'.*'bfloat16'.* or None, got ") as caught:
+        Precision.parse(name, CPU)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_misspelt_precision_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'bfloat16'"):
+        Precision.parse("bfloat", CPU)
+
+
+@pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_forward_computes_in_the_precision_that_was_asked_for(name: str, dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(2, 2)
+    precision = Precision.parse(name, CPU)
+    for _ in range(2):  # a context may be asked for in every step
+        with precision.autocast():
+            assert layer(torch.ones(1, 2)).dtype is dtype
+    assert layer.weight.dtype is torch.float32
+    assert layer(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_fp32_leaves_an_autocast_of_the_users_own_in_force() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), Precision.parse("fp32", CPU).autocast():
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+
+
+def test_only_fp16_scales_the_loss() -> None:
+    assert not Precision("fp32", "cpu").grad_scaler(8.0).is_enabled()
+    assert not Precision("bf16", "cpu").grad_scaler(8.0).is_enabled()
+    scaler = Precision("fp16", "cpu").grad_scaler(8.0)
+    assert scaler.is_enabled()
+    assert scaler.scale(torch.tensor(2.0)).item() == 16.0
+
+
+def test_a_scaler_that_does_nothing_is_pytorchs_null_object() -> None:
+    scaler = Precision("fp32", "cpu").grad_scaler(8.0)
+    loss = torch.tensor(2.0)
+    assert scaler.scale(loss) is loss
+    assert scaler.get_scale() == 1.0

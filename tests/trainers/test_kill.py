@@ -1,0 +1,456 @@
+"""A run that is killed, or whose disk fails, at any moment: what it leaves is resumed to the same end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resuming import Killed, build, differences, disturb_generators, journal, outcome, play, train
+
+from omnitrain import Callback, CheckpointError, Trainer
+from omnitrain.checkpoint import state
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.store import MANIFEST, Store
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes to kill them")
+
+# A checkpoint in the middle of an epoch, one on an epoch's last step, which is saved again after it, and pruning.
+RUN: dict[str, Any] = {"epochs": 2, "save_steps": 2, "eval_steps": 2, "save_total_limit": 1, "log_steps": 1}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory, where there is such a place: thousands of files are synced to it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What comes of RUN if nothing happens to it."""
+    return play(tmp_path_factory.mktemp("undisturbed") / "run", **RUN)
+
+
+def forked(action: Callable[[], object]) -> int:
+    """Do something in a child process, and return the child's id; it exits with 0, or 1 after an error."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        action()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def exit_of(child: int) -> int:
+    """Wait for a child; return its exit code, or minus the signal that it died of."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# --- killed at every operation on the disk
+
+
+class Disk(FileSystem):
+    """Counts what is done to it, the writing of tensors included, and does something else at one of the operations."""
+
+    def __init__(self, at: int | None = None, fault: Callable[[Disk, Path], None] | None = None) -> None:
+        self.at, self.fault = at, fault
+        self.count = 0
+        self.unsynced: dict[int, Path] = {}
+
+    def _next(self, path: Path) -> None:
+        self.count += 1
+        if self.fault is not None and self.count - 1 == self.at:
+            self.fault(self, path)
+
+    def mkdir(self, path: Path) -> None:
+        self._next(path)
+        super().mkdir(path)
+
+    def write(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data[: len(data) // 2])
+        self._next(path)
+        super().write(path, data)
+        self.unsynced[path.stat().st_ino] = path
+
+    def write_tensors(self, tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half of a file")
+        self._next(path)
+        save_tensors(tensors, path)
+        self.unsynced[path.stat().st_ino] = path
+
+    def sync(self, path: Path) -> None:
+        self._next(path)
+        self.unsynced.pop(path.stat().st_ino, None)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._next(source)
+        super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._next(path)
+        self.unsynced.pop(path.stat().st_ino, None)
+        super().unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        self._next(path)
+        super().rmdir(path)
+
+
+save_tensors = state.save_tensors
+
+
+@contextlib.contextmanager
+def disk(trainer: Trainer, fake: Disk) -> Iterator[Disk]:
+    """Let the trainer save to a fake disk."""
+    assert trainer.store is not None
+    trainer.store.fs = fake
+    state.save_tensors = fake.write_tensors
+    try:
+        yield fake
+    finally:
+        state.save_tensors = save_tensors
+
+
+def operations(folder: Path) -> int:
+    trainer = build(folder / "counted", **RUN)
+    with disk(trainer, Disk()) as fake:
+        train(trainer)
+    return fake.count
+
+
+def kill(disk: Disk, path: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sigkill_at_every_file_operation_of_a_run_costs_only_the_work_since_the_last_save(
+    folder: Path, undisturbed: dict[str, Any]
+) -> None:
+    number = operations(folder)
+    assert number > 80
+    for k in range(number):
+        run = folder / str(k)
+        trainer = build(run, **RUN)
+        with disk(trainer, Disk(k, kill)):
+            child = forked(trainer.train)
+        assert exit_of(child) == -signal.SIGKILL
+        got = play(run, **RUN)
+        assert not differences(without_streams(got), without_streams(undisturbed)), f"killed at operation {k}"
+        shutil.rmtree(run)
+
+
+def without_streams(found: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run that began in another process."""
+    return {key: value for key, value in found.items() if key not in ("stream", "rates")}
+
+
+def cut_power(disk: Disk, path: Path) -> None:
+    """Empty the files that were not synced, wherever they have been moved to, and be gone."""
+    for file in path.parents[len(path.parts) - 1 - path.parts.index("power")].rglob("*"):
+        if file.is_file() and file.stat().st_ino in disk.unsynced:
+            file.write_bytes(b"")
+    disk.fault = lambda disk, path: None
+    raise Killed
+
+
+def test_power_cut_at_every_file_operation_of_a_run_costs_only_the_work_since_the_last_save(
+    folder: Path, undisturbed: dict[str, Any]
+) -> None:
+    for k in range(operations(folder)):
+        run = folder / "power" / str(k)
+        trainer = build(run, **RUN)
+        with disk(trainer, Disk(k, cut_power)) as fake:
+            train(trainer)
+        assert fake.fault is not cut_power, "the power was not cut"
+        got = play(run, **RUN)
+        assert not differences(without_streams(got), without_streams(undisturbed)), f"cut at operation {k}"
+        shutil.rmtree(run)
+
+
+# --- killed at any moment
+
+
+SLOW: dict[str, Any] = {
+    **RUN,
+    "epochs": 4,
+    "save_steps": 3,
+    "eval_steps": 2,
+}
+
+
+class Slow(Callback):
+    """Makes every step last, so that a kill at a random moment does not always find the same place."""
+
+    def on_step_start(self, trainer: Any) -> None:
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_sigkill_at_random_moments_until_the_run_is_done_changes_nothing(folder: Path, is_async: bool) -> None:
+    options = {**SLOW, "async_save": is_async, "callbacks": lambda: [Slow()]}
+    start = time.monotonic()
+    expected = play(folder / "undisturbed", **options)
+    length = time.monotonic() - start
+    chance = random.Random(3 + is_async)
+    kills = 0
+    for number in range(6):
+        run = folder / str(number)
+        for attempt in range(100):
+            child = forked(lambda: train(build(run, **options), resume_from="auto"))  # noqa: B023
+            time.sleep(chance.uniform(0, length * (0.6 + 0.1 * attempt)))
+            os.kill(child, signal.SIGKILL)
+            if exit_of(child) == 0:
+                break
+            kills += 1
+        assert not differences(without_streams(play(run, **options)), without_streams(expected))
+    assert kills > 6
+
+
+PROGRAM = """
+import json, os, signal, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from resuming import *
+
+class Suicide(Callback):
+    def on_step_start(self, trainer):
+        if trainer.progress.step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer = build(Path({run!r}), callbacks=lambda: [Suicide()], num_workers={workers}, **{options!r})
+trainer.train(resume_from="auto")
+"""
+
+
+def test_sigkill_of_a_program_with_workers_and_its_restart_in_a_new_interpreter(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    here = Path(__file__).parents[1]
+    run = tmp_path / "run"
+    program = textwrap.dedent(PROGRAM).format(
+        paths=[str(here), str(here.parent)], run=str(run), workers=2, options=RUN
+    )
+    first = subprocess.run([sys.executable, "-c", program], timeout=100, check=False)
+    assert first.returncode == -signal.SIGKILL
+    got = play(run, **RUN)
+    assert not differences(without_streams(got), without_streams(undisturbed))
+
+
+# --- a background writer
+
+
+def test_sigkill_during_a_background_write_resumes_from_the_checkpoint_before(
+    folder: Path, undisturbed: dict[str, Any]
+) -> None:
+    run = folder / "run"
+
+    def train_until_killed() -> None:
+        trainer = build(run, async_save=True, callbacks=lambda: [KillWhenWriting()], **RUN)
+        with disk(trainer, Disk(fault=None)) as fake:
+            fake.write_tensors = hang_at_step_4(fake.write_tensors)  # type: ignore[method-assign]
+            state.save_tensors = fake.write_tensors
+            trainer.train()
+
+    assert exit_of(forked(train_until_killed)) == -signal.SIGKILL
+    assert (run / "checkpoint-000004.tmp").is_dir() and not (run / "checkpoint-000004").exists()
+    found = Store(run).resolve("auto")
+    assert found is not None and found[0].name == "checkpoint-000002"
+    assert not differences(without_streams(play(run, **RUN)), without_streams(undisturbed))
+
+
+class KillWhenWriting(Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 5:
+            while not list(trainer.save_dir.glob("checkpoint-000004.tmp/*")):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_at_step_4(write: Any) -> Any:
+    def hang(tensors: Any, path: Path) -> None:
+        write(tensors, path)
+        if "checkpoint-000004" in str(path):
+            time.sleep(100)
+
+    return hang
+
+
+# --- a disk that fails
+
+
+def glitch(disk: Disk, path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def full(disk: Disk, path: Path) -> None:
+    disk.at = disk.count  # and the next one too
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+NO_BEST: dict[str, Any] = {**RUN, "load_best_at_end": False}
+
+
+@pytest.mark.parametrize("fault", [glitch, full])
+def test_disk_that_fails_at_any_operation_costs_checkpoints_and_not_the_run(
+    folder: Path, fault: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = play(folder / "undisturbed", **NO_BEST)
+    saves = 4  # steps 2, 4, 6, and 6 after its epoch
+    for k in range(0, operations(folder), 1 if fault is glitch else 3):
+        run = folder / str(k)
+        trainer = build(run, **NO_BEST)
+        caplog.clear()
+        with disk(trainer, Disk(k, fault)):
+            trainer.train()
+        errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert len(errors) <= (1 if fault is glitch else saves)
+        assert all("No space left" in str(record.getMessage()) for record in errors)
+        assert not list(run.glob("*.tmp")) or fault is full
+        got = outcome(trainer)
+        for key in ("tensors", "objective", "position"):
+            assert not differences(got[key], expected[key]), f"{key} after a fault at operation {k}"
+        assert not differences(journal(run), expected["journal"])
+        found = Store(run).resolve("auto")  # None, or one that verifies
+        if found is not None:
+            after = without_streams(play(run, **NO_BEST))
+            assert not differences(after["last"], expected["last"]), f"resumed after a fault at operation {k}"
+        shutil.rmtree(run, ignore_errors=True)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_failed_save_ends_a_run_that_requires_its_saves_and_leaves_the_earlier_checkpoint(
+    folder: Path, is_async: bool
+) -> None:
+    run = folder / "run"
+    trainer = build(run, **RUN, save_required=True, async_save=is_async)
+    failing = fail_at_step_4()
+    with disk(trainer, Disk()), pytest.raises(CheckpointError, match=r"checkpoint-000004.*No space left on device"):
+        state.save_tensors = failing
+        trainer.train()
+    assert [path.name for path in Store(run).checkpoints()] == ["checkpoint-000002"]
+    assert trainer.progress.step in ((4,) if not is_async else (4, 5, 6))
+
+
+def fail_at_step_4() -> Any:
+    def fail(tensors: Any, path: Path) -> None:
+        if "checkpoint-000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_tensors(tensors, path)
+
+    return fail
+
+
+def test_file_size_limit_of_the_system_is_told_once_per_save_and_training_goes_on(folder: Path) -> None:
+    """The real thing: the system refuses to write, in safetensors' own code too."""
+    run, told = folder / "run", folder / "told.json"
+
+    class Limit(Callback):
+        def on_step_start(self, trainer: Any) -> None:
+            if trainer.progress.step == 3:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.ERROR:
+                errors.append(record.getMessage())
+
+    errors: list[str] = []
+
+    def go() -> None:
+        logging.getLogger("omnitrain").addHandler(Listen())
+        trainer = build(run, **{**RUN, "log_steps": 100}, callbacks=lambda: [Limit()])
+        metrics = trainer.train()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        told.write_text(json.dumps([errors, metrics["stop_reason"], trainer.progress.step]))
+
+    assert exit_of(forked(go)) == 0
+    errors, reason, step = json.loads(told.read_text())
+    assert (reason, step) == ("epochs", 6)
+    assert len(errors) == 3 and all("Cannot save" in error and "File too large" in error for error in errors)
+    found = Store(run).resolve("auto")
+    assert found is not None and found[0].name == "checkpoint-000002"
+    assert not list(run.glob("*.tmp"))
+
+
+# --- damage
+
+
+def damages(data: bytes) -> Iterator[tuple[str, bytes | None]]:
+    yield "deleted", None
+    yield "emptied", b""
+    yield "truncated", data[: len(data) // 2]
+    yield "one byte short", data[:-1]
+    yield "one byte long", data + b"\0"
+    for position in (0, 1, len(data) // 3, len(data) // 2, len(data) - 2):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << position % 8
+        yield f"bit flipped in byte {position}", bytes(flipped)
+
+
+def test_damage_to_any_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_taken(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**RUN, "save_total_limit": None, "load_best_at_end": False}
+    expected = play(folder / "undisturbed", **options)
+    run = folder / "run"
+    play(run, [{"cut": ("kill", 5)}], **options)
+    newest = run / "checkpoint-000004"
+    files = [path.relative_to(newest).as_posix() for path in sorted(newest.rglob("*")) if path.is_file()]
+    assert files == ["model.safetensors", MANIFEST, "optimizer/state.safetensors", "rng/rank-00000.safetensors"]
+    cases = 0
+    for file in files:
+        for kind, damaged in damages((newest / file).read_bytes()):
+            copy = folder / "copy"
+            shutil.copytree(run, copy)
+            target = copy / newest.name / file
+            target.unlink()
+            if damaged is not None:
+                target.write_bytes(damaged)
+            for which in (copy / newest.name, "last"):
+                trainer = build(copy, **options)
+                with pytest.raises(CheckpointError, match=rf"(?s){Path(file).name}.*'checkpoint-000002'"):
+                    trainer.train(resume_from=which)
+                assert trainer.progress.step == 0 and not trainer.optimizer.state
+            caplog.clear()
+            trainer = build(copy, **options)
+            disturb_generators()
+            trainer.train(resume_from="auto")
+            passed = [r.getMessage() for r in caplog.records if "Passed over" in r.getMessage()]
+            assert len(passed) == 1 and Path(file).name in passed[0] and "checkpoint-000002" in passed[0], kind
+            assert not differences(without_streams(outcome(trainer)), without_streams(expected)), f"{file} {kind}"
+            shutil.rmtree(copy)
+            cases += 1
+    assert cases == 40
+
+
+def test_when_every_checkpoint_is_damaged_auto_is_an_error_and_nothing_is_touched(folder: Path) -> None:
+    play(folder / "run", [{"cut": ("kill", 5)}], **{**RUN, "save_total_limit": None})
+    for path in (folder / "run").glob("checkpoint-*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = sorted(path.name for path in (folder / "run").rglob("*"))
+    rows = journal(folder / "run")
+    with pytest.raises(CheckpointError, match=r"None of the checkpoints in .* can be used"):
+        build(folder / "run", **RUN).train(resume_from="auto")
+    assert sorted(path.name for path in (folder / "run").rglob("*")) == before
+    assert journal(folder / "run") == rows
