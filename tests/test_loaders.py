@@ -163,7 +163,7 @@ def test_an_error_in_a_sample_keeps_its_type_and_message(kind: type[Exception], 
 @WORKERS
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_dataset_smaller_than_a_batch_is_one_batch(size: int, workers: int) -> None:
-    loader = make_loader(Rows(size), 8, name="d", shuffle=True, num_workers=workers)
+    loader: Any = make_loader(Rows(size), 8, name="d", shuffle=True, num_workers=workers)
     assert len(loader) == 1
     assert [len(batch) for batch in read(loader)] == [size]
 
@@ -194,7 +194,7 @@ def test_nothing_is_read_before_it_is_asked_for() -> None:
 )
 @WORKERS
 def test_tensors_are_datasets(dataset: Any, workers: int) -> None:
-    loader = make_loader(dataset, 2, name="d", num_workers=workers)
+    loader: Any = make_loader(dataset, 2, name="d", num_workers=workers)
     assert (loader.size, len(loader)) == (5, 3)
     first = [batch["x"] if isinstance(batch, dict) else batch for batch in loader.batches(0)]
     first = [batch[0] if isinstance(batch, tuple) else batch for batch in first]
@@ -416,7 +416,7 @@ def test_a_stream_draws_other_numbers_in_each_epoch_sample_and_seed() -> None:
 
 
 def test_a_collator_that_draws_is_reproducible_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    def collate(samples: Any) -> torch.Tensor:
         return torch.stack(samples)[:, 0] + draw()
 
     runs = [read(make_loader(Numbers(), 2, name="d", collate=collate, num_workers=n), 1) for n in (0, 0, 1)]
@@ -425,7 +425,7 @@ def test_a_collator_that_draws_is_reproducible_in_a_stream(monkeypatch: pytest.M
 
 
 def test_a_stream_without_length_has_none() -> None:
-    loader = make_loader(Numbers(), 2, name="d")
+    loader: Any = make_loader(Numbers(), 2, name="d")
     assert loader.size is None
     with pytest.raises(TypeError, match="no length"):
         len(loader)
@@ -436,7 +436,7 @@ def test_a_stream_with_a_length_tells_it() -> None:
         def __len__(self) -> int:
             return self.size
 
-    loader = make_loader(Sized(), 2, name="d")
+    loader: Any = make_loader(Sized(), 2, name="d")
     assert (loader.size, len(loader)) == (11, 6)
 
 

@@ -99,6 +99,10 @@ def _look_up(name: str) -> _Named:
     )
 
 
+_LARGE = 1 << 14
+"""Scores in a batch from which on it is read by itself."""
+
+
 class NamedMetrics:
     """Scores batches by the names of metrics; names that need the same counts share them.
 
@@ -117,6 +121,9 @@ class NamedMetrics:
     def reset(self) -> None:
         """Forget all batches."""
         self._layout = Layout()
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._waiting_kind: Any = None
+        self._waiting_size = 0
         asked: dict[type[Statistic], dict[str, str]] = {}
         for name, metric in self._metrics.items():
             asked.setdefault(metric.statistic, {})[name] = metric.kind
@@ -132,6 +139,28 @@ class NamedMetrics:
             )
         if labels.numel() == 0:
             return
+        # Reading a batch costs much the same whatever its size, so small ones are read together: all but the first
+        # of a kind, which shows at once whether it can be read.
+        kind = (outputs.shape[1:], labels.shape[1:], outputs.dtype, labels.dtype, outputs.device)
+        if kind != self._waiting_kind or outputs.numel() >= _LARGE or not labels.ndim:
+            self._settle()
+            self._take_in(outputs, labels)
+            self._waiting_kind = kind
+            return
+        self._waiting.append((outputs, labels))
+        self._waiting_size += outputs.numel()
+        if self._waiting_size >= _LARGE:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Read the small batches that are waiting, as one."""
+        waiting, self._waiting, self._waiting_size = self._waiting, [], 0
+        if len(waiting) == 1:
+            self._take_in(*waiting[0])
+        elif waiting:
+            self._take_in(torch.cat([one for one, _ in waiting]), torch.cat([one for _, one in waiting]))
+
+    def _take_in(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
         batch = Batch(outputs.detach(), labels.detach(), self._layout)
         if not labels.ndim:
             raise batch.misfit(self.names, "labels with a dimension of samples")
@@ -140,6 +169,7 @@ class NamedMetrics:
 
     def state(self) -> dict[str, Any]:
         """Return what another process needs to merge: numpy arrays, no predictions."""
+        self._settle()
         layout = self._layout
         return {
             "statistics": [statistic.state() for statistic in self._statistics.values()],
@@ -148,6 +178,7 @@ class NamedMetrics:
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Take in the state of another process."""
+        self._settle()
         layout, (dim, classes, outside) = self._layout, state["layout"]
         if None not in (layout.classes, classes) and (layout.dim, layout.classes) != (dim, classes):
             raise DataError(
@@ -161,6 +192,7 @@ class NamedMetrics:
 
     def compute(self) -> dict[str, float | None]:
         """Return the results, None for a name that had nothing to score."""
+        self._settle()
         layout = self._layout
         if layout.outside is not None and (outside := int(layout.outside)):
             raise DataError(
