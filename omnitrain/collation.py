@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,9 @@ class Collator:
     def _stack(self, values: Sequence[Any], key: str) -> Any:
         first = values[0]
         if isinstance(first, torch.Tensor):
+            if self.max_length is None:
+                with contextlib.suppress(RuntimeError):  # unequal shapes, which are padded below
+                    return torch.stack(values)  # type: ignore[arg-type]
             tensors = values
         elif isinstance(first, np.ndarray):
             if first.dtype.kind not in "biufc":

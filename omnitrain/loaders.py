@@ -219,6 +219,7 @@ class StreamLoader(Loader):
 
     A stream is read by one worker at most: only then is a stream that shares itself out among workers (as PyTorch's
     documentation advises, and as Hugging Face's do) and one that does not each read once, in one and the same order.
+    (A Hugging Face stream that shuffles does so differently in a worker than without one.)
     """
 
     def __init__(

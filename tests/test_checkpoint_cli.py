@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -406,3 +407,9 @@ def test_only_diff_waits_for_torch(run: Path, tmp_path: Path) -> None:
 def test_the_file_of_the_weights_is_the_one_that_trainers_write(run: Path) -> None:
     assert checkpoint_cli.WEIGHTS == state.WEIGHTS
     assert state.WEIGHTS in json.loads((run / "checkpoint-000012" / "omnitrain.json").read_text())["files"]
+
+
+def test_the_page_of_the_format_describes_every_field(run: Path) -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8").split("### omnitrain.json")[1]
+    described = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(described) == sorted(json.loads((run / "checkpoint-000012" / "omnitrain.json").read_text()))

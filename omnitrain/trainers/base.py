@@ -20,7 +20,7 @@ from omnitrain.callbacks.interrupt import Interrupt
 from omnitrain.callbacks.jsonl import JsonlLogger
 from omnitrain.callbacks.progress_bar import ProgressBar
 from omnitrain.callbacks.retention import Retention
-from omnitrain.checkpoint.state import save_weights, unwrap
+from omnitrain.checkpoint.state import unwrap
 from omnitrain.checkpoint.store import Store
 from omnitrain.duration import Duration, Every, Limits
 from omnitrain.errors import ConfigError
@@ -401,10 +401,6 @@ class BaseTrainer(Resumable, ABC):
             )
         return evaluation.predict(self, loader)
 
-    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
-        return save_weights(self.model, Path(path), overwrite)
-
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
         """Write metrics as `<split>_results.json` into `save_dir`, or into the current folder without one."""
         folder = self.save_dir or Path()
@@ -431,12 +427,6 @@ class BaseTrainer(Resumable, ABC):
         if not self._has_eval:
             raise ConfigError("An evaluation was requested, but there is no evaluation set. Pass `eval_dataset`.")
         self.control.evaluate = True
-
-    def request_save(self) -> None:
-        """Ask for a checkpoint at the next step boundary."""
-        if self.store is None:
-            raise ConfigError("A checkpoint was requested, but there is no place for it. Pass `save_dir`.")
-        self.control.save = True
 
     def request_log(self) -> None:
         """Ask for a row of logs at the next step boundary."""

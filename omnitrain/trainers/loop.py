@@ -293,11 +293,12 @@ class TrainingLoop:
         """Return how much a micro-batch (on the host) counts in its window: its labels that count, or its samples."""
         if self.grad_reduction == "sum":
             return 1
-        labels = count_labels(batch, self._shifts_labels)
-        if labels is not None:
-            return labels
-        if self.grad_reduction == "per-token-mean" and isinstance(self.unit, ModelUnit):
-            raise self._no_token_counts()
+        if isinstance(self.unit, ModelUnit):  # a unit of the user's own counts its targets, or means its samples
+            labels = count_labels(batch, self._shifts_labels)
+            if labels is not None:
+                return labels
+            if self.grad_reduction == "per-token-mean":
+                raise self._no_token_counts()
         return count_samples(batch)
 
     @staticmethod

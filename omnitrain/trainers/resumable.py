@@ -109,6 +109,16 @@ class Resumable(TrainingLoop):
 
     # --- saving
 
+    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
+        return state.save_weights(self.model, Path(path), overwrite)
+
+    def request_save(self) -> None:
+        """Ask for a checkpoint at the next step boundary."""
+        if self.store is None:
+            raise ConfigError("A checkpoint was requested, but there is no place for it. Pass `save_dir`.")
+        self.control.save = True
+
     def save_checkpoint(self) -> Path:
         """Save a full checkpoint of the present state, and return its folder.
 
