@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import platform
 import statistics
@@ -21,10 +20,15 @@ import torch
 
 
 class Sample(NamedTuple):
-    """One measurement: seconds on the clock and, for work in this process, seconds of CPU; or any one other number."""
+    """One measurement.
+
+    Attributes:
+        value: Seconds, or any other number.
+        stretches: The same as extrapolated from short stretches of the work, of which some are undisturbed.
+    """
 
     value: float
-    cpu: float | None = None
+    stretches: list[float]
 
 
 class Spread(NamedTuple):
@@ -44,12 +48,12 @@ class Row:
     """A variant of a case beside the reference of the same rounds, which is the case's first row.
 
     Attributes:
-        unit: Of `value` and what is added.
+        unit: Of `value` and of all that is added.
         value: Median of the rounds.
         ratio: To the reference.
         added: Difference to the reference.
-        cpu_ratio: The ratio in CPU time, which other programs on the machine disturb less; None where not measured.
-        cpu_added: The difference in CPU time.
+        calm_ratio: Ratio of the fast stretches, which other programs on the machine hardly disturb.
+        calm_added: Difference of the same.
     """
 
     case: str
@@ -58,21 +62,31 @@ class Row:
     value: float
     ratio: Spread
     added: Spread
-    cpu_ratio: Spread | None
-    cpu_added: Spread | None
+    calm_ratio: float
+    calm_added: float
 
 
-def timed(prepare: Callable[[], Callable[[], Any]], check: Callable[[Any], None]) -> Callable[[], Sample]:
-    """Return a measurement of what `prepare()` returns; `check` gets its result and raises if the work was not done."""
+def timed(
+    prepare: Callable[[], Callable[[], Any]],
+    check: Callable[[Any], None],
+    stretches: Callable[[], list[float]] = list,
+) -> Callable[[], Sample]:
+    """Return a measurement of what `prepare()` returns.
+
+    Args:
+        prepare: Does what is not to be measured, and returns what is.
+        check: Gets the result and raises if the work was not done.
+        stretches: Returns the `Sample.stretches` of the run that has just ended; none stand for the whole run.
+    """
 
     def sample() -> Sample:
         run = prepare()
         gc.collect()
-        wall, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         result = run()
-        taken = Sample(time.perf_counter() - wall, time.process_time() - cpu)
+        seconds = time.perf_counter() - start
         check(result)
-        return taken
+        return Sample(seconds, stretches() or [seconds])
 
     return sample
 
@@ -90,12 +104,10 @@ def interleaved(variants: Mapping[str, Callable[[], Sample]], rounds: int, warm_
     return samples
 
 
-def compare(values: Sequence[float], others: Sequence[float], scale: float) -> tuple[Spread, Spread]:
-    """Return ratio and difference of two variants' measurements, round by round."""
-    pairs = list(zip(values, others, strict=True))
-    return Spread.of([one / other if other else math.nan for one, other in pairs]), Spread.of(
-        [(one - other) * scale for one, other in pairs]
-    )
+def calm(samples: Sequence[Sample]) -> float:
+    """Return the second percentile of all stretches: the least of them would be that of a lucky one."""
+    stretches = sorted(stretch for sample in samples for stretch in sample.stretches)
+    return stretches[len(stretches) // 50]
 
 
 def summarize(case: str, samples: Mapping[str, list[Sample]], unit: str, scale: float) -> list[Row]:
@@ -110,15 +122,23 @@ def summarize(case: str, samples: Mapping[str, list[Sample]], unit: str, scale: 
     reference = next(iter(samples.values()))
     rows = []
     for name, taken in samples.items():
-        ratio, added = compare([one.value for one in taken], [one.value for one in reference], scale)
-        cpu, reference_cpu = ([one.cpu for one in group if one.cpu is not None] for group in (taken, reference))
-        cpu_ratio, cpu_added = compare(cpu, reference_cpu, scale) if cpu else (None, None)
-        value = statistics.median(sample.value for sample in taken) * scale
-        rows.append(Row(case, name, unit, value, ratio, added, cpu_ratio, cpu_added))
+        pairs = [(one.value, other.value) for one, other in zip(taken, reference, strict=True)]
+        rows.append(
+            Row(
+                case,
+                name,
+                unit,
+                statistics.median(sample.value for sample in taken) * scale,
+                Spread.of([one / other for one, other in pairs]),
+                Spread.of([(one - other) * scale for one, other in pairs]),
+                calm(taken) / calm(reference),
+                (calm(taken) - calm(reference)) * scale,
+            )
+        )
     return rows
 
 
-HEAD = ("case", "variant", "median", "", "x ref", "[min, max]", "added", "[min, max]", "x ref CPU", "added CPU")
+HEAD = ("case", "variant", "median", "", "x ref", "[min, max]", "added", "[min, max]", "x ref calm", "added calm")
 TO_THE_RIGHT = (2, 4, 6, 8, 9)
 
 
@@ -132,8 +152,7 @@ def show(rows: Sequence[Row]) -> str:
         else:
             line += [f"{row.ratio.median:.3f}", f"[{row.ratio.min:.2f}, {row.ratio.max:.2f}]"]
             line += [f"{row.added.median:+.1f}", f"[{row.added.min:+.1f}, {row.added.max:+.1f}]"]
-            line += ["" if row.cpu_ratio is None else f"{row.cpu_ratio.median:.3f}"]
-            line += ["" if row.cpu_added is None else f"{row.cpu_added.median:+.1f}"]
+            line += [f"{row.calm_ratio:.3f}", f"{row.calm_added:+.1f}"]
         table.append(tuple(line))
         case = row.case
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

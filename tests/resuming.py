@@ -82,9 +82,9 @@ def build(save_dir: Path | None, **options: Any) -> Trainer:
         del defaults["batch_size"]
         data = None
     else:
-        data = made.get("dataset") or Numbered()
+        data = made.get("dataset", Numbered())
     trainer = Trainer(
-        made.get("model") or Net(),
+        made["model"] if "model" in made else Net(),
         data,
         save_dir=save_dir,
         callbacks=[Rates(), *made.get("callbacks", ())],
@@ -238,7 +238,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "groups": trainer.optimizer.state_dict()["param_groups"],
         "schedule": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
         "scaler": scaler.state_dict() if scaler is not None else None,
-        "callbacks": [callback.state_dict() for callback in trainer.lifecycle.callbacks],
+        "callbacks": [state for callback in trainer.lifecycle.callbacks if (state := callback.state_dict())],
         "generator": torch.get_rng_state(),
         "tensors": tensors,
     }

@@ -10,8 +10,22 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from material import (
-    DIRECTIONS, Clock, Facts, Listener, Regressor, Rows, Sentences, Slope, Tagger,
-    are_finite, damaged_copies, distance, new_process, outcome, seen_gradients, weights,
+    DIRECTIONS,
+    Clock,
+    Facts,
+    Listener,
+    Regressor,
+    Rows,
+    Sentences,
+    Slope,
+    Tagger,
+    are_finite,
+    damaged_copies,
+    distance,
+    new_process,
+    outcome,
+    seen_gradients,
+    weights,
 )  # fmt: skip
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

@@ -8,8 +8,22 @@ from typing import Any
 
 import torch
 from material import (
-    DIRECTIONS, Clock, Facts, Listener, Regressor, Rows, Sentences, Slope, Tagger,
-    are_finite, damaged_copies, distance, new_process, outcome, seen_gradients, weights,
+    DIRECTIONS,
+    Clock,
+    Facts,
+    Listener,
+    Regressor,
+    Rows,
+    Sentences,
+    Slope,
+    Tagger,
+    are_finite,
+    damaged_copies,
+    distance,
+    new_process,
+    outcome,
+    seen_gradients,
+    weights,
 )  # fmt: skip
 from torch import Tensor
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments

@@ -40,9 +40,6 @@ class Cadence(Callback):
 
     def on_step_end(self, trainer: BaseTrainer) -> None:
         """Ask for what is due at this step."""
-        progress, control = trainer.progress, trainer.control
-        if self.log.due(progress):
-            control.log = True
         self._ask(trainer)
         self._finish(trainer)
 
@@ -57,6 +54,8 @@ class Cadence(Callback):
             trainer.control.stop = reason
 
     def _ask(self, trainer: BaseTrainer) -> None:
+        if self.log.due(trainer.progress):
+            trainer.control.log = True
         if self.evaluate is not None and self.evaluate.due(trainer.progress):
             trainer.control.evaluate = True
         if self.save is not None and self.save.due(trainer.progress):

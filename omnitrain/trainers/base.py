@@ -239,6 +239,7 @@ class BaseTrainer(Resumable, ABC):
         self.lifecycle = Lifecycle(self, [*own, *self._user_callbacks], objective)
         self.progress.epoch_size = None if self.train_loader is None else self.train_loader.size
         self._loss, self._grad_norm, self._logged = LossMeter(self.device), None, (0, 0.0, 0, 0)
+        self._weights_from = None
         self._owes_evaluation, self._owes_save, self._credited_step, self._epoch_is_complete = False, False, -1, True
 
     def _interval(self, name: str) -> Every:
@@ -381,7 +382,8 @@ class BaseTrainer(Resumable, ABC):
         if chosen is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
         metrics = self._evaluated(chosen, "test")
-        row = {"step": self.progress.step, "epoch": self.progress.epochs, **metrics}
+        progress = self._weights_from or self.progress
+        row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
         self.metrics.add_test(row)
         self.lifecycle.logged(row)
         return metrics

@@ -377,6 +377,7 @@ class TrainingLoop:
     # --- where there are checkpoints; see resumable.py
 
     store: Any = None
+    seed: int
     save_dir: Path | None = None
     _owes_evaluation: bool = False
     _loads_best: bool = False

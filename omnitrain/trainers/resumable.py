@@ -25,6 +25,7 @@ from omnitrain.checkpoint.disk import check_free_space
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.loaders import MapLoader
+from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS
 from omnitrain.trainers.loop import TrainingLoop
 from omnitrain.trainers.settings import describe
@@ -102,6 +103,8 @@ class Resumable(TrainingLoop):
     _in_flight: tuple[Snapshot, Future[Path]] | None = None
     _origin: Path | None = None
     """Where the checkpoint was that the run resumed from, which need not be the `save_dir`."""
+    _weights_from: Progress | None = None
+    """Where in the run the weights are from, if they are not those of the last step."""
     _owes_save: bool = False
     """Whether a checkpoint was due after the evaluation that a signal has cut short."""
     _credited_step: int = -1
@@ -375,7 +378,7 @@ class Resumable(TrainingLoop):
         """Of options of the optimizer that were allowed to change, take the new value, the rate in proportion."""
         before = content["settings"]["optimizer_groups"]
         for group, new, now, then in zip(
-            self.optimizer.param_groups, fresh, self._optimizer_groups, before, strict=True
+            self.optimizer.param_groups, fresh, self._optimizer_groups or [], before, strict=True
         ):
             if "lr_scheduler" in changed:
                 group |= {key: new[key] for key in ("lr", "initial_lr") if key in new}
@@ -423,8 +426,12 @@ class Resumable(TrainingLoop):
         if found is None:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return
-        folder, _ = self.store.resolve(found) or (found, None)
+        place = self.store.resolve(found)
+        if place is None:
+            return
+        folder, content = place
         state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), repr(str(folder)))
+        self._weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
 
     def _group_options(self) -> list[dict[str, Any]]:

@@ -248,9 +248,7 @@ def test_sigkill_of_a_program_with_workers_and_its_restart_in_a_new_interpreter(
 ) -> None:
     here = Path(__file__).parents[1]
     run = tmp_path / "run"
-    program = textwrap.dedent(PROGRAM).format(
-        paths=[str(here), str(here.parent)], run=str(run), workers=2, options=RUN
-    )
+    program = textwrap.dedent(PROGRAM).format(paths=[str(here), str(here.parent)], run=str(run), workers=2, options=RUN)
     first = subprocess.run([sys.executable, "-c", program], timeout=100, check=False)
     assert first.returncode == -signal.SIGKILL
     got = play(run, **RUN)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ from hypothesis import strategies as st
 from recipes import Sentences, Tagger
 from resuming import (
     Cut,
-    Killed,
     KillAtEvent,
+    Killed,
     Net,
     Numbered,
     Stream,
@@ -278,9 +279,8 @@ def test_run_that_patience_has_ended_stays_ended_unless_patience_is_raised(folde
 
 @pytest.mark.parametrize("options", [{}, {"max_steps": 7, "eval_steps": 5, "save_steps": 3, "epochs": None}])
 def test_resuming_a_finished_run_trains_nothing_and_says_the_same(options: Any, folder: Path) -> None:
-    expected = play(folder / "run", **options)
-    again = play(folder / "run", **options)
-    assert again["stream"] == expected["stream"]
+    expected = play(folder / "once", **options)
+    again = play(folder / "twice", [{}, {}], **options)
     assert not differences(again, expected)
 
 
@@ -514,7 +514,7 @@ def test_best_weights_stay_away_if_they_are_not_wanted(folder: Path) -> None:
     assert not differences(dict(trainer.model.state_dict()), weights_of(folder / "run" / "checkpoint-000006"))
 
 
-@pytest.mark.parametrize("options", [{}, {"eval_steps": 2, "save_steps": 4}, {"max_steps": 7, "eval_steps": 3}])
+@pytest.mark.parametrize("options", [{}, {"eval_steps": 2, "save_steps": 1}, {"max_steps": 7, "eval_steps": 3}])
 def test_evaluating_the_loaded_best_gives_exactly_the_stored_best(options: Any, folder: Path) -> None:
     trainer = train(build(folder / "run", **options))
     metrics = trainer.evaluate()
@@ -734,7 +734,9 @@ def test_settings_that_do_not_change_the_numbers_may_change(change: Any, folder:
 
 def test_batch_times_accumulation_that_stays_the_same_is_no_change(folder: Path) -> None:
     expected = play(folder / "straight", model=Plain)
-    found = play(folder / "run", [{"cut": ("stop", 4)}, {"batch_size": 8, "gradient_accumulation_steps": 1}], model=Plain)
+    found = play(
+        folder / "run", [{"cut": ("stop", 4)}, {"batch_size": 8, "gradient_accumulation_steps": 1}], model=Plain
+    )
     assert sorted(found["stream"]) == sorted(expected["stream"])
     for name, tensor in found["tensors"].items():
         torch.testing.assert_close(tensor, expected["tensors"][name])
@@ -869,7 +871,7 @@ def test_failure_in_the_background_is_reported_at_the_next_step(
 
     monkeypatch.setattr(state, "save_tensors", fail)
     trainer = train(build(folder / "run", save_steps=3, async_save=True, callbacks=lambda: [Listen()]))
-    assert [step for step, errors in heard if errors][:1] == [5] and heard[-1] == (9, 1)
+    assert next(step for step, errors in heard if errors) in (4, 5) and heard[-1] == (9, 1)
     assert names(trainer.store) == ["checkpoint-000006", "checkpoint-000009"]
 
 
@@ -1054,7 +1056,7 @@ def test_sigusr1_saves_at_the_next_step_boundary_and_the_run_goes_on(folder: Pat
 def test_disk_that_is_too_small_is_told_before_the_first_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: (10**9, 10**9, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     told = []
 
     class Look(Callback):
@@ -1074,9 +1076,7 @@ def test_compiled_and_plain_models_resume_each_other(first: bool, second: bool, 
         return lambda: torch.compile(Net(), backend="eager") if compiled else Net()
 
     expected = play(folder / "straight", save_steps=2)
-    found = play(
-        folder / "run", [{"model": model(first), "cut": ("stop", 4)}, {"model": model(second)}], save_steps=2
-    )
+    found = play(folder / "run", [{"model": model(first), "cut": ("stop", 4)}, {"model": model(second)}], save_steps=2)
     assert not differences(found, expected)
     assert sorted(weights_of(folder / "run" / "checkpoint-000004")) == sorted(Net().state_dict())
 
@@ -1148,7 +1148,7 @@ def test_checkpoint_of_a_transformers_model_opens_with_from_pretrained(folder: P
 
 
 def test_checkpoint_that_a_callback_saves_in_the_middle_of_a_step_boundary_is_as_good_as_any(folder: Path) -> None:
-    """At STEP_END the evaluation and the log of this step are still to come."""
+    """At STEP_END the evaluation of this step is still to come."""
 
     class SaveNow(Callback):
         def on_step_end(self, trainer: Any) -> None:
@@ -1156,18 +1156,18 @@ def test_checkpoint_that_a_callback_saves_in_the_middle_of_a_step_boundary_is_as
                 trainer.save_checkpoint()
                 raise Killed
 
-    options = {"eval_steps": 2, "log_steps": 4, "save_steps": 5}
+    options = {"eval_steps": 2, "save_steps": 5}
     expected = play(folder / "straight", **options)
     play(folder / "run", [{"cut": SaveNow()}], **options)
     found = play(folder / "run", **options)
-    assert found["metrics"]["valid"] == expected["metrics"]["valid"]
-    assert found["journal"] == expected["journal"]
+    for key in ("metrics", "tensors", "last"):
+        assert not differences(found[key], expected[key])
 
 
 def test_load_checkpoint_puts_the_whole_trainer_back(folder: Path) -> None:
-    trainer = train(build(folder / "run", save_steps=2, eval_steps=2, load_best_at_end=False, lr_scheduler="linear"))
+    trainer = train(build(folder / "run", save_steps=2, eval_steps=3, load_best_at_end=False, lr_scheduler="linear"))
     expected = {k: v for k, v in outcome(trainer).items() if k not in ("journal", "callbacks")}
-    other = build(folder / "run", save_steps=2, eval_steps=2, lr_scheduler="linear")
+    other = build(folder / "run", save_steps=2, eval_steps=3, lr_scheduler="linear")
     disturb_generators()
     assert other.load_checkpoint("last").name == "checkpoint-000009"
     found = {k: v for k, v in outcome(other).items() if k not in ("journal", "callbacks")}
