@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -197,14 +198,18 @@ def empty(folder: Path) -> Path:
     return folder
 
 
+def took(seconds: float) -> Sample:
+    return Sample(seconds, [seconds])
+
+
 def seconds_of(way: Format, folder: Path, sync: bool) -> Callable[[], Sample]:
     """Measure one save into an empty folder."""
 
     def sample() -> Sample:
         empty(folder)
-        wall, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         way.save(folder, sync)
-        return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+        return took(time.perf_counter() - start)
 
     return sample
 
@@ -219,7 +224,7 @@ def seconds_of_async_omnitrain(folder: Path, quick: bool) -> Callable[[], Sample
         gaps.__init__()
         trainer.train()
         assert gaps.committed is not None and (folder / f"checkpoint-{SAVED_AT:06d}").is_dir()
-        return Sample(gaps.blocked)
+        return took(gaps.blocked)
 
     return sample
 
@@ -235,7 +240,7 @@ def seconds_of_async_distributed(trainer: Trainer, folder: Path) -> Callable[[],
         written: Any = dcp.async_save({"model": weights, "optimizer": rest}, storage_writer=writer, no_dist=True)
         blocked = time.perf_counter() - start
         written.result()
-        return Sample(blocked)
+        return took(blocked)
 
     return sample
 
@@ -341,11 +346,11 @@ def files(quick: bool, scratch: Path) -> tuple[list[Row], list[Kept]]:
 
 
 def show_files(kept: list[Kept]) -> str:
-    head = f"{'on disk':30}  {'MB':>7}  {'earlier one, after a failed save':34}  {'a flipped bit':15}  pickle"
-    return "\n".join([head] + [
-        f"{one.name:30}  {one.megabytes:7.1f}  {one.failed_save:34}  {one.flipped_bit:15}  {'yes' if one.pickle else 'no'}"
-        for one in kept
-    ])  # fmt: skip
+    lines = [("on disk", "MB", "earlier one, after a failed save", "a flipped bit", "pickle")]
+    for one in kept:
+        pickle = "yes" if one.pickle else "no"
+        lines.append((one.name, f"{one.megabytes:.1f}", one.failed_save, one.flipped_bit, pickle))
+    return "\n".join("{:30}  {:>6}  {:34}  {:15}  {}".format(*line) for line in lines)
 
 
 # --- going on in the middle of a long run
@@ -388,7 +393,7 @@ def seek(quick: bool, scratch: Path) -> tuple[list[Row], dict[str, int]]:
 
     def note(name: str, seconds: float) -> Sample:
         reads[name], data.read.value = data.read.value, 0
-        return Sample(seconds)
+        return took(seconds)
 
     def replayed(name: str, skip: Callable[[Any, int], Any]) -> Callable[[], Sample]:
         def sample() -> Sample:
@@ -409,6 +414,7 @@ def seek(quick: bool, scratch: Path) -> tuple[list[Row], dict[str, int]]:
             far.save_checkpoint()
 
         def sample() -> Sample:
+            gc.collect()  # an earlier trainer's workers, before they are inherited by those of this one
             data.read.value = 0
             first = FirstStep()
             trainer = build(workers, scratch / f"on-{workers}-{resumes}", (step if resumes else 0) + 1, first)

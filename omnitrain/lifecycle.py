@@ -220,14 +220,24 @@ class Lifecycle:
             "callbacks": [entry for entry in states if entry["state"]],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` returned; a callback gets the state that one of its class has saved."""
+    def load_state_dict(self, state: Mapping[str, Any], selects_anew: bool = False) -> None:
+        """Take back what `state_dict()` returned; a callback gets the state that one of its class has saved.
+
+        Args:
+            state: The state.
+            selects_anew: Whether the objective is another one now, so that the best so far means nothing.
+        """
         size = self.progress.epoch_size
         self.progress = Progress.from_state(state["progress"])
         self.progress.epoch_size = size
-        self.objective.load_state_dict(state["objective"])
         self.metrics = MetricsDict.from_dict(state["metrics"])
         self.metrics.pop("stop_reason", None)
+        if selects_anew:
+            self.metrics["best_valid"] = {}
+            for name in ("best_step", "best_checkpoint"):
+                self.metrics.pop(name, None)
+        else:
+            self.objective.load_state_dict(state["objective"])
         self.evaluated_step = state["evaluated_step"]
         self.saved_at = self.progress.position
         waiting = list(self.callbacks)

@@ -241,7 +241,7 @@ class Objective:
             step: The optimizer step it was measured at.
             counts: Whether patience may run out by it; not so for the evaluation before training.
         """
-        self.latest = float(value)
+        self.latest = float(value) if math.isfinite(value) else None
         if self._reference is None:
             is_gain = math.isfinite(value)
         else:

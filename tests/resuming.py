@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from omnitrain import Algorithm, Callback, Event, Trainer
 from omnitrain.checkpoint.state import load_tensors
+import contextlib
 
 
 class Killed(BaseException):
@@ -62,7 +63,8 @@ class Net(nn.Module):
 def build(save_dir: Path | None, **options: Any) -> Trainer:
     """Make a trainer of objects that no other trainer has: 3 windows of 8, 8 and 6 samples an epoch.
 
-    `model`, `dataset`, `callbacks` and `algorithms` are made by calling what is given; `prepare` gets the trainer.
+    `model`, `dataset`, `train_loader`, `callbacks` and `algorithms` are made by calling what is given, `unit` from the
+    model; `prepare` gets the trainer.
     """
     made = {name: options.pop(name)() for name in ("model", "dataset", "callbacks", "algorithms") if name in options}
     prepare = options.pop("prepare", lambda trainer: None)
@@ -83,8 +85,11 @@ def build(save_dir: Path | None, **options: Any) -> Trainer:
         data = None
     else:
         data = made.get("dataset", Numbered())
+    model = made["model"] if "model" in made else Net()
+    if options.get("unit"):
+        options["unit"] = options["unit"](model)
     trainer = Trainer(
-        made["model"] if "model" in made else Net(),
+        model,
         data,
         save_dir=save_dir,
         callbacks=[Rates(), *made.get("callbacks", ())],
@@ -192,10 +197,8 @@ def disturb_generators() -> None:
 def train(trainer: Trainer, **options: Any) -> Trainer:
     """Train until the run ends in any way but an error."""
     disturb_generators()
-    try:
+    with contextlib.suppress(Killed, SystemExit):
         trainer.train(**options)
-    except (Killed, SystemExit):
-        pass
     return trainer
 
 

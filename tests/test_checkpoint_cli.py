@@ -135,7 +135,8 @@ def test_a_pipe_gets_no_colours_no_frames_and_no_broken_lines(run: Path, capsys:
     _, out, _ = answer(capsys, "show", run)
     assert out.isascii() and "\x1b" not in out
     assert all(line == line.rstrip() for line in out.splitlines())
-    assert any(len(line) > 120 for line in out.splitlines())  # the optimizer's options
+    options = next(line for line in out.splitlines() if line.startswith("optimizer_groups"))
+    assert options.endswith("}]") and len(options) > 120
 
 
 def test_a_terminal_gets_tables_that_fit_it(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +145,13 @@ def test_a_terminal_gets_tables_that_fit_it(run: Path, capsys: Any, monkeypatch:
     _, out, _ = answer(capsys, "ls", run)
     header, rule, *_ = out.splitlines()
     assert "\x1b[1m" in header and set(rule) == {"─"} and len(rule) <= 90
+
+
+def test_a_narrow_terminal_loses_nothing(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = answer(capsys, "ls", run)
+    assert all(word in out for word in ("checkpoint-000008", " 8 ", " kB ", "complete"))
 
 
 # --- verify
@@ -311,6 +319,13 @@ def test_diff_lists_the_settings_that_changed_with_both_values(run: Path, tmp_pa
     assert not any(line.startswith("learning_rate") for line in out.splitlines())
 
 
+def test_diff_lists_settings_that_only_one_side_has(run: Path, tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path / "b", test_dataset={"dev": rows(4)})
+    _, out, _ = answer(capsys, "diff", run, tmp_path / "b")
+    assert row_of(out, "test_dataset.dev")[1:] == ["(absent)", "torch.utils.data.dataset.TensorDataset"]
+    assert row_of(out, "test_dataset") == ["test_dataset", "null", "(absent)"]
+
+
 def test_diff_orders_tensors_by_their_largest_difference(run: Path, capsys: Any) -> None:
     a, b = (load_file(run / f"checkpoint-{step:06d}" / "model.safetensors") for step in (4, 12))
     largest = {name: float((a[name] - b[name]).abs().max()) for name in a}
@@ -359,6 +374,14 @@ def test_diff_of_other_models_names_what_does_not_fit(tmp_path: Path, capsys: An
     out = capsys.readouterr().out
     assert "w: shape [2, 3] in A, [3, 3] in B" in out
     assert "only in A: old" in out and "only in B: new" in out
+
+
+def test_brackets_and_colons_in_a_name_are_printed_as_they_are(tmp_path: Path, capsys: Any) -> None:
+    name = "[red]layers[0]:smile:"
+    save_file({name: torch.zeros(1)}, tmp_path / "a")
+    save_file({name: torch.ones(1)}, tmp_path / "b")
+    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    assert row_of(capsys.readouterr().out, name) == [name, "[1]", "1"]
 
 
 def test_diff_names_only_the_tensors_that_differ_most(tmp_path: Path, capsys: Any) -> None:

@@ -232,18 +232,23 @@ def test_an_empty_history_prints_as_such() -> None:
     assert str(MetricsDict()) == "no metrics yet"
 
 
+def open_figures() -> list[int]:
+    """The figures that pyplot holds on to, of other tests for example."""
+    return sys.modules["matplotlib.pyplot"].get_fignums() if "matplotlib.pyplot" in sys.modules else []
+
+
 @pytest.mark.parametrize(
     ("name", "start"), [("curves.png", b"\x89PNG"), ("curves.svg", b"<?xml"), ("curves", b"\x89PNG")]
 )
 def test_the_plot_is_written_where_it_was_asked_for(tmp_path: Path, name: str, start: bytes) -> None:
     pytest.importorskip("matplotlib")
-    metrics = history()
+    metrics, figures = history(), open_figures()
     metrics.add_valid(
         {"epoch": 4, "step": 40, "eval_loss": math.nan, "eval_model": "a", "eval_accuracy": 1.0}, best=True
     )
     path = metrics.plot(tmp_path / "new" / name)
     assert path == tmp_path / "new" / name and path.read_bytes().startswith(start)
-    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    assert open_figures() == figures
 
 
 def test_the_plot_shows_the_losses_together_and_each_metric_alone(

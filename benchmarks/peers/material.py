@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import shutil
@@ -178,34 +179,41 @@ class Listener(logging.Handler):
             logger.removeHandler(self)
 
 
-def damaged_copies(run: Path, newest: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield copies of a run folder in each of which one file of its newest checkpoint is damaged in one way."""
-    for file in [newest] if newest.is_file() else sorted(path for path in newest.rglob("*") if path.is_file()):
-        for how in DAMAGES:
-            name = f"{file.name} {how}"
-            shutil.copytree(run, folder / name)
-            damage(folder / name / file.relative_to(run), how)
-            yield name, folder / name
+def damaged_copies(run: Path, newest: Path) -> Iterator[tuple[str, Path]]:
+    """Yield copies of a run folder, in one place: the first as it is, each other with one file of `newest` damaged."""
+    copy = run.with_name("copy")
+    files = [newest] if newest.is_file() else sorted(path for path in newest.rglob("*") if path.is_file())
+    for file, how in [(newest, UNDAMAGED), *itertools.product(files, DAMAGES)]:
+        shutil.copytree(run, copy)
+        damage(copy / file.relative_to(run), how)
+        yield UNDAMAGED if how == UNDAMAGED else f"{file.name} {how}", copy
+        shutil.rmtree(copy)
 
 
-def outcome(found: Facts, whole: Facts) -> Facts:
-    """Return what a resume did, beside one from an undamaged checkpoint: in JSON types, for `probes.py` to judge."""
-    if "error" in found:
-        return {"error": found["error"]}
-    said = sorted(message[:200] for message in found["said"] - whole["said"])
-    return {"first_step": found["first_step"], "said": said, "difference": distance(found["weights"], whole["weights"])}
+def outcomes(found: dict[str, Facts]) -> Facts:
+    """Return what the resumes from these copies did, beside the one from the undamaged, for `probes.py` to judge."""
+    whole, told = found.pop(UNDAMAGED), {}
+    for name, one in found.items():
+        told[name] = one
+        if "error" not in one:
+            difference = distance(one["weights"], whole["weights"])
+            told[name] = {**one, "weights": None, "difference": difference, "said": sorted(one["said"] - whole["said"])}
+    return told
 
 
+UNDAMAGED = "undamaged"
 DAMAGES = ("missing", "cut to 20 bytes", "one bit flipped")
 
 
 def damage(path: Path, how: str) -> None:
     """Do to a file what a crash, or a bad disk, does."""
+    if how == UNDAMAGED:
+        return
     data = path.read_bytes()
     if how == "missing":
         path.unlink()
     elif how == "cut to 20 bytes":
         path.write_bytes(data[:20])
-    else:
+    elif how == "one bit flipped":
         middle = len(data) // 2
         path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])

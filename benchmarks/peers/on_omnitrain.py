@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from material import (
     damaged_copies,
     distance,
     new_process,
-    outcome,
+    outcomes,
     seen_gradients,
     weights,
 )  # fmt: skip
@@ -124,10 +123,7 @@ def r5(folder: Path) -> Facts:
 
     run = folder / "first"
     resume(run, stop=10)
-    shutil.copytree(run, folder / "whole")
-    whole = resume(folder / "whole")
-    copies = damaged_copies(run, run / "checkpoint-000010", folder)
-    return {name: outcome(resume(copy), whole) for name, copy in copies}
+    return outcomes({name: resume(copy) for name, copy in damaged_copies(run, run / "checkpoint-000010")})
 
 
 def r6() -> Facts:

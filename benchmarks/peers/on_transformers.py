@@ -21,7 +21,7 @@ from material import (
     damaged_copies,
     distance,
     new_process,
-    outcome,
+    outcomes,
     seen_gradients,
     weights,
 )  # fmt: skip
@@ -129,10 +129,7 @@ def r5(folder: Path) -> Facts:
 
     run = folder / "first"
     resume(run, stop=10, resumes=False)
-    shutil.copytree(run, folder / "whole")
-    whole = resume(folder / "whole")
-    copies = damaged_copies(run, run / "checkpoint-10", folder)
-    return {name: outcome(resume(copy), whole) for name, copy in copies}
+    return outcomes({name: resume(copy) for name, copy in damaged_copies(run, run / "checkpoint-10")})
 
 
 def r6(folder: Path) -> Facts:

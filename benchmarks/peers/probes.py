@@ -72,7 +72,11 @@ def damaged(facts: Any) -> Verdict:
             return f"goes on from the older good one, {unsaid}"
         if outcome["first_step"] == 1:
             return f"starts from nothing, {unsaid}"
-        return f"goes on with something lost, {unsaid}" if outcome["difference"] else "goes on with nothing lost"
+        return (
+            f"goes on with something lost or changed, {unsaid}"
+            if outcome["difference"]
+            else "goes on with nothing lost"
+        )
 
     kinds = Counter(map(kind, facts.values()))
     good = {"goes on from the older good one, with a warning", "goes on with nothing lost"}

@@ -40,11 +40,18 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.stopper = stopper
 
+    def on_train_start(self, trainer: BaseTrainer) -> None:
+        """End a resumed run at once that patience has ended already."""
+        if self._has_run_out(trainer) and not trainer.control.stop:
+            trainer.stop("early_stopping")
+
     def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
         """Look at the evaluation and ask for the end if it is time."""
-        objective = trainer.objective
-        stops = self.patience is not None and objective.evaluations_without_gain >= self.patience
+        stops = self._has_run_out(trainer)
         if self.stopper is not None:
-            stops = self.stopper(trainer.progress.step, metrics[objective.key(metrics)]) or stops
+            stops = self.stopper(trainer.progress.step, metrics[trainer.objective.key(metrics)]) or stops
         if stops:
             trainer.stop("early_stopping")
+
+    def _has_run_out(self, trainer: BaseTrainer) -> bool:
+        return self.patience is not None and trainer.objective.evaluations_without_gain >= self.patience

@@ -7,6 +7,7 @@ Only safetensors and JSON: nothing is pickled and nothing is unpickled. Folders,
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 from collections import Counter
@@ -290,10 +291,12 @@ def to_json(value: Any, where: str) -> Any:
     Raises:
         CheckpointError: If it holds something that is neither plain nor a number.
     """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": str(value)}  # JSON has neither NaN nor Infinity
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return value.item()
+        return to_json(value.item(), where)
     if isinstance(value, list):
         return [to_json(entry, where) for entry in value]
     if isinstance(value, tuple):
@@ -316,6 +319,8 @@ def from_json(value: Any) -> Any:
         return [from_json(entry) for entry in value]
     if not isinstance(value, dict):
         return value
+    if "__float__" in value:
+        return float(value["__float__"])
     if "__tuple__" in value:
         return tuple(from_json(entry) for entry in value["__tuple__"])
     if "__counter__" in value:

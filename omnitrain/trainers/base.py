@@ -350,7 +350,9 @@ class BaseTrainer(Resumable, ABC):
                 self.lifecycle.begin_train()
                 if found is not None:
                     self._restore_random_numbers(*found)
-                if (self.eval_on_start and found is None and not self.control.stop) or self._owes_evaluation:
+                else:
+                    self._owes_evaluation = self.eval_on_start
+                if self._owes_evaluation and self.control.stop != "signal":
                     self.control.save = self.control.save or self._owes_save
                     self._evaluate_in_run(counts=self.progress.step > 0)
                     self._answer_requests()

@@ -61,9 +61,6 @@ DECIDING = (
 )
 """The settings that decide the numbers of a run: changing one on the way is an error unless it is allowed by name."""
 
-GROUP_SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
-"""Options of the optimizer that are settings of the trainer too."""
-
 
 @dataclass(slots=True)
 class Snapshot:
@@ -90,6 +87,22 @@ class Snapshot:
 def _versions() -> dict[str, str]:
     # looking them up takes milliseconds
     return {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
+
+
+def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between the options of two optimizers, by the name of the setting."""
+    changed = {}
+    for option, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        old, new = ([group.get(option) for group in groups] for groups in (then, now))
+        if old != new:
+            changed[name] = (old[0], new[0]) if len(old) == len(new) == 1 else (old, new)
+    old, new = (
+        [{key: value for key, value in group.items() if key not in ("lr", "weight_decay")} for group in groups]
+        for groups in (then, now)
+    )
+    if old != new:
+        changed["optimizer_groups"] = (old, new)
+    return changed
 
 
 class Resumable(TrainingLoop):
@@ -210,16 +223,19 @@ class Resumable(TrainingLoop):
         history = history or self.lifecycle.state_dict()
         if best and is_final:
             history["metrics"]["best_checkpoint"], credited = name, evaluated
+        loop = {
+            "loss": self._loss.state_dict(),
+            "logged": list(self._logged),
+            "grad_norm": self._read_grad_norm().get("grad_norm"),
+        }
         files, payload = self._capture_state()
         payload |= {
             **history,
-            "loop": {
-                "loss": self._loss.state_dict(),
-                "logged": list(self._logged),
-                "grad_norm": self._read_grad_norm().get("grad_norm"),
-            },
+            "objective": state.to_json(history["objective"], "objective"),
+            "callbacks": state.to_json(history["callbacks"], "callbacks"),
+            "loop": state.to_json(loop, "loop"),
             "credited_step": credited,
-            "owes": {"evaluation": self._owes_evaluation, "save": self._owes_save},
+            "owes": {"evaluation": self._owes_evaluation or self.control.evaluate, "save": self._owes_save},
             # where it lies is no setting of the run: the folder can be moved
             "settings": {key: value for key, value in self.resolved_config().items() if key != "save_dir"},
             "world_size": self.world_size,
@@ -300,30 +316,30 @@ class Resumable(TrainingLoop):
         return found
 
     def _changed(self, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return what of the deciding settings is another one now: (then, now) by name."""
         now = self.resolved_config()
         changed = {name: (saved.get(name), now.get(name)) for name in DECIDING if saved.get(name) != now.get(name)}
-        # What another setting says by its name is not told a second time as an option of the groups.
-        told = {option for option, name in GROUP_SETTINGS.items() if name in changed}
-        groups = [
-            [{key: value for key, value in group.items() if key not in told} for group in settings["optimizer_groups"]]
-            for settings in (saved, now)
-        ]
-        if "optimizer" in changed or groups[0] == groups[1]:
-            changed.pop("optimizer_groups", None)
+        for name in ("learning_rate", "weight_decay", "optimizer_groups"):
+            changed.pop(name, None)  # with an optimizer of the user's own only its groups have the word
+        if "optimizer" not in changed:
+            changed |= _changed_groups(saved["optimizer_groups"] or [], now["optimizer_groups"] or [])
         return changed
 
     def _restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         self._restore_state(folder, content, changed)
-        self.lifecycle.load_state_dict(content)
-        self._loss.load_state_dict(content["loop"]["loss"])
-        step, seconds, samples, tokens = content["loop"]["logged"]
+        history = {key: state.from_json(content[key]) for key in ("objective", "callbacks", "loop")}
+        selects_anew = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
+        self.lifecycle.load_state_dict({**content, **history}, selects_anew)
+        self._loss.load_state_dict(history["loop"]["loss"])
+        step, seconds, samples, tokens = history["loop"]["logged"]
         self._logged = (step, seconds, samples, tokens)
-        norm = content["loop"]["grad_norm"]
+        norm = history["loop"]["grad_norm"]
         self._grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
-        self._owes_evaluation, self._owes_save = content["owes"]["evaluation"], content["owes"]["save"]
+        self._owes_evaluation = content["owes"]["evaluation"] and self._has_eval
+        self._owes_save = content["owes"]["save"]
         if self._owes_save:
             self.lifecycle.saved_at = None
-        self._credited_step = content["credited_step"]
+        self._credited_step = -1 if selects_anew else content["credited_step"]
         if "algorithms" not in changed:
             for algorithm, saved in zip(self.algorithms, content["algorithms"], strict=True):
                 algorithm.load_state_dict(saved)
@@ -333,6 +349,8 @@ class Resumable(TrainingLoop):
     def _restore_state(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Put model, optimizer, schedule and scaler back; of what is in `changed`, the new setting stays."""
         where = repr(str(folder))
+        if (content["scheduler"] is None) != (self.lr_scheduler is None):
+            changed = {*changed, "lr_scheduler"}  # warm-up alone makes a schedule too
         state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), where)
         if "optimizer" in changed:
             logger.warning("The optimizer is another one now: it starts without the state of the old one.")
@@ -407,9 +425,11 @@ class Resumable(TrainingLoop):
             )
 
     def _check_disk(self) -> None:
+        """Find out before the first step what could not be saved, and whether there is room for the rest."""
         if self.store is None:
             return
-        sizes = [tensor.numel() * tensor.element_size() for tensor in state.model_tensors(self.model).values()]
+        files, _ = self._capture_state()
+        sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
         warning = check_free_space(self.store.root, self.store.newest_size() or 3 * sum(sizes))
         if warning:
             logger.warning("%s", warning)
@@ -419,6 +439,11 @@ class Resumable(TrainingLoop):
         name = self.lifecycle.metrics.get("best_checkpoint")
         if self.store is None or name is None:
             return
+        if self.lifecycle.objective.best_step != self._credited_step:
+            logger.warning(
+                "The best evaluation, that of step %s, has no checkpoint: %r is the best of those that have one. "
+                "Let `save_steps` divide `eval_steps`.", self.lifecycle.objective.best_step, name,
+            )  # fmt: skip
         # by name first: the pointer may stand for an evaluation that closed a shorter run
         roots = [root for root in (self.store.root, self._origin) if root is not None]
         places = [*(root / name for root in roots), *(root / "best" for root in roots)]
