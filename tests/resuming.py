@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,7 +20,6 @@ from torch.utils.data import Dataset
 
 from omnitrain import Algorithm, Callback, Event, Trainer
 from omnitrain.checkpoint.state import load_tensors
-import contextlib
 
 
 class Killed(BaseException):
