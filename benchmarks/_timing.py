@@ -144,7 +144,8 @@ TO_THE_RIGHT = (2, 4, 6, 8, 9)
 
 def show(rows: Sequence[Row]) -> str:
     """Return the rows as one aligned table, with a gap before every case."""
-    table, case = [HEAD], None
+    table: list[tuple[str, ...]] = [HEAD]
+    case = None
     for row in rows:
         line = [row.case if row.case != case else "", row.variant, f"{row.value:.1f}", row.unit]
         if row.case != case:

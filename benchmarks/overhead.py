@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import math
 import resource
@@ -242,9 +243,9 @@ class SameWork:
     def __call__(self, outcome: Outcome, tolerance: float = 1e-6) -> None:
         self.first = self.first or outcome
         (model, logged), (expected, expected_losses) = outcome, self.first
-        close = {"rtol": 10 * tolerance, "atol": tolerance}
-        torch.testing.assert_close(torch.tensor(logged), torch.tensor(expected_losses), **close)
-        torch.testing.assert_close(model.state_dict(), expected.state_dict(), **close)
+        close = functools.partial(torch.testing.assert_close, rtol=10 * tolerance, atol=tolerance)
+        close(torch.tensor(logged), torch.tensor(expected_losses))
+        close(model.state_dict(), expected.state_dict())
 
     def roughly(self, outcome: Outcome) -> None:
         """Allow for the rounding of another AdamW, which grows over the steps."""

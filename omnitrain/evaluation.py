@@ -121,11 +121,12 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
                 scorer.update(*_aligned(output, trainer._shifts_labels))
             if keeps:
                 kept.append((_to_numpy(output.outputs), _to_numpy(output.labels)))
-    predictions = _join([one for one, _ in kept]) if keeps else None
-    labels = _join([one for _, one in kept]) if keeps else None
-    metrics = {"loss": total.item() / weights} if weights else {"loss": math.nan} if needs_loss else {}
-    if has_labels:
-        metrics |= scorer.compute(predictions, labels)
+        # inside, since a metric may draw random numbers too
+        predictions = _join([one for one, _ in kept]) if keeps else None
+        labels = _join([one for _, one in kept]) if keeps else None
+        metrics = {"loss": total.item() / weights} if weights else {"loss": math.nan} if needs_loss else {}
+        if has_labels:
+            metrics |= scorer.compute(predictions, labels)
     return Predictions(predictions, labels, metrics)
 
 

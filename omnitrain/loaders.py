@@ -22,7 +22,16 @@ from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 from omnitrain.sampling import Collate, EpochSampler, Fetch, tensor_columns
 
-__all__ = ["GivenLoader", "Loader", "MapLoader", "StreamLoader", "copied_ahead", "has_length", "make_loader"]
+__all__ = [
+    "GivenLoader",
+    "Loader",
+    "MapLoader",
+    "StreamLoader",
+    "copied_ahead",
+    "end_workers",
+    "has_length",
+    "make_loader",
+]
 
 logger = logging.getLogger("omnitrain")
 
@@ -41,12 +50,23 @@ class Loader:
         """Yield the micro-batches of an epoch, from the sample at `position` on."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End worker processes, if there are any; the next pass starts new ones."""
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next pass over the loader is."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches(self._epoch)
+
+
+def end_workers(*loaders: Any) -> None:
+    """End the worker processes of our loaders, and of dicts of them."""
+    for loader in loaders:
+        for one in loader.values() if isinstance(loader, dict) else (loader,):
+            if isinstance(one, Loader):
+                one.close()
 
 
 class _Requests:
@@ -108,6 +128,16 @@ class MapLoader(Loader):
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def close(self) -> None:
+        """End the worker processes; the next pass starts new ones.
+
+        Left to the garbage collector, torch's DataLoader may find its queues closed, and waits 5 seconds a worker.
+        """
+        iterator = getattr(self._workers, "_iterator", None)
+        if iterator is not None and self._workers is not None:
+            iterator._shutdown_workers()
+            self._workers._iterator = None
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, without reading what is before."""

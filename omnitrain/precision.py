@@ -1,4 +1,4 @@
-"""One vocabulary of precisions for every backend, turned into autocast and GradScaler, or into an error."""
+"""What is computed in, and where: one vocabulary of precisions and of devices, or an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["Precision"]
+__all__ = ["Precision", "choose_device"]
 
 _NAMES = {
     "fp32": "fp32",
@@ -63,3 +63,19 @@ class Precision:
     def grad_scaler(self, initial_scale: float) -> torch.amp.GradScaler:
         """Return the loss scaler: a working one for fp16, PyTorch's own null object for everything else."""
         return torch.amp.GradScaler(self.device_type, init_scale=initial_scale, enabled=self.name == "fp16")
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """Return the device that was asked for, else the first there is of cuda, xpu, mps and cpu.
+
+    Raises:
+        ConfigError: If it does not exist here.
+    """
+    if device is None:
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = "cpu" if kind is None else kind.type
+    try:
+        return torch.empty(0, device=torch.device(device)).device  # "cuda" becomes "cuda:0"
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"`device={device!r}` cannot be used: {reason} Leave it out to take what there is.") from None

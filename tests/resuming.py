@@ -232,7 +232,8 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     """Everything that two equal runs must agree on, in memory and in the last checkpoint."""
     tensors = {f"model/{name}": tensor for name, tensor in trainer.get_model().state_dict().items()}
     for index, entry in trainer.optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{index}/{name}": value for name, value in entry.items()}
+        entries = entry if isinstance(entry, dict) else {"shared": entry}
+        tensors |= {f"optimizer/{index}/{name}": value for name, value in entries.items()}
     scaler = getattr(trainer, "scaler", None)
     found = {
         "metrics": trainer.metrics.to_dict(),

@@ -192,7 +192,7 @@ def show(rows: list[Row]) -> str:
         question = "" if lines[-1][0].startswith(row.probe) else row.question
         peer = f"{row.trainer} {row.version}".strip()
         lines.append((f"{row.probe} {question}".strip(), peer, marked(row), marked(ours[row.probe])))
-    lines.insert(1, ("---",) * 4)
+    lines.insert(1, ("---", "---", "---", "---"))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

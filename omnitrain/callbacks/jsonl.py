@@ -60,7 +60,7 @@ class JsonlLogger(Callback):
         path = self._path(trainer)
         if path is None:
             return
-        if trainer.progress.step == 0:
+        if trainer.progress.step == 0 and trainer.lifecycle.saved_at is None:
             self._file = _open(path, "w")
         else:
             self._last = keep_rows(path, until=trainer.progress.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from omnitrain.checkpoint.store import Store
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["Retention"]
+
+logger = logging.getLogger("omnitrain")
 
 
 class Retention(Callback):
@@ -45,8 +48,13 @@ class Retention(Callback):
         """Delete what may go now that a new checkpoint is complete."""
         if not trainer.is_main_process:
             return
-        for step in self._earlier:
-            if self.store.path(step) != trainer.lifecycle.saved_path:  # the run may be past it when it is complete
+        earlier, self._earlier = self._earlier, []
+        for step in earlier:
+            if self.store.path(step) == trainer.lifecycle.saved_path:  # progress may be past it when it is complete
+                continue
+            try:
                 self.store.delete(step)
-        self._earlier = []
+            except OSError as error:
+                logger.warning("Cannot delete %r, of an earlier run: %s.", str(self.store.path(step)), error)
+                self._earlier.append(step)  # until the next checkpoint
         self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)

@@ -23,6 +23,7 @@ from torch import nn
 from omnitrain.errors import CheckpointError, ConfigError
 
 __all__ = [
+    "extra_state",
     "from_json",
     "like",
     "load_tensors",
@@ -76,7 +77,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
     seen: dict[Any, str] = {}
     for name, value in unwrap(model).state_dict().items():
         if not isinstance(value, torch.Tensor):
-            continue  # what `get_extra_state` returns is none of ours
+            continue  # see `extra_state`
         name, tensor = bare_name(name), value.detach()
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         place = place if tensor.numel() else name
@@ -116,8 +117,26 @@ def write_config(model: nn.Module, folder: Path) -> None:
             config.save_pretrained(folder)  # type: ignore[union-attr]
 
 
-def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """Return what modules keep besides tensors (`get_extra_state`) by name, as JSON types.
+
+    Raises:
+        CheckpointError: If it holds something that is neither plain nor a number.
+    """
+    found = unwrap(model).state_dict().items()
+    return {bare_name(name): to_json(value, name) for name, value in found if not isinstance(value, torch.Tensor)}
+
+
+def load_weights(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any] | None = None
+) -> None:
     """Copy tensors into a model in place, so that optimizers and ties hold; every name and shape must fit.
+
+    Args:
+        model: The model, wrapped or not.
+        tensors: What `model_tensors` returned.
+        where: What an error calls them.
+        extra: What `extra_state` returned.
 
     Raises:
         CheckpointError: If a tensor is missing, left over, or of another shape.
@@ -131,17 +150,17 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], where: s
             "Build the model as it was built for that run."
         )
     for name, tensor, first in wanted:
-        if name != first:
-            continue
-        if tensors[name].shape != tensor.shape:
+        if name == first and tensors[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{where} does not fit the model: {name!r} has shape {tuple(tensors[name].shape)} there and "
                 f"{tuple(tensor.shape)} in the model."
             )
-    with torch.no_grad():
-        for name, tensor, first in wanted:
-            if name == first:
-                tensor.copy_(tensors[name])
+    content: dict[str, Any] = {name: tensors[first] for name, _, first in wanted}
+    content |= {name: from_json(value) for name, value in (extra or {}).items()}
+    # by the model's own way of loading: its modules may have hooks, and what state_dict() returns may be copies
+    bare = unwrap(model)
+    names = [name for name in bare.state_dict() if bare_name(name) in content]
+    bare.load_state_dict({name: content[bare_name(name)] for name in names}, strict=False)
 
 
 # --- files
@@ -159,6 +178,9 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         storages.add(storage.data_ptr())
         ready[name] = tensor
     save_file(ready, path, metadata={"format": "pt"})  # transformers asks for this entry
+    umask = os.umask(0)  # which can only be read by setting it
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # safetensors lets nobody but the owner read it
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -197,8 +219,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
                 if isinstance(value, torch.Tensor):
                     tensors[f"{name}/{key}"] = value
                 else:
-                    rest.setdefault(name, {})[key] = to_json(value, f"{name}/{key}")
-    return tensors, {"groups": groups, "rest": rest}
+                    rest.setdefault(name, {})[key] = to_json(value, f"{name}/{key}", tensors)
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return tensors, {"groups": groups, "rest": rest, "shared": to_json(shared, "", tensors)}
 
 
 def restore_optimizer(
@@ -210,7 +233,7 @@ def restore_optimizer(
         CheckpointError: If the optimizer's parameters, or their groups, are not those that were saved.
     """
     names = parameter_names(model)
-    state: dict[str, dict[str, Any]] = {name: dict(from_json(entry)) for name, entry in saved["rest"].items()}
+    state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
         state.setdefault(name, {})[entry] = tensor
@@ -231,14 +254,19 @@ def restore_optimizer(
         groups.append({**plain, "params": list(range(start, start + len(group)))})
         start += len(group)
     # torch's own loading places each tensor beside its parameter
-    optimizer.load_state_dict(
-        {"state": {i: state[name] for i, name in enumerate(order) if name in state}, "param_groups": groups}
-    )
+    entries = {i: state[name] for i, name in enumerate(order) if name in state}
+    shared = from_json(saved["shared"], tensors)
+    optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups})
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         held = optimizer.state.get(parameter, {})
         for key, tensor in state.get(names[id(parameter)], {}).items():
-            if isinstance(tensor, torch.Tensor) and held[key].dtype != tensor.dtype:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if held[key].dtype != tensor.dtype:
                 held[key] = tensor.to(parameter.device)  # torch casts to the parameter's dtype, which is lossy
+            if held[key].shape == parameter.shape and held[key].stride() != parameter.stride():
+                # fused kernels walk through both as they lie in memory, channels last for example
+                held[key] = torch.empty_like(parameter, dtype=held[key].dtype).copy_(held[key])
 
 
 def like(value: Any, present: Any) -> Any:
@@ -285,46 +313,55 @@ def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: 
 # --- JSON
 
 
-def to_json(value: Any, where: str) -> Any:
+def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Return a state as JSON types, tagged where JSON would give something else back (tuples, keys that are no text).
+
+    Args:
+        value: The state.
+        where: What an error calls it.
+        tensors: Takes the tensors in it, where there is a place for them; otherwise those of one number become numbers.
 
     Raises:
         CheckpointError: If it holds something that is neither plain nor a number.
     """
+    if isinstance(value, torch.Tensor) and tensors is not None:
+        tensors[where] = value
+        return {"__tensor__": where}
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": str(value)}  # JSON has neither NaN nor Infinity
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return to_json(value.item(), where)
-    if isinstance(value, list):
-        return [to_json(entry, where) for entry in value]
-    if isinstance(value, tuple):
-        return {"__tuple__": [to_json(entry, where) for entry in value]}
+    if isinstance(value, (list, tuple)):
+        entries = [to_json(entry, f"{where}/{i}", tensors) for i, entry in enumerate(value)]
+        return entries if isinstance(value, list) else {"__tuple__": entries}
     if isinstance(value, Counter):
         return {"__counter__": [[to_json(k, where), v] for k, v in value.items()]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("__") for key in value):
-            return {key: to_json(entry, f"{where}.{key}") for key, entry in value.items()}
-        return {"__dict__": [[to_json(k, where), to_json(v, where)] for k, v in value.items()]}
+            return {key: to_json(entry, f"{where}/{key}", tensors) for key, entry in value.items()}
+        return {"__dict__": [[to_json(k, where), to_json(v, f"{where}/{k}", tensors)] for k, v in value.items()]}
     raise CheckpointError(
         f"`{where}` holds a {type(value).__name__}, which has no place in a checkpoint of tensors and JSON. "
         "Keep numbers, text, lists and dicts in a state."
     )
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
     """Return what `to_json` was given."""
     if isinstance(value, list):
-        return [from_json(entry) for entry in value]
+        return [from_json(entry, tensors) for entry in value]
     if not isinstance(value, dict):
         return value
+    if "__tensor__" in value:
+        return (tensors or {})[value["__tensor__"]]
     if "__float__" in value:
         return float(value["__float__"])
     if "__tuple__" in value:
-        return tuple(from_json(entry) for entry in value["__tuple__"])
+        return tuple(from_json(entry, tensors) for entry in value["__tuple__"])
     if "__counter__" in value:
         return Counter({from_json(k): v for k, v in value["__counter__"]})
     if "__dict__" in value:
-        return {from_json(k): from_json(v) for k, v in value["__dict__"]}
-    return {key: from_json(entry) for key, entry in value.items()}
+        return {from_json(k): from_json(v, tensors) for k, v in value["__dict__"]}
+    return {key: from_json(entry, tensors) for key, entry in value.items()}

@@ -27,16 +27,16 @@ from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import STOP_REASONS, Lifecycle
-from omnitrain.loaders import GivenLoader, make_loader
+from omnitrain.loaders import GivenLoader, end_workers, make_loader
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler
-from omnitrain.precision import Precision
+from omnitrain.precision import Precision, choose_device
 from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import seed_everything
 from omnitrain.scoring import make_scorer
 from omnitrain.trainers.resumable import Resumable
-from omnitrain.trainers.settings import check_settings, describe, refuse_unknown, resolve_accumulation
+from omnitrain.trainers.settings import check_settings, describe, describe_data, refuse_unknown, resolve_accumulation
 from omnitrain.units import ModelUnit
 
 __all__ = ["BaseTrainer"]
@@ -266,14 +266,14 @@ class BaseTrainer(Resumable, ABC):
         self.lr_scheduler = None
         if not self._can_train:
             return
-        if self._optimizer_groups is None:
-            self._optimizer_groups = self._group_options()
+        self._note_optimizer()
         self.lr_scheduler = build_scheduler(
             self._given["lr_scheduler"],
             self.optimizer,
             warmup_steps=self.warmup_steps,
             total_steps=self.total_steps if self.scheduler_interval == "step" else self._total_epochs,
         )
+        self._note_schedule()
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             if not self._has_eval:
                 raise ConfigError("`lr_scheduler=ReduceLROnPlateau` follows evaluations. Pass `eval_dataset`.")
@@ -363,6 +363,7 @@ class BaseTrainer(Resumable, ABC):
             raise
         finally:
             self._guard.release(self.optimizer)
+            end_workers(self.train_loader, self.eval_loader)
             self.lifecycle.end_train(failed)
         if self._interrupt.error is not None:
             raise self._interrupt.error
@@ -391,7 +392,10 @@ class BaseTrainer(Resumable, ABC):
         return metrics
 
     def _evaluated(self, loader: Any, prefix: str) -> dict[str, float]:
-        metrics = evaluation.evaluate(self, loader, prefix)
+        try:
+            metrics = evaluation.evaluate(self, loader, prefix)
+        finally:
+            end_workers(loader)
         if metrics is None:
             raise KeyboardInterrupt("The evaluation was cut short by a signal.")
         return metrics
@@ -403,7 +407,10 @@ class BaseTrainer(Resumable, ABC):
             raise ConfigError(
                 f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
             )
-        return evaluation.predict(self, loader)
+        try:
+            return evaluation.predict(self, loader)
+        finally:
+            end_workers(loader)
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
         """Write metrics as `<split>_results.json` into `save_dir`, or into the current folder without one."""
@@ -447,11 +454,15 @@ class BaseTrainer(Resumable, ABC):
             "optimization_direction": self.objective.direction,
             "optimizer": self.optimizer if self._can_train else None,
             "optimizer_groups": self._optimizer_groups,
+            "lr_scheduler_options": self._schedule_options,
             "samples_per_epoch": None if self.train_loader is None else self.train_loader.size,
             "total_steps": self.total_steps,
             "unit": self.unit,
         }
-        plain = {name: describe(value) for name, value in {**self._given, **resolved}.items()}
+        plain = {
+            name: describe_data(value) if name.endswith(("_dataset", "_loader")) else describe(value)
+            for name, value in {**self._given, **resolved}.items()
+        }
         return {"trainer": describe(type(self)), "model": describe(self.get_model()), **plain}
 
     @property
@@ -478,18 +489,7 @@ class BaseTrainer(Resumable, ABC):
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
         """Return the device to train on: the one asked for, else the first there is of cuda, xpu, mps, cpu."""
-        if device is None:
-            kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            device = "cpu" if kind is None else kind.type
-        try:
-            chosen = torch.device(device)
-            chosen = torch.empty(0, device=chosen).device  # "cuda" becomes "cuda:0"
-        except (RuntimeError, AssertionError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"`device={device!r}` cannot be used: {reason} Leave it out to take what there is."
-            ) from None
-        return chosen
+        return choose_device(device)
 
     def _set_up_distribution(self) -> None:
         """Find out about the other processes of the run, before anything is counted."""

@@ -27,8 +27,8 @@ from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.loaders import MapLoader
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS
+from omnitrain.trainers.changes import DECIDING, changed_settings, optimizer_options, schedule_options
 from omnitrain.trainers.loop import TrainingLoop
-from omnitrain.trainers.settings import describe
 
 __all__ = ["Resumable", "Snapshot"]
 
@@ -36,30 +36,6 @@ logger = logging.getLogger("omnitrain")
 
 OPTIMIZER = "optimizer/state.safetensors"
 RNG = "rng/rank-00000.safetensors"
-
-DECIDING = (
-    "model",
-    "optimizer",
-    "learning_rate",
-    "weight_decay",
-    "optimizer_groups",
-    "lr_scheduler",
-    "warmup_steps",
-    "scheduler_interval",
-    "global_batch_size",
-    "max_grad_norm",
-    "grad_reduction",
-    "loss_fn",
-    "unit",
-    "algorithms",
-    "optimization_metric",
-    "optimization_direction",
-    "autocast",
-    "seed",
-    "shuffle",
-    "samples_per_epoch",
-)
-"""The settings that decide the numbers of a run: changing one on the way is an error unless it is allowed by name."""
 
 
 @dataclass(slots=True)
@@ -89,22 +65,6 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
 
 
-def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs between the options of two optimizers, by the name of the setting."""
-    changed = {}
-    for option, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        old, new = ([group.get(option) for group in groups] for groups in (then, now))
-        if old != new:
-            changed[name] = (old[0], new[0]) if len(old) == len(new) == 1 else (old, new)
-    old, new = (
-        [{key: value for key, value in group.items() if key not in ("lr", "weight_decay")} for group in groups]
-        for groups in (then, now)
-    )
-    if old != new:
-        changed["optimizer_groups"] = (old, new)
-    return changed
-
-
 class Resumable(TrainingLoop):
     """A training loop that can be saved at any step boundary and go on as if it had not been interrupted."""
 
@@ -112,6 +72,8 @@ class Resumable(TrainingLoop):
     save_required: bool = False
     _optimizer_groups: list[dict[str, Any]] | None = None
     """The options of the optimizer's groups as the run began, before any schedule moved them."""
+    _schedule_options: dict[str, Any] | None = None
+    """What a schedule of the user's own was made with; None for a named one, which the settings describe."""
     _background: ThreadPoolExecutor | None = None
     _in_flight: tuple[Snapshot, Future[Path]] | None = None
     _origin: Path | None = None
@@ -260,6 +222,7 @@ class Resumable(TrainingLoop):
             if self.lr_scheduler is None
             else state.to_json(self.lr_scheduler.state_dict(), "scheduler"),
             "scaler": state.to_json(scaler.state_dict(), "scaler") if scaler is not None else {},
+            "extra_state": state.extra_state(self.model),
             "algorithms": [algorithm.state_dict() for algorithm in self.algorithms],
             "drawn": self._drawn(),
         }
@@ -303,7 +266,7 @@ class Resumable(TrainingLoop):
             return None
         folder, content = found
         self._origin = folder.parent
-        changed = self._changed(content["settings"])
+        changed = changed_settings(content["settings"], self.resolved_config())
         refused = {name: pair for name, pair in changed.items() if name not in allow_change}
         if refused:
             listed = "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
@@ -314,16 +277,6 @@ class Resumable(TrainingLoop):
         self._restore(folder, content, set(changed))
         logger.info("Resumed from %s at step %d.", folder.name, self.progress.step)
         return found
-
-    def _changed(self, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return what of the deciding settings is another one now: (then, now) by name."""
-        now = self.resolved_config()
-        changed = {name: (saved.get(name), now.get(name)) for name in DECIDING if saved.get(name) != now.get(name)}
-        for name in ("learning_rate", "weight_decay", "optimizer_groups"):
-            changed.pop(name, None)  # with an optimizer of the user's own only its groups have the word
-        if "optimizer" not in changed:
-            changed |= _changed_groups(saved["optimizer_groups"] or [], now["optimizer_groups"] or [])
-        return changed
 
     def _restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         self._restore_state(folder, content, changed)
@@ -349,9 +302,10 @@ class Resumable(TrainingLoop):
     def _restore_state(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Put model, optimizer, schedule and scaler back; of what is in `changed`, the new setting stays."""
         where = repr(str(folder))
-        if (content["scheduler"] is None) != (self.lr_scheduler is None):
-            changed = {*changed, "lr_scheduler"}  # warm-up alone makes a schedule too
-        state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), where)
+        is_composed = "lr_scheduler_options" in changed and hasattr(self.lr_scheduler, "_schedulers")
+        if (content["scheduler"] is None) != (self.lr_scheduler is None) or is_composed:
+            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # warm-up alone makes a schedule too
+        state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), where, content["extra_state"])
         if "optimizer" in changed:
             logger.warning("The optimizer is another one now: it starts without the state of the old one.")
         else:
@@ -368,9 +322,12 @@ class Resumable(TrainingLoop):
     def _restore_schedule(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Put the schedule where it was; a named one that has changed goes on from the same step of the new one."""
         schedulers = [self.lr_scheduler, *getattr(self.lr_scheduler, "_schedulers", ())]
-        fresh_rates = [getattr(scheduler, "base_lrs", None) for scheduler in schedulers]
+        fresh, fresh_rates = dict(vars(self.lr_scheduler)), [getattr(one, "base_lrs", None) for one in schedulers]
         if "lr_scheduler" not in changed:
             self.lr_scheduler.load_state_dict(state.from_json(content["scheduler"]))
+        if "lr_scheduler_options" in changed:
+            then, now = content["settings"]["lr_scheduler_options"] or {}, self._schedule_options or {}
+            vars(self.lr_scheduler).update({key: fresh[key] for key in now if now[key] != then.get(key)})
         has_new_rates = not {"learning_rate", "optimizer_groups"}.isdisjoint(changed)
         for scheduler, rates in zip(schedulers, fresh_rates, strict=True):
             if rates is not None:
@@ -455,22 +412,18 @@ class Resumable(TrainingLoop):
         if place is None:
             return
         folder, content = place
-        state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), repr(str(folder)))
+        tensors = state.load_tensors(folder / state.WEIGHTS)
+        state.load_weights(self.model, tensors, repr(str(folder)), content["extra_state"])
         self._weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
 
-    def _group_options(self) -> list[dict[str, Any]]:
-        """Return the options of the optimizer's groups, but for those that say how it computes."""
-        skipped = ("params", "initial_lr", *state.IMPLEMENTATION)
-        found = []
-        for group in self.optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key not in skipped}
-            options["lr"] = group.get("initial_lr", group.get("lr"))
-            found.append(
-                {key: float(v) if isinstance(v, torch.Tensor) and v.numel() == 1 else describe(v)
-                 for key, v in options.items()}
-            )  # fmt: skip
-        return found
+    def _note_optimizer(self) -> None:
+        if self._optimizer_groups is None:
+            self._optimizer_groups = optimizer_options(self.optimizer)
+
+    def _note_schedule(self) -> None:
+        if self._schedule_options is None and not isinstance(self._given["lr_scheduler"], str | None):
+            self._schedule_options = schedule_options(self.lr_scheduler)
 
     @contextlib.contextmanager
     def _writing_in_background(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["check_settings", "describe", "refuse_unknown", "resolve_accumulation"]
+__all__ = ["check_settings", "describe", "describe_data", "refuse_unknown", "resolve_accumulation"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "scheduler_interval": ("step", "epoch"),
@@ -177,3 +177,10 @@ def describe(value: Any) -> Any:
         return [describe(entry) for entry in value]
     named: Any = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def describe_data(data: Any) -> Any:
+    """Return a dataset or loader by its type, named sets each by theirs: content has no place in the settings."""
+    if isinstance(data, dict):
+        return {str(name): describe(type(one)) for name, one in data.items()}
+    return None if data is None else describe(type(data))

@@ -16,7 +16,7 @@ from omnitrain.progress import Progress
 
 def make_trainer(save_dir: Path | None, step: int = 0, is_main_process: bool = True) -> Any:
     progress = Progress(epoch_size=30, step=step)
-    lifecycle = SimpleNamespace(is_closing=False)
+    lifecycle = SimpleNamespace(is_closing=False, saved_at=None)
     return SimpleNamespace(progress=progress, is_main_process=is_main_process, save_dir=save_dir, lifecycle=lifecycle)
 
 

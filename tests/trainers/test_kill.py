@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -334,6 +335,24 @@ def test_disk_that_fails_at_any_operation_costs_checkpoints_and_not_the_run(
             after = without_streams(play(run, **NO_BEST))
             assert not differences(after["last"], expected["last"]), f"resumed after a fault at operation {k}"
         shutil.rmtree(run, ignore_errors=True)
+
+
+def test_disk_that_fails_while_an_earlier_run_is_replaced_does_not_end_the_new_one(folder: Path) -> None:
+    play(folder / "earlier", save_steps=2, epochs=2)
+    options = {**NO_BEST, "overwrite": True, "save_steps": 4}
+    for k in itertools.count():
+        run = folder / str(k)
+        shutil.copytree(folder / "earlier", run)
+        trainer = build(run, **options)
+        with disk(trainer, Disk(k, glitch)) as fake:
+            trainer.train()
+        if fake.count <= k:
+            break
+        assert trainer.metrics["stop_reason"] == "epochs"
+        names = [path.name for path in Store(run).checkpoints()]
+        assert set(names) <= {"checkpoint-000004", "checkpoint-000006"}, f"after a fault at operation {k}"
+        shutil.rmtree(run)
+    assert k > 50
 
 
 @pytest.mark.parametrize("is_async", [False, True])

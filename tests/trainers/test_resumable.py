@@ -664,6 +664,40 @@ def test_allowed_change_of_rate_or_schedule_is_in_force_from_the_first_step_on(
     assert [rate for (rate,) in found["rates"]] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "first, second, told, expected",
+    [
+        (
+            lambda optimizer: schedules.CosineAnnealingLR(optimizer, 9),
+            lambda optimizer: schedules.CosineAnnealingLR(optimizer, 9, eta_min=0.04),
+            r"'eta_min': 0.0\} -> .*'eta_min': 0.04",
+            [0.025 * (1 + math.cos(math.pi * n / 9)) for n in range(1, 5)],
+        ),
+        (
+            lambda optimizer: schedules.StepLR(optimizer, 2),
+            lambda optimizer: schedules.StepLR(optimizer, 3),
+            r"'step_size': 2, .* -> .*'step_size': 3, ",
+            [0.05, 0.005, 0.005, 0.0005, 0.0005, 5e-05, 5e-05, 5e-05, 5e-06],
+        ),
+        (
+            lambda optimizer: schedules.ChainedScheduler([schedules.ExponentialLR(optimizer, 0.5)]),
+            lambda optimizer: schedules.ChainedScheduler([schedules.ExponentialLR(optimizer, 0.1)]),
+            r"'gamma': 0.5.* -> .*'gamma': 0.1",
+            [0.025, 0.0125, 0.00625, 0.003125, 0.005, 0.0005, 5e-05, 5e-06, 5e-07],
+        ),
+    ],
+)
+def test_schedule_of_the_users_own_that_was_made_otherwise_is_refused_and_if_allowed_in_force(
+    first: Any, second: Any, told: str, expected: list[float], folder: Path
+) -> None:
+    play(folder / "refused", [{"cut": ("stop", 4)}], lr_scheduler=first)
+    with pytest.raises(CheckpointError, match=rf"lr_scheduler_options: .*{told}"):
+        build(folder / "refused", lr_scheduler=second).train(resume_from="auto")
+    found = resumed_with(folder, {"lr_scheduler": second}, {"lr_scheduler_options"}, lr_scheduler=first)
+    assert [rate for (rate,) in found["rates"]][: len(expected)] == pytest.approx(expected)
+    assert found["rates"][4:] != play(folder / "straight", lr_scheduler=first)["rates"][4:]
+
+
 def test_schedule_that_got_longer_says_what_it_does(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed_with(folder, {"epochs": 6}, set(), lr_scheduler="cosine")
     assert "18 steps" in caplog.text and "before: 9" in caplog.text
@@ -1016,13 +1050,11 @@ def test_evaluation_that_a_signal_cut_short_is_done_again_after_the_resume(folde
     assert not differences(found, expected)
 
 
-@pytest.mark.parametrize("event", ["train_start", "eval_start"])
+@pytest.mark.parametrize("event", ["train_start", "eval_start", "eval_end"])
 def test_signal_before_the_first_step_saves_and_the_resumed_run_is_the_whole_run(event: str, folder: Path) -> None:
-    class Early(Callback):
-        pass
-
-    def kill(self: Any, trainer: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    def kill(self: Any, trainer: Any, *details: Any) -> None:
+        if trainer.progress.step == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     early = type("Early", (Callback,), {f"on_{event}": kill})
     options = {"eval_on_start": True, "patience": 2, "eval_steps": 1}
@@ -1189,6 +1221,21 @@ def test_names_of_checkpoints_need_a_save_dir(folder: Path) -> None:
         build(None).train(resume_from="auto")
     with pytest.raises(ConfigError, match=r"save_dir"):
         build(None).save_checkpoint()
+
+
+def test_state_that_could_not_be_saved_is_told_before_the_first_step(folder: Path) -> None:
+    def with_a_stranger(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(7))], 0.1)
+
+    trainer = build(folder / "run", **given_optimizer(with_a_stranger))
+    with pytest.raises(CheckpointError, match=r"shapes \[\(7,\)\] that are not the model's"):
+        trainer.train()
+    assert trainer.progress.step == 0
+
+
+def test_resumed_run_without_the_evaluation_that_it_owes_goes_on(folder: Path) -> None:
+    play(folder / "run", [{"cut": ("signal", 3)}])
+    assert play(folder / "run", eval_dataset=None)["position"]["step"] == 9
 
 
 def test_checkpoint_of_another_model_is_refused_by_name(folder: Path) -> None:

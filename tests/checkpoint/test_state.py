@@ -1,0 +1,378 @@
+"""Weights, moments and generators come back to the bit, under the names of the bare module."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from omnitrain.checkpoint import state
+from omnitrain.errors import CheckpointError, ConfigError
+
+
+class Tied(nn.Module):
+    """Embedding and head are one tensor; buffers are views of one; one is not persistent; one is empty."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(6.0) + seed)
+        self.register_buffer("whole_table", self.table)
+        self.register_buffer("first_half", self.table[:3])
+        self.register_buffer("bits", self.table.view(torch.int32))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("also_empty", torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- models
+
+
+def test_tensor_of_several_names_is_kept_once_under_the_first() -> None:
+    assert list(state.model_tensors(Tied())) == ["table", "first_half", "bits", "empty", "also_empty", "embed.weight"]
+
+
+def test_tied_and_view_shared_tensors_come_back_tied_and_in_place(tmp_path: Path) -> None:
+    source, target = Tied(), Tied(seed=1)
+    places = {name: tensor.data_ptr() for name, tensor in target.state_dict().items()}
+    state.save_tensors(state.model_tensors(source), tmp_path / "file")
+    state.load_weights(target, state.load_tensors(tmp_path / "file"), "there")
+    assert same(dict(target.state_dict()), dict(source.state_dict()))
+    assert {name: tensor.data_ptr() for name, tensor in target.state_dict().items()} == places
+    assert target.head.weight is target.embed.weight
+
+
+def test_file_holds_no_more_than_the_tensors_even_of_views_into_large_ones(tmp_path: Path) -> None:
+    large = torch.zeros(1_000_000)
+    tensors = {"head": large[:10], "overlapping": large[5:15], "transposed": torch.arange(6.0).reshape(2, 3).T}
+    state.save_tensors(tensors, tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size < 1000
+    assert same(state.load_tensors(tmp_path / "file"), tensors)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool,
+     torch.float8_e4m3fn, torch.complex64],
+)  # fmt: skip
+def test_every_dtype_comes_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"a": torch.tensor([[0.0, 1.0], [2.0, -0.0]]).to(dtype), "scalar": torch.tensor(1.0).to(dtype)}
+    state.save_tensors(tensors, tmp_path / "file")
+    found = state.load_tensors(tmp_path / "file")
+    for name, tensor in tensors.items():
+        assert found[name].dtype is dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128))
+
+
+def test_names_are_those_of_the_bare_module_however_it_is_wrapped() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+    names = list(make().state_dict())
+    half = make()
+    half[0] = torch.compile(half[0], backend="eager")  # type: ignore[assignment]
+    for model in (torch.compile(make(), backend="eager"), half, nn.DataParallel(make())):
+        assert list(state.model_tensors(model)) == names  # type: ignore[arg-type]
+        tensors = {name: torch.full_like(tensor, 0.5) for name, tensor in make().state_dict().items()}
+        state.load_weights(model, tensors, "there")  # type: ignore[arg-type]
+        assert all((parameter == 0.5).all() for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda tensors: tensors.pop("0.weight"), r"there does not fit the model: missing \['0.weight'\]"),
+        (lambda tensors: tensors.update(more=torch.zeros(1)), r"not in the model \['more'\]"),
+        (lambda tensors: tensors.update({"0.bias": torch.zeros(3)}), r"'0.bias' has shape \(3,\) there and \(2,\) in"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_any_is_copied(change: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor + 1 for name, tensor in before.items()}
+    change(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        state.load_weights(model, tensors, "there")
+    assert same(dict(model.state_dict()), before)
+
+
+def test_modules_whose_state_dict_gives_copies_are_loaded_all_the_same() -> None:
+    model = nn.Linear(2, 1)
+    model._register_state_dict_hook(lambda module, found, *_: found.update({k: v.clone() for k, v in found.items()}))
+    state.load_weights(model, {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, "there")
+    assert model.weight.tolist() == [[1.0, 1.0]]
+
+
+class Counting(nn.Linear):
+    count = 0
+    tensor_count: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count, 1: (2, math.inf)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state[1] == (2, math.inf)
+        self.count = state["count"]
+
+
+def test_extra_state_of_modules_comes_back() -> None:
+    source, target = nn.Sequential(Counting(1, 1)), nn.Sequential(Counting(1, 1))
+    source[0].count = 7
+    extra = json.loads(json.dumps(state.extra_state(source), allow_nan=False))
+    state.load_weights(target, state.model_tensors(source), "there", extra)
+    assert target[0].count == 7
+
+
+def test_extra_state_that_no_checkpoint_can_hold_is_refused_by_name() -> None:
+    model = nn.Sequential(Counting(1, 1))
+    model[0].get_extra_state = lambda: {"what": object()}  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"`0\._extra_state/what` holds a object"):
+        state.extra_state(model)
+
+
+# --- save_model
+
+
+class Config:
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "config.json").write_text("{}")
+
+
+def test_saved_model_is_one_file_with_the_config_beside_it(tmp_path: Path) -> None:
+    model = Tied()
+    model.config = Config()  # type: ignore[assignment]
+    state.save_weights(model, tmp_path / "a" / "b", overwrite=False)
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["config.json", "model.safetensors"]
+    header = (tmp_path / "a" / "b" / "model.safetensors").read_bytes()[8:]
+    assert json.loads(header[: header.index(b"}}") + 2])["__metadata__"] == {"format": "pt"}
+
+
+def test_model_that_is_there_is_replaced_only_if_that_is_wanted_and_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.save_weights(Tied(0), tmp_path, overwrite=False)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match=r"model.safetensors' is there already.*overwrite=True"):
+        state.save_weights(Tied(1), tmp_path, overwrite=False)
+
+    def torn(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):  # noqa: PT012
+        patch.setattr(state, "save_tensors", torn)
+        state.save_weights(Tied(1), tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    state.save_weights(Tied(1), tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() != before
+    with pytest.raises(ConfigError, match="it is a file"):
+        state.save_weights(Tied(), tmp_path / "model.safetensors", overwrite=True)
+
+
+# --- optimizers
+
+
+def trained(make: Any, order: list[str] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    parameters = dict(model.named_parameters())
+    optimizer = make([parameters[name] for name in order or parameters])
+    for _ in range(3):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+
+
+def through_json(rest: Any) -> Any:
+    return json.loads(json.dumps(rest, allow_nan=False))
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "SGD without momentum": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_every_optimizer_comes_back_to_the_bit_in_any_order_of_parameters(name: str, tmp_path: Path) -> None:
+    model, optimizer = trained(OPTIMIZERS[name])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    state.save_tensors(tensors, tmp_path / "file")
+    other, twin = trained(OPTIMIZERS[name], ["1.bias", "0.weight", "1.weight", "0.bias"])
+    for entry in twin.state.values():
+        entry.clear()
+    state.restore_optimizer(twin, other, state.load_tensors(tmp_path / "file"), through_json(rest), "there")
+    then, now = by_name(model, optimizer), by_name(other, twin)
+    assert {name: set(entry) for name, entry in then.items()} == {name: set(entry) for name, entry in now.items()}
+    for parameter, entry in then.items():
+        for key, value in entry.items():
+            found = now[parameter][key]
+            assert type(found) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert found.dtype is value.dtype and torch.equal(found, value), f"{parameter}/{key}"
+            else:
+                assert found == value
+
+
+def test_tensors_are_kept_under_parameter_names() -> None:
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, _ = state.optimizer_state(optimizer, torch.compile(model, backend="eager"))
+    assert {name for name in tensors if name.startswith("0.weight/")} == {
+        "0.weight/step", "0.weight/exp_avg", "0.weight/exp_avg_sq",
+    }  # fmt: skip
+
+
+def test_lists_of_tensors_and_what_belongs_to_no_parameter_come_back(tmp_path: Path) -> None:
+    model, optimizer = trained(OPTIMIZERS["SGD"])
+    first = next(model.parameters())
+    optimizer.state[first]["factors"] = [torch.eye(2), {"power": torch.tensor([3.0])}, None]
+    optimizer.state["steps"] = 3
+    optimizer.state["mean"] = torch.tensor([1.0, 2.0])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    state.save_tensors(tensors, tmp_path / "file")
+    other, twin = trained(OPTIMIZERS["SGD"])
+    state.restore_optimizer(twin, other, state.load_tensors(tmp_path / "file"), through_json(rest), "there")
+    factors = twin.state[next(other.parameters())]["factors"]
+    assert torch.equal(factors[0], torch.eye(2)) and torch.equal(factors[1]["power"], torch.tensor([3.0]))
+    assert factors[2] is None
+    assert twin.state["steps"] == 3 and twin.state["mean"].tolist() == [1.0, 2.0]
+
+
+def test_options_of_the_groups_come_back_and_how_it_computes_does_not() -> None:
+    model, optimizer = trained(lambda parameters: torch.optim.AdamW(parameters, 0.1, betas=(0.7, 0.8), fused=True))
+    optimizer.param_groups[0] |= {"lr": 0.03, "own": (1, [2], {"x": None})}
+    tensors, rest = state.optimizer_state(optimizer, model)
+    for options in ({"lr": 0.1, "foreach": True}, {"lr": torch.tensor(0.1)}):
+        other, twin = trained(lambda parameters: torch.optim.AdamW(parameters, **options))  # noqa: B023
+        state.restore_optimizer(twin, other, tensors, through_json(rest), "there")
+        group = twin.param_groups[0]
+        assert group["betas"] == (0.7, 0.8) and group["own"] == (1, [2], {"x": None})
+        assert type(group["lr"]) is type(options["lr"]) and float(group["lr"]) == pytest.approx(0.03)
+        assert not group["fused"] and group["foreach"] == options.get("foreach")
+
+
+def test_moments_keep_a_dtype_that_is_not_the_parameters() -> None:
+    model, optimizer = trained(OPTIMIZERS["SGD"])
+    for entry in optimizer.state.values():
+        entry["kept"] = torch.full((2,), 1 / 3, dtype=torch.float64)
+        entry["quantized"] = torch.tensor([200], dtype=torch.uint8)
+    tensors, rest = state.optimizer_state(optimizer, model)
+    state.restore_optimizer(optimizer, model, dict(tensors), through_json(rest), "there")
+    entry = next(iter(optimizer.state.values()))
+    assert entry["kept"].dtype is torch.float64 and float(entry["kept"][0]) == 1 / 3
+    assert entry["quantized"].dtype is torch.uint8
+
+
+def test_optimizer_of_other_parameters_or_groups_is_refused() -> None:
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    fewer = torch.optim.AdamW(list(model.parameters())[:-1])
+    with pytest.raises(CheckpointError, match=r"there does not fit the optimizer.*other parameters: 1\.bias"):
+        state.restore_optimizer(fewer, model, tensors, rest, "there")
+    first, *others = model.parameters()
+    two = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    with pytest.raises(CheckpointError, match=r"in other groups"):
+        state.restore_optimizer(two, model, tensors, rest, "there")
+
+
+def test_parameter_that_is_not_the_models_has_no_name_and_is_refused() -> None:
+    model, _ = trained(OPTIMIZERS["SGD"])
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], 0.1)
+    with pytest.raises(CheckpointError, match=r"shapes \[\(7,\)\] that are not the model's"):
+        state.optimizer_state(optimizer, model)
+
+
+# --- random numbers
+
+
+def draw() -> list[Any]:
+    return [torch.rand(2).tolist(), np.random.rand(), np.random.randn(), random.random(), random.gauss(0, 1)]
+
+
+def test_generators_go_on_where_they_were_with_the_normal_number_they_had_in_store(tmp_path: Path) -> None:
+    np.random.randn()
+    random.gauss(0, 1)
+    torch.randn(1)
+    tensors, rest = state.rng_tensors(torch.device("cpu"))
+    state.save_tensors(tensors, tmp_path / "file")
+    expected = [draw(), draw()]
+    draw()
+    state.restore_rng_tensors(state.load_tensors(tmp_path / "file"), through_json(rest), torch.device("cpu"))
+    assert [draw(), draw()] == expected
+
+
+# --- JSON
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+states = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+        | st.dictionaries(st.sampled_from(["__tuple__", "__float__", "__dict__", "__tensor__"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+def shape_of(value: Any) -> Any:
+    """Tell 1 from 1.0 and True, and a tuple from a list."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [shape_of(entry) for entry in value]
+    if isinstance(value, dict):
+        return type(value), [(shape_of(key), shape_of(entry)) for key, entry in value.items()]
+    return type(value), value
+
+
+@given(states)
+def test_any_state_goes_through_strict_json_and_back_unchanged(value: Any) -> None:
+    text = json.dumps(state.to_json(value, "state"), allow_nan=False)
+    assert shape_of(state.from_json(json.loads(text))) == shape_of(value)
+
+
+def test_numbers_of_numpy_and_torch_become_pythons_and_counters_stay_counters() -> None:
+    value = {"a": np.float32(0.5), "b": torch.tensor(3), "c": Counter({2: 1, 4: 2}), "d": math.nan, "e": -math.inf}
+    found = state.from_json(json.loads(json.dumps(state.to_json(value, "state"), allow_nan=False)))
+    assert (found["a"], found["b"]) == (0.5, 3) and type(found["b"]) is int
+    assert type(found["c"]) is Counter and found["c"] == {2: 1, 4: 2}
+    assert math.isnan(found["d"]) and found["e"] == -math.inf
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", torch.zeros(2), np.zeros(2), lambda: None])
+def test_what_json_cannot_hold_is_refused_with_its_place(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"`mine/list/1/deep` holds a \w+, which has no place"):
+        state.to_json({"list": [1, {"deep": value}]}, "mine")
