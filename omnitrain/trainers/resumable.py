@@ -7,7 +7,6 @@ Folders and manifests are in `checkpoint/store.py`, tensors in `checkpoint/state
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib.metadata
 import logging
@@ -49,14 +48,23 @@ class Snapshot:
     best: bool
     evaluated_step: int
 
-    def on_host(self) -> Snapshot:
-        """Return a copy that further training cannot change."""
-        files = {
-            file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            for file, tensors in self.files.items()
-        }
-        payload = copy.deepcopy(self.payload)  # a callback's state may hold a list that it goes on filling
-        return Snapshot(files, payload, self.step, self.score, self.best, self.evaluated_step)
+    def on_host(self, kept: dict[str, torch.Tensor]) -> Snapshot:
+        """Return a copy that further training cannot change, in the host memory of the copy before it.
+
+        Memory that is asked for anew costs most of a copy's time, for each page is cleared when it is first written.
+
+        Args:
+            kept: The tensors of the copy before it, which nobody reads any more; filled for the next one.
+        """
+        files: dict[str, dict[str, torch.Tensor]] = {}
+        for file, tensors in self.files.items():
+            copies = files[file] = {}
+            for name, tensor in tensors.items():
+                held = kept.get(f"{file}:{name}")
+                if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                    held = kept[f"{file}:{name}"] = torch.empty_like(tensor, device="cpu", requires_grad=False)
+                copies[name] = held.copy_(tensor.detach())
+        return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step)
 
 
 @functools.cache
@@ -75,6 +83,8 @@ class Resumable(TrainingLoop):
     _schedule_options: dict[str, Any] | None = None
     """What a schedule of the user's own was made with; None for a named one, which the settings describe."""
     _background: ThreadPoolExecutor | None = None
+    _host_copies: dict[str, torch.Tensor]
+    """What was written in the background the last time, whose memory the next copy takes."""
     _in_flight: tuple[Snapshot, Future[Path]] | None = None
     _origin: Path | None = None
     """Where the checkpoint was that the run resumed from, which need not be the `save_dir`."""
@@ -123,7 +133,7 @@ class Resumable(TrainingLoop):
         snapshot = self._snapshot(history)
         self.lifecycle.saved_at = self.progress.position
         if self._background is not None:
-            copy = snapshot.on_host()
+            copy = snapshot.on_host(self._host_copies)
             self._in_flight = copy, self._background.submit(self._write, self.store, copy)
             return
         try:
@@ -223,7 +233,7 @@ class Resumable(TrainingLoop):
             else state.to_json(self.lr_scheduler.state_dict(), "scheduler"),
             "scaler": state.to_json(scaler.state_dict(), "scaler") if scaler is not None else {},
             "extra_state": state.extra_state(self.model),
-            "algorithms": [algorithm.state_dict() for algorithm in self.algorithms],
+            "algorithms": state.to_json([algorithm.state_dict() for algorithm in self.algorithms], "algorithms"),
             "drawn": self._drawn(),
         }
         return {state.WEIGHTS: state.model_tensors(self.model), OPTIMIZER: tensors, RNG: generators}, payload
@@ -294,7 +304,7 @@ class Resumable(TrainingLoop):
             self.lifecycle.saved_at = None
         self._credited_step = -1 if selects_anew else content["credited_step"]
         if "algorithms" not in changed:
-            for algorithm, saved in zip(self.algorithms, content["algorithms"], strict=True):
+            for algorithm, saved in zip(self.algorithms, state.from_json(content["algorithms"]), strict=True):
                 algorithm.load_state_dict(saved)
         if isinstance(self.train_loader, MapLoader):
             self.train_loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
@@ -431,11 +441,12 @@ class Resumable(TrainingLoop):
         if self.store is None or not self._given["async_save"]:
             yield
             return
+        self._host_copies = {}
         with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-save") as self._background:
             try:
                 yield
             finally:
-                self._background = None
+                self._background, self._host_copies = None, {}
                 in_flight, self._in_flight = self._in_flight, None  # only after an error: else it was awaited
                 if in_flight is not None and (error := in_flight[1].exception()) is not None:
                     logger.error("%s", error)

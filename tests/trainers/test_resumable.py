@@ -551,6 +551,20 @@ def test_best_that_was_pruned_away_by_a_shorter_run_is_replaced_by_what_best_sta
     assert not differences(loaded, weights_of(folder / "run" / "checkpoint-000004"))
 
 
+def test_going_back_to_the_best_and_on_again_equals_the_first_time(folder: Path) -> None:
+    options = scored([1.0, 9.0, 2.0, 3.0, 4.0, 5.0], save_steps=2)
+    expected = without_parts(play(folder / "run", **options))
+    trainer = train(build(folder / "run", **options), resume_from="best")
+    assert not differences(outcome(trainer), expected)
+    assert names(trainer.store) == [f"checkpoint-{n:06d}" for n in (2, 4, 6)]
+    train(build(folder / "run", **options, callbacks=lambda: [Cut("stop", 3)]), resume_from="best")
+    assert not differences(without_parts(play(folder / "run", **options)), expected), "3 was saved last, not 6"
+
+
+def without_parts(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key not in ("stream", "rates")}
+
+
 # --- settings that have changed
 
 
@@ -847,10 +861,28 @@ def test_settings_in_the_checkpoint_are_the_resolved_ones(folder: Path) -> None:
 # --- a background writer
 
 
+class Collecting(Algorithm):
+    """Keeps a list that it goes on filling while an earlier state of it is written."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        self.sizes.append(len(batch[0]))
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sizes": self.sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sizes = state["sizes"]
+
+
 def test_weights_that_are_written_in_the_background_are_those_of_their_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = play(folder / "straight", save_steps=3, callbacks=lambda: [Moody()])
+    guests = {"callbacks": lambda: [Moody()], "algorithms": lambda: [Collecting()]}
+    expected = play(folder / "straight", save_steps=3, **guests)
     may_write, save_tensors = threading.Event(), state.save_tensors
 
     def wait_and_save(*given: Any) -> None:
@@ -864,12 +896,15 @@ def test_weights_that_are_written_in_the_background_are_those_of_their_step(
                 may_write.set()
 
     monkeypatch.setattr(state, "save_tensors", wait_and_save)
-    train(build(folder / "run", save_steps=3, async_save=True, callbacks=lambda: [Moody(), Release()]))
+    guests["callbacks"] = lambda: [Moody(), Release()]
+    train(build(folder / "run", save_steps=3, async_save=True, **guests))
     for step in (3, 6, 9):
         name = f"checkpoint-{step:06d}"
         assert not differences(weights_of(folder / "run" / name), weights_of(folder / "straight" / name))
         found, wanted = (json.loads((folder / run / name / MANIFEST).read_text()) for run in ("run", "straight"))
-        assert found["callbacks"] == wanted["callbacks"] and found["progress"]["step"] == step
+        for key in ("callbacks", "algorithms"):
+            assert found[key] == wanted[key], f"{key} of step {step}"
+        assert found["progress"]["step"] == step
     assert expected["position"]["step"] == 9
 
 
