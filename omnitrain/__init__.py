@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from omnitrain.metrics import MetricsDict
     from omnitrain.objective import Objective
     from omnitrain.progress import Progress
+    from omnitrain.trainers.accelerated import AccelerateTrainer as AccelerateTrainer
     from omnitrain.trainers.base import BaseTrainer
     from omnitrain.trainers.native import Trainer
     from omnitrain.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AccelerateTrainer": "trainers.accelerated",
     "Algorithm": "events",
     "BaseTrainer": "trainers.base",
     "Callback": "events",
@@ -69,6 +71,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AccelerateTrainer",
     "Algorithm",
     "BaseTrainer",
     "Callback",

@@ -44,7 +44,7 @@ def ls(path: Path) -> None:
     rows, problems, metric = [], [], ""
     for folder in folders:
         name = _FOLDER.fullmatch(folder.name)
-        step, epoch, score, state = str(int(name[1])) if name else "", "", "", "complete"
+        step, epoch, score, date, state = str(int(name[1])) if name else "", "", "", _date(folder), "complete"
         try:
             content = store.verify(folder, hashes=False)
         except CheckpointError as error:
@@ -52,8 +52,8 @@ def ls(path: Path) -> None:
             problems.append(str(error))
         else:
             step, epoch, score = str(content["step"]), _epochs(content), _number(content["score"])
-            metric = _metric(content) or metric
-        rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _size(folder), _date(folder), state])
+            date, metric = _date(folder, content), _metric(content) or metric
+        rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _size(folder), date, state])
     _print_table("checkpoint >step >epoch >score ~mark >size ~saved state", rows)
     for line in ([f"\nscore: {metric}"] if metric else []) + problems:
         print(line)
@@ -82,7 +82,7 @@ def verify(path: Path) -> int:
 def show(path: Path) -> None:
     """Print what a checkpoint says of the run, and the tensors in it."""
     folder, content = _one_checkpoint(path)
-    print(f"{folder}: {_size(folder)}, saved {_date(folder)}, format version {content['format_version']}")
+    print(f"{folder}: {_size(folder)}, saved {_date(folder, content)}, format version {content['format_version']}")
     for title in ("progress", "objective", "settings", "versions"):
         entries = content.get(title, {})
         if title == "versions" and "world_size" in content:
@@ -215,10 +215,10 @@ def _locate(path: Path) -> tuple[Store, Path | None]:
         path = path.resolve()  # the name of a folder and that of its run are asked for
     if (path / MANIFEST).is_file():
         return Store(path.parent), path
-    if Store(path)._folders():
+    if Store(path).folders():
         return Store(path), None
-    if path.name in ("last", "best") and not path.is_dir() and Store(path.parent)._folders():
-        return Store(path.parent), Store(path.parent)._named(path.name)
+    if path.name in ("last", "best") and not path.is_dir() and Store(path.parent).folders():
+        return Store(path.parent), Store(path.parent).named(path.name)
     if _FOLDER.fullmatch(path.name) and path.is_dir():
         return Store(path.parent), path  # nothing but the name says that it was one
     what = "holds no checkpoints" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
@@ -230,13 +230,13 @@ def _locate(path: Path) -> tuple[Store, Path | None]:
 def _checkpoints(path: Path) -> tuple[Store, list[Path]]:
     """Return a run and its checkpoints by step, damaged ones included; or the one that `path` is."""
     store, folder = _locate(path)
-    return store, [step_folder for _, step_folder in sorted(store._folders().items())] if folder is None else [folder]
+    return store, [step_folder for _, step_folder in sorted(store.folders().items())] if folder is None else [folder]
 
 
 def _one_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the verified checkpoint that `path` is, or the last one of the run that it is."""
     store, folder = _locate(path)
-    folder = folder or store._named("last")
+    folder = folder or store.named("last")
     return folder, store.verify(folder)
 
 
@@ -245,7 +245,7 @@ def _marks(store: Store) -> dict[str, str]:
     marks: dict[str, str] = {}
     for which in ("last", "best"):
         with contextlib.suppress(CheckpointError):  # none was saved as the best, or none is complete
-            name = store._named(which).name
+            name = store.named(which).name
             marks[name] = f"{marks[name]}, {which}" if name in marks else which
     return marks
 
@@ -304,11 +304,14 @@ def _size(folder: Path) -> str:
     return f"{size:.2f} GB"
 
 
-def _date(folder: Path) -> str:
-    """Return when the manifest, the last file of a checkpoint, was written."""
-    manifest = folder / MANIFEST
-    written = (manifest if manifest.exists() else folder).stat().st_mtime
-    return datetime.fromtimestamp(written).isoformat(" ", "minutes")
+def _date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
+    """Return when a checkpoint was saved, in local time; if it does not say so, when its last file was written."""
+    if content and content.get("saved_at"):
+        saved = datetime.fromisoformat(content["saved_at"]).astimezone()
+    else:
+        manifest = folder / MANIFEST
+        saved = datetime.fromtimestamp((manifest if manifest.exists() else folder).stat().st_mtime)
+    return saved.replace(tzinfo=None).isoformat(" ", "minutes")
 
 
 def _print_title(text: str) -> None:

@@ -19,7 +19,7 @@ from omnitrain.errors import ConfigError, OmnitrainError
 
 __all__ = ["main"]
 
-TRAINERS = {"native": "Trainer"}
+TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer"}
 """The public class behind each choice of `--trainer`."""
 
 DATA = {

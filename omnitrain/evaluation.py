@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from omnitrain.collation import IGNORED_LABEL
 from omnitrain.errors import DataError
 from omnitrain.loaders import Loader
 from omnitrain.reproducibility import isolated_rng
+from omnitrain.sampling import StandIn
 from omnitrain.scoring import Scorer
 from omnitrain.units import StepOutput
 
@@ -58,6 +60,7 @@ def evaluating(trainer: BaseTrainer | Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+        trainer._leave_evaluation()
 
 
 def evaluate(trainer: BaseTrainer | Any, loader: Any, prefix: str) -> dict[str, float] | None:
@@ -90,19 +93,24 @@ def predict(trainer: BaseTrainer | Any, loader: Loader) -> Predictions:
 def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: bool = True) -> Predictions | None:
     """Run the model over a loader. Losses and streaming metrics are summed on the device; arrays are kept on demand."""
     scorer.reset()
+    ranks = trainer.ranks
     total = torch.zeros(
         (), dtype=torch.float32 if trainer.device.type == "mps" else torch.float64, device=trainer.device
     )
     weights, has_labels = 0.0, False
     kept: list[tuple[Any, Any]] = []
     with evaluating(trainer):
-        for batch in loader.batches(0):
-            if trainer.control.stop == "signal":
+        for number, batch in enumerate(loader.batches(0)):
+            if trainer._is_interrupted(number):
                 return None
+            counts = type(batch) is not StandIn
+            batch = batch if counts else batch.batch
             weight = trainer._weigh(batch)
             batch = trainer._prepare_batch(batch)
             with trainer._autocast():
                 output = trainer._forward(trainer.model, batch)
+            if not counts:
+                continue
             loss = output.loss
             if loss is None:
                 if needs_loss:
@@ -122,12 +130,26 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
             if keeps:
                 kept.append((_to_numpy(output.outputs), _to_numpy(output.labels)))
         # inside, since a metric may draw random numbers too
+        states = scorer.states() if ranks.world_size > 1 else []
+        sums = ranks.gather("the end of an evaluation", (total.item(), weights, has_labels, states))
+        if ranks.world_size > 1:
+            scorer.reset()
+            for *_, states in sums:
+                scorer.merge(states)
+            kept = _in_order(ranks.gather("the predictions of an evaluation", kept)) if keeps else kept
         predictions = _join([one for one, _ in kept]) if keeps else None
         labels = _join([one for _, one in kept]) if keeps else None
-        metrics = {"loss": total.item() / weights} if weights else {"loss": math.nan} if needs_loss else {}
-        if has_labels:
-            metrics |= scorer.compute(predictions, labels)
+        loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
+        metrics = {"loss": loss / weights} if weights else {"loss": math.nan} if needs_loss else {}
+        if any(one[2] for one in sums):
+            metrics |= ranks.on_main("the metrics of an evaluation", lambda: scorer.compute(predictions, labels))
     return Predictions(predictions, labels, metrics)
+
+
+def _in_order(shares: list[list[Any]]) -> list[Any]:
+    """Return the batches of all processes in the order of the data, which deals them out one after the other."""
+    dealt = itertools.zip_longest(*shares, fillvalue=None)
+    return [batch for turn in dealt for batch in turn if batch is not None]
 
 
 def _aligned(output: StepOutput, shifted: bool) -> tuple[Any, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from omnitrain.distributed import Ranks
 
 __all__ = ["FiniteGuard", "LossMeter"]
 
@@ -21,7 +24,8 @@ class LossMeter:
     (2.5, 2.5)
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         # In float64 the mean does not depend on how often it was read; Apple's devices have no float64.
         self.sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self.weight = 0.0
@@ -40,15 +44,16 @@ class LossMeter:
         return float(self._host) if self._host is not None else self.sum.item()
 
     def mean(self) -> float:
-        """Return the mean since the epoch began."""
-        return self.read() / self.weight if self.weight else math.nan
+        """Return the mean over all processes since the epoch began."""
+        total, weight = self.ranks.sum("the mean loss of an epoch", self.read(), self.weight)
+        return total / weight if weight else math.nan
 
     def mean_since_last(self) -> float:
-        """Return the mean since this was last asked."""
-        total = self.read()
-        (last_total, last_weight), self._marked = self._marked, (total, self.weight)
-        weight = self.weight - last_weight
-        return (total - last_total) / weight if weight else math.nan
+        """Return the mean over all processes since this was last asked."""
+        now = self.read(), self.weight
+        (last_total, last_weight), self._marked = self._marked, now
+        total, weight = self.ranks.sum("the loss for a log", now[0] - last_total, now[1] - last_weight)
+        return total / weight if weight else math.nan
 
     def begin_step(self) -> None:
         """Note where a step begins that may turn out to be skipped; waits for the device."""
@@ -63,8 +68,13 @@ class LossMeter:
         """Return sum, weight and what they were at the latest log."""
         return {"sum": self.read(), "weight": self.weight, "marked": list(self._marked)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` returned."""
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what `state_dict()` returned on each process; if they are others now, the first has all of it."""
+        if len(states) != self.ranks.world_size:
+            added: dict[str, Any] = {key: sum(one[key] for one in states) for key in ("sum", "weight")}
+            added["marked"] = [sum(one["marked"][i] for one in states) for i in (0, 1)]
+            states = [added, *[{"sum": 0.0, "weight": 0.0, "marked": [0.0, 0.0]}] * (self.ranks.world_size - 1)]
+        state = states[self.ranks.rank]
         self.sum.fill_(state["sum"])
         self.weight, self._marked = state["weight"], (state["marked"][0], state["marked"][1])
 
@@ -129,15 +139,13 @@ class FiniteGuard:
         """Return the `where` of the first bad step that the device has reported, or None.
 
         Args:
-            wait: Whether to wait for all steps taken so far.
+            wait: Whether to wait for all steps taken so far. Otherwise only the one that is 32 steps back is looked
+                at, which is done by now; looking at what happens to be done could differ between processes.
         """
-        while self._pending:
-            slot, event, where = self._pending[0]
-            if event is not None and not event.query():
-                if not wait and len(self._pending) < self._PENDING:
-                    return None
+        while len(self._pending) >= (1 if wait else self._PENDING):
+            slot, event, where = self._pending.popleft()
+            if event is not None:
                 event.synchronize()
-            self._pending.popleft()
             if float(self._host[slot].numpy()):
                 self._pending.clear()
                 return where

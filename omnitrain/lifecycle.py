@@ -38,11 +38,16 @@ class Control:
     evaluate: bool = False
     save: bool = False
     stop: str = ""
+    signal: int = 0
+    """The number of the signal that asks for the end."""
 
-    def take(self, name: str) -> bool:
-        """Return whether `name` was asked for, and clear the request."""
-        asked = getattr(self, name)
-        setattr(self, name, False)
+    def taken(self, *names: str) -> Control:
+        """Return the requests of these names, which are cleared, and the end if it was asked for, which stays."""
+        asked = Control(stop=self.stop, signal=self.signal)
+        for name in names:
+            if getattr(self, name):
+                setattr(asked, name, True)
+                setattr(self, name, False)
         return asked
 
 
@@ -69,6 +74,10 @@ class Lifecycle:
         """The step of the latest evaluation of the run; -1 before any."""
         self.saved_at: tuple[int, int, int] | None = None
         """The position of the latest checkpoint of the run; None before any."""
+        self.stop = ""
+        """Why the run ends, once all processes have agreed that it does."""
+        self.signal = 0
+        """The number of the signal that ended it."""
         self.is_closing = False
         """Whether the run is over but for its last rows, which a longer run would not have had."""
         self._clock = time.perf_counter()
@@ -108,7 +117,7 @@ class Lifecycle:
     def begin_train(self) -> None:
         """Start the clock and say so."""
         self._clock = time.perf_counter()
-        self.control = Control()
+        self.control, self.stop, self.signal = Control(), "", 0
         order = ", ".join(f"{type(callback).__name__} ({callback.order})" for callback in self.callbacks)
         logger.info("Callbacks in the order they run: %s.", order or "none")
         self.emit(Event.TRAIN_START)
@@ -121,8 +130,8 @@ class Lifecycle:
     def end_train(self, failed: bool) -> None:
         """Close the run: TRAIN_END always comes, and after a failure it cannot hide the failure."""
         self.tick()
-        if self.control.stop:
-            self.metrics["stop_reason"] = self.control.stop
+        if self.stop:
+            self.metrics["stop_reason"] = self.stop
         if failed:
             self._emit_safely(Event.TRAIN_END)
         else:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from omnitrain.collation import Collator, count_samples, move_to_device
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
-from omnitrain.sampling import Collate, EpochSampler, Fetch, tensor_columns
+from omnitrain.sampling import Collate, EpochSampler, Fetch, StandIn, share, tensor_columns
+from omnitrain.workers import outlive_signals, start_workers, stop_workers
 
 __all__ = [
     "GivenLoader",
@@ -123,6 +124,7 @@ class MapLoader(Loader):
                 pin_memory=pin_memory,
                 prefetch_factor=prefetch_factor,
                 persistent_workers=True,
+                worker_init_fn=outlive_signals,
                 generator=torch.Generator().manual_seed(sampler.seed),  # else it draws from the training's generator
             )
 
@@ -130,13 +132,8 @@ class MapLoader(Loader):
         return len(self.sampler)
 
     def close(self) -> None:
-        """End the worker processes; the next pass starts new ones.
-
-        Left to the garbage collector, torch's DataLoader may find its queues closed, and waits 5 seconds a worker.
-        """
-        iterator = getattr(self._workers, "_iterator", None)
-        if iterator is not None and self._workers is not None:
-            iterator._shutdown_workers()
+        if self._workers is not None:
+            stop_workers(self._workers._iterator)
             self._workers._iterator = None
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
@@ -144,7 +141,7 @@ class MapLoader(Loader):
         requests = self.sampler.batches(epoch, position)
         if self._workers is not None:
             self._requests.pending = ((epoch, indices) for indices in requests)
-            yield from self._workers
+            yield from start_workers(self._workers)
         else:
             for indices in requests:
                 batch = self.fetch(epoch, indices)
@@ -158,7 +155,8 @@ def pinned(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {key: pinned(value) for key, value in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(pinned(value) for value in batch)
+        entries = (pinned(value) for value in batch)
+        return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
     return batch
 
 
@@ -207,11 +205,15 @@ class _Stream(IterableDataset[Any]):
     Random numbers drawn by the stream are keyed by (seed, epoch, sample), and training's generators are left alone.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, collate: Collate, seed: int) -> None:
+    def __init__(
+        self, dataset: Any, batch_size: int, collate: Collate, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.collate = collate
         self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
         self.epoch = 0
         self.position = 0
 
@@ -224,8 +226,10 @@ class _Stream(IterableDataset[Any]):
                 pass
         while True:
             with isolated_rng():
-                taken = list(itertools.islice(samples, self.batch_size))
-                batch = self.collate(taken) if taken else None  # what it draws goes on from the last sample's seed
+                taken = list(itertools.islice(samples, self.batch_size * self.world_size))
+                own = share(taken, self.rank, self.world_size)
+                # what collation draws goes on from the last sample's seed
+                batch = self.collate(own) if own else StandIn(self.collate(taken[:1])) if taken else None
             if not taken:
                 return
             yield batch
@@ -249,6 +253,7 @@ class StreamLoader(Loader):
 
     A stream is read by one worker at most: only then is a stream that shares itself out among workers (as PyTorch's
     documentation advises, and as Hugging Face's do) and one that does not each read once, in one and the same order.
+    On several processes each reads all of it and keeps its share, so it must yield the same samples on all of them.
     (A Hugging Face stream that shuffles does so differently in a worker than without one.)
     """
 
@@ -259,15 +264,17 @@ class StreamLoader(Loader):
         collate: Collate,
         seed: int,
         *,
+        rank: int = 0,
+        world_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
     ) -> None:
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = batch_size * world_size
         self.seed = seed
         self.size = len(dataset) if has_length(dataset) else None
-        self._stream = _Stream(dataset, batch_size, collate, seed)
+        self._stream = _Stream(dataset, batch_size, collate, seed, rank, world_size)
         if num_workers > 1:
             logger.warning(
                 "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
@@ -277,11 +284,16 @@ class StreamLoader(Loader):
         # The worker takes a copy of the stream when it starts, so that it starts anew with every pass.
         workers = min(num_workers, 1)
         self._workers = {"num_workers": workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
+        self._iterator: Any = None
 
     def __len__(self) -> int:
         if self.size is None:
             raise TypeError("This stream has no length.")
         return math.ceil(self.size / self.batch_size)
+
+    def close(self) -> None:
+        stop_workers(self._iterator)
+        self._iterator = None
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch; to get to `position`, the samples before it are read and dropped."""
@@ -289,10 +301,19 @@ class StreamLoader(Loader):
             logger.warning("Reading %d samples of the stream again to get to where the run was.", position)
         self._stream.epoch, self._stream.position = epoch, position
         if self._workers["num_workers"]:
-            generator = torch.Generator().manual_seed(self.seed)
-            yield from DataLoader(
-                self._stream, batch_size=None, collate_fn=_as_is, generator=generator, **self._workers
+            loader = DataLoader(
+                self._stream,
+                batch_size=None,
+                collate_fn=_as_is,
+                generator=torch.Generator().manual_seed(self.seed),
+                worker_init_fn=outlive_signals,
+                **self._workers,
             )
+            iterator = self._iterator = start_workers(loader)
+            try:
+                yield from iterator
+            finally:
+                stop_workers(iterator)
         else:
             yield from map(pinned, self._stream) if self._workers["pin_memory"] else self._stream
 
@@ -300,12 +321,15 @@ class StreamLoader(Loader):
 class GivenLoader(Loader):
     """A user's own loader, used as it is; what it draws is keyed by (seed, epoch, batch).
 
+    On several processes each reads all of it and takes its turn with the batches, unless its sampler is PyTorch's
+    DistributedSampler, which has shared them out already.
+
     Its order is its own: to get to a position, the batches before it are read again and dropped. A generator that it
     was given (`DataLoader(generator=...)`) is seeded by (the generator's own seed, epoch), or its order would depend
     on how many epochs this process has seen.
     """
 
-    def __init__(self, loader: Any, seed: int) -> None:
+    def __init__(self, loader: Any, seed: int, rank: int = 0, world_size: int = 1) -> None:
         if not hasattr(loader, "__iter__") or _is_used_up(loader):
             raise DataError(
                 f"A loader must be iterable any number of times, as a DataLoader is, got {type(loader).__name__}. "
@@ -320,12 +344,18 @@ class GivenLoader(Loader):
         self._with_epochs = [part for part in own.values() if callable(getattr(part, "set_epoch", None))]
         generators = [getattr(part, "generator", None) for part in own.values()]
         self._generators = {one: one.initial_seed() for one in generators if isinstance(one, torch.Generator)}
+        is_shared = any(isinstance(one, DistributedSampler) for one in own.values())
+        self._rank, self._world_size = (0, 1) if is_shared else (rank, world_size)
+        self._shares = world_size if is_shared else 1
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return math.ceil(len(self.loader) / self._world_size)
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
-        """Yield the loader's batches; to get to `position`, those before it are read and dropped."""
+        """Yield this process's batches; to get to `position`, those before it are read and dropped."""
+        return dealt(self._read(epoch, position // self._shares), self._rank, self._world_size)
+
+    def _read(self, epoch: int, position: int) -> Iterator[Any]:
         for part in self._with_epochs:
             part.set_epoch(epoch)
         for generator, seed in self._generators.items():
@@ -348,6 +378,20 @@ class GivenLoader(Loader):
                     logger.warning("Reading %d samples again to get to where the run was.", position)
                 continue
             yield batch
+
+
+def dealt(batches: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
+    """Yield one batch of each turn of `world_size`, and a stand-in if the last turn ends before this process.
+
+    >>> list(dealt("abcde", 1, 3)), list(dealt("abcd", 1, 3))
+    (['b', 'e'], ['b', StandIn(batch='d')])
+    """
+    number, batch = -1, None
+    for number, batch in enumerate(batches):
+        if number % world_size == rank:
+            yield batch
+    if 0 < (number + 1) % world_size <= rank:
+        yield StandIn(batch)
 
 
 _END = object()
@@ -420,7 +464,7 @@ def make_loader(
     if isinstance(dataset, Loader):
         return dataset
     if isinstance(dataset, DataLoader):
-        return GivenLoader(dataset, seed)
+        return GivenLoader(dataset, seed, rank, world_size)
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(
@@ -440,4 +484,4 @@ def make_loader(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "
             f"a DataLoader, got {type(dataset).__name__}."
         )
-    return StreamLoader(dataset, batch_size, collate, seed, **workers)
+    return StreamLoader(dataset, batch_size, collate, seed, rank=rank, world_size=world_size, **workers)

@@ -10,7 +10,7 @@ import torch
 
 from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["Precision", "choose_device"]
+__all__ = ["Precision", "choose_device", "precision_name"]
 
 _NAMES = {
     "fp32": "fp32",
@@ -42,13 +42,7 @@ class Precision:
         Raises:
             ConfigError: If the name is unknown, or fp16 is asked for on a CPU, which has no fp16 autocast.
         """
-        text = "fp32" if autocast is None else str(autocast).removeprefix("torch.").lower()
-        if text not in _NAMES:
-            raise ConfigError(
-                f"`autocast` must be one of {', '.join(map(repr, _NAMES))} or None, got {autocast!r}."
-                f"{did_you_mean(text, _NAMES)}"
-            )
-        name = _NAMES[text]
+        name = _name_of(autocast)
         if name == "fp16" and device.type == "cpu":
             raise ConfigError(
                 f"`autocast={autocast!r}` is not available on a CPU. Use `autocast='bf16'` there, or a GPU device."
@@ -63,6 +57,26 @@ class Precision:
     def grad_scaler(self, initial_scale: float) -> torch.amp.GradScaler:
         """Return the loss scaler: a working one for fp16, PyTorch's own null object for everything else."""
         return torch.amp.GradScaler(self.device_type, init_scale=initial_scale, enabled=self.name == "fp16")
+
+
+def _name_of(autocast: str | torch.dtype | None) -> str:
+    text = "fp32" if autocast is None else str(autocast).removeprefix("torch.").lower()
+    if text not in _NAMES:
+        raise ConfigError(
+            f"`autocast` must be one of {', '.join(map(repr, _NAMES))} or None, got {autocast!r}."
+            f"{did_you_mean(text, _NAMES)}"
+        )
+    return _NAMES[text]
+
+
+def precision_name(autocast: str | torch.dtype | None) -> str:
+    """Return what accelerate calls the precision: "no", "fp16" or "bf16".
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
+    name = _name_of(autocast)
+    return "no" if name == "fp32" else name
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from omnitrain.collation import Collator
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, Generator, derive_seed
 
-__all__ = ["Collate", "EpochSampler", "Fetch", "Window", "tensor_columns", "windows"]
+__all__ = ["Collate", "EpochSampler", "Fetch", "StandIn", "Window", "share", "tensor_columns", "windows"]
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -32,14 +32,26 @@ class Window:
     Attributes:
         batches: On the host, as the loader gave them.
         weights: How much each micro-batch counts in the window's mean.
+        weight: Their sum over all processes.
         samples: Samples in the window, over all processes.
         tokens: Tokens in the window, over all processes.
     """
 
     batches: list[Any]
     weights: list[float]
+    weight: float
     samples: int
     tokens: int
+
+
+class StandIn(NamedTuple):
+    """A batch for a process that has run out of samples: it goes through the model, as others wait, and counts nothing.
+
+    Attributes:
+        batch: Any batch of the data.
+    """
+
+    batch: Any
 
 
 def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -102,11 +114,20 @@ class EpochSampler:
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[np.ndarray]:
         """Yield the indices of this process's micro-batches, from the sample at `position` of the epoch on."""
-        order, share = self.order(epoch), self.batch_size * self.world_size
-        first, last = self.rank * self.batch_size, (self.rank + 1) * self.batch_size
-        for start in range(position, self.size, share):
-            chunk = order[start : start + share]
-            yield chunk[first:last] if len(chunk) == share else np.array_split(chunk, self.world_size)[self.rank]
+        order, size = self.order(epoch), self.batch_size * self.world_size
+        for start in range(position, self.size, size):
+            yield share(order[start : start + size], self.rank, self.world_size)
+
+
+def share(samples: Any, rank: int, world_size: int) -> Any:
+    """Return a process's part of the samples of one micro-batch of all: equal ones, the first larger by one.
+
+    >>> [share([1, 2, 3, 4], rank, 2) for rank in (0, 1)], [share([1], rank, 2) for rank in (0, 1)]
+    ([[1, 2], [3, 4]], [[1], []])
+    """
+    size, larger = divmod(len(samples), world_size)
+    first = rank * size + min(rank, larger)
+    return samples[first : first + size + (rank < larger)]
 
 
 class Fetch:
@@ -131,7 +152,9 @@ class Fetch:
         self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
 
     def __call__(self, epoch: int, indices: np.ndarray) -> Any:
-        """Return the collated batch of the samples at `indices`."""
+        """Return the collated batch of the samples at `indices`; without any, a stand-in."""
+        if not len(indices):
+            return StandIn(self(epoch, np.zeros(1, dtype=np.int64)))
         if self.columns is not None and self._stacks and self.collate.max_length is None:  # type: ignore[attr-defined]
             return self._fetch_columns(indices)
         positions = indices.tolist()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 from recipes import rows, t16
 from safetensors.torch import load_file, save_file
 
-from omnitrain import Trainer, checkpoint_cli
+from omnitrain import Trainer, __version__, checkpoint_cli
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.store import Store
 from omnitrain.cli import main
@@ -200,6 +203,24 @@ def test_show_prints_progress_objective_settings_and_versions(run: Path, capsys:
     assert row_of(out, "learning_rate") == ["learning_rate", "0.05"]
     assert row_of(out, "torch") == ["torch", torch.__version__]
     assert row_of(out, "world_size") == ["world_size", "1"]
+    assert row_of(out, "omnitrain") == ["omnitrain", __version__]
+    assert row_of(out, "python") == ["python", platform.python_version()]
+
+
+def test_date_is_the_one_in_the_manifest_whenever_the_folder_was_copied(run: Path, capsys: Any) -> None:
+    folder = run / "checkpoint-000008"
+    content = Store(run).verify(folder)
+    saved = datetime.fromisoformat(content["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
+    os.utime(folder / "omnitrain.json", (0, 0))
+    assert f", saved {saved}, " in answer(capsys, "show", folder)[1]
+    assert row_of(answer(capsys, "ls", run)[1], folder.name)[-2] == saved
+
+
+def test_checkpoint_that_does_not_say_when_it_was_saved_has_the_date_of_its_manifest(run: Path, capsys: Any) -> None:
+    store = Store(run)
+    store.save(99, lambda folder: (folder / "a").touch(), {})
+    os.utime(store.path(99) / "omnitrain.json", (1e9, 1e9))
+    assert row_of(answer(capsys, "ls", run)[1], "checkpoint-000099")[-2].startswith("2001-09-0")
 
 
 def test_show_lists_name_type_and_shape_of_each_tensor(run: Path, capsys: Any) -> None:

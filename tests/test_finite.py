@@ -117,7 +117,7 @@ def test_a_meter_goes_on_from_its_state() -> None:
     meter.mean_since_last()
     meter.add(torch.tensor(5.0), 1)
     other = LossMeter(CPU)
-    other.load_state_dict(meter.state_dict())
+    other.load_state_dict([meter.state_dict()])
     for one in (meter, other):
         one.add(torch.tensor(7.0), 1)
     assert (other.mean(), other.mean_since_last()) == (meter.mean(), meter.mean_since_last()) == (17 / 5, 6.0)
@@ -228,7 +228,7 @@ def test_the_first_bad_step_is_reported_and_none_after_it() -> None:
     run = Run("AdamW")
     for number, factor in enumerate((1, 1, NAN, 1, NAN)):
         run.step(number, factor)
-    assert run.guard.first_bad() == 2
+    assert run.guard.first_bad(wait=True) == 2
     assert run.guard.first_bad(wait=True) is None
 
 
@@ -241,13 +241,15 @@ def test_a_run_longer_than_the_memory_of_the_guard_reports_the_right_step(bad: i
         if (found := run.guard.first_bad()) is not None:
             reported.append((number, found))
             break
-    assert reported == [(bad, bad)]
+    if bad == 99:
+        reported.append((99, run.guard.first_bad(wait=True)))
+    assert reported == [(min(bad + 31, 99), bad)]  # each process of a run hears of it in the same step
 
 
 def test_a_loss_that_is_not_finite_counts_like_a_gradient() -> None:
     run = Run("AdamW")
     run.guard.admits(evidence(NAN), "here")
-    assert run.guard.first_bad() == "here"
+    assert run.guard.first_bad(wait=True) == "here"
 
 
 def test_a_released_optimizer_steps_as_if_there_had_been_no_guard() -> None:

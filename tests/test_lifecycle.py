@@ -67,7 +67,7 @@ def test_the_end_after_a_failure_cannot_hide_the_failure(caplog: pytest.LogCaptu
 
 def test_a_request_is_taken_once() -> None:
     control = Control(evaluate=True)
-    assert control.take("evaluate") and not control.take("evaluate")
+    assert control.taken("evaluate").evaluate and not control.taken("evaluate").evaluate
 
 
 def test_an_epoch_that_was_cut_short_neither_counts_nor_has_a_row() -> None:

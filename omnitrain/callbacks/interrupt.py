@@ -1,14 +1,16 @@
 """Signals: the first lets the current step finish and ends the run in order, the second leaves at once.
 
-SIGUSR1 asks for a checkpoint and lets the run go on.
+SIGUSR1 asks for a checkpoint and lets the run go on. What signals are to worker processes is in `workers.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +19,24 @@ from omnitrain.events import Callback
 if TYPE_CHECKING:
     from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["Interrupt"]
+__all__ = ["Interrupt", "error_of"]
 
 logger = logging.getLogger("omnitrain")
+
+ECHO_SECONDS = 0.5
+"""The same signal once more within this time is the same request, sent to the process and to its group."""
+
+
+def error_of(number: int) -> BaseException:
+    """Return what ends a program as this signal does: KeyboardInterrupt, or exit code 128 + number."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + (number or signal.SIGTERM))
 
 
 class Interrupt(Callback):
     """Turns SIGTERM and SIGINT into a stop at the next step boundary, during `train()` in the main thread only.
 
     The handler only notes the signal: no collective, file or lock is touched inside it. After TRAIN_END the trainer
-    raises `self.error`: SystemExit(143) for SIGTERM, KeyboardInterrupt for SIGINT, as the shell expects.
+    raises `error_of` the signal: SystemExit(143) for SIGTERM, KeyboardInterrupt for SIGINT, as the shell expects.
     """
 
     order = 0
@@ -35,10 +45,13 @@ class Interrupt(Callback):
         self.error: BaseException | None = None
         self._previous: dict[int, Any] = {}
         self._trainer: BaseTrainer | None = None
+        self._process = 0
+        self._noted = (0, 0.0)
+        """The first signal, and when it came."""
 
     def on_train_start(self, trainer: BaseTrainer) -> None:
         """Install the handlers."""
-        self.error, self._trainer, self._previous = None, trainer, {}
+        self.error, self._trainer, self._previous, self._process = None, trainer, {}, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers in the main thread only
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,21 +61,57 @@ class Interrupt(Callback):
 
     def on_train_end(self, trainer: BaseTrainer) -> None:
         """Put the earlier handlers back."""
-        for number, handler in self._previous.items():
-            # A handler that was not installed from Python reads as None and can only be replaced by the default.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous, self._trainer = {}, None
+        for number in list(self._previous):
+            self._put_back(number)
+        self._trainer = None
+
+    def _put_back(self, number: int) -> None:
+        # A handler that was not installed from Python reads as None and can only be replaced by the default.
+        handler = self._previous.pop(number)
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _ask_for_checkpoint(self, number: int, frame: FrameType | None) -> None:
-        if self._trainer is not None:
+        if self._trainer is not None and os.getpid() == self._process:
             self._trainer.control.save = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        error = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        if os.getpid() != self._process:
+            self._leave_to_parent(number)
+            return
+        if self.error is not None and number == self._noted[0] and time.monotonic() - self._noted[1] < ECHO_SECONDS:
+            return
+        error = error_of(number)
         if self.error is not None or self._trainer is None:
             raise error
-        self.error = error
+        self.error, self._noted = error, (number, time.monotonic())
+        self._trainer.control.signal = number
         self._trainer.control.stop = "signal"
+        self._let_workers_die()
         # os.write is safe in a handler; logging may hold a lock that the interrupted code holds too
         text = f"{signal.Signals(number).name}: finishing the current step. Once more leaves at once.\n"
         os.write(2, text.encode())
+
+    def _leave_to_parent(self, number: int) -> None:
+        """Answer a signal in a process forked during the run, a worker of a loader as a rule, which has our handlers.
+
+        Ctrl-C goes to all processes, and the run still needs its workers. SIGTERM is how they are ended.
+        """
+        if number == signal.SIGTERM:
+            self._put_back(number)
+            os.kill(os.getpid(), number)
+
+    def _let_workers_die(self) -> None:
+        """Keep torch from raising for dead workers wherever this thread is, in the middle of an update for instance.
+
+        The signal may have killed the workers of a user's own loader. Asked for data, that loader still raises.
+        """
+        number = getattr(signal, "SIGCHLD", None)
+        handler = None if number is None else signal.getsignal(number)
+        if getattr(handler, "__module__", "") != "torch.utils.data._utils.signal_handling":
+            return
+
+        def tolerate(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):
+                handler(number, frame)  # type: ignore[operator]
+
+        self._previous[number] = signal.signal(number, tolerate)  # type: ignore[arg-type, index]

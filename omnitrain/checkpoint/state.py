@@ -7,9 +7,11 @@ Only safetensors and JSON: nothing is pickled and nothing is unpickled. Folders,
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,14 +19,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
+from omnitrain.checkpoint.tensors import (
+    Gather,
+    digest,
+    host_tensors,
+    is_in_parts,
+    load_tensors,
+    placed_like,
+    save_tensors,
+    shape_of,
+    whole,
+    written_by_main,
+)
+from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError
 
 __all__ = [
+    "Gather",
+    "check_fit",
+    "check_groups",
+    "class_of",
+    "digest",
     "extra_state",
     "from_json",
+    "host_tensors",
+    "is_in_parts",
     "like",
     "load_tensors",
     "load_weights",
@@ -37,7 +58,9 @@ __all__ = [
     "save_weights",
     "to_json",
     "unwrap",
+    "whole",
     "write_config",
+    "written_by_main",
 ]
 
 WEIGHTS = "model.safetensors"
@@ -48,18 +71,25 @@ IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module that the user made, without `torch.compile`'s and DDP's wrappers around it.
+    """Return the module that the user made, without what `torch.compile`, DDP and DeepSpeed wrap around it.
 
     >>> unwrap(torch.compile(nn.Linear(1, 1)))
     Linear(in_features=1, out_features=1, bias=True)
     """
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
+        is_engine = type(model).__name__ == "DeepSpeedEngine"  # DeepSpeed need not be installed
+        if is_engine or isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module  # type: ignore[assignment]
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def class_of(model: nn.Module) -> type:
+    """Return the class that the user's module has; FSDP 2 gives it one of its own, derived from it."""
+    own, *bases = type(unwrap(model)).__mro__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else own
 
 
 def bare_name(name: str) -> str:
@@ -75,46 +105,79 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Yield name, tensor, and the first name of the same tensor: tied weights have several names."""
     seen: dict[Any, str] = {}
-    for name, value in unwrap(model).state_dict().items():
+    module = unwrap(model)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             continue  # see `extra_state`
-        name, tensor = bare_name(name), value.detach()
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        place = place if tensor.numel() else name
-        yield name, tensor, seen.setdefault(place, name)
+        tensor = value.detach()
+        if hasattr(tensor, "full_tensor"):  # this process's part of it says nothing about where the whole is
+            place: Any = id(parameters.get(name, name))
+        else:
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        name = bare_name(name)
+        yield name, tensor, seen.setdefault(place if tensor.numel() else name, name)
 
 
-def save_weights(model: nn.Module, folder: Path, overwrite: bool) -> Path:
+def save_weights(
+    model: nn.Module,
+    folder: Path,
+    overwrite: bool,
+    tensors: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+) -> Path:
     """Write `model.safetensors` into `folder`, and `config.json` beside it where the model has one.
 
     The file appears whole or not at all. A folder of a transformers model opens with `from_pretrained`.
 
+    Args:
+        model: The model, wrapped or not.
+        folder: Made if it is not there.
+        overwrite: Whether to replace weights that are there.
+        tensors: Its weights by name, where it does not hold them itself.
+        ranks: The processes that have the weights; the main one writes.
+
     Raises:
         ConfigError: If there is one already and `overwrite` is False, or `folder` is a file.
     """
-    path = folder / WEIGHTS
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"Cannot save the model to {str(folder)!r}: it is a file. Give the path of a folder.")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{str(path)!r} is there already. Pass overwrite=True to replace it, or give another path.")
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{WEIGHTS}.tmp"
-    try:
-        save_tensors(model_tensors(model), part)
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-    write_config(model, folder)
-    return folder
+    weights = model_tensors(model) if tensors is None else tensors
+
+    def write(gather: Gather) -> Path:
+        path = folder / WEIGHTS
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"Cannot save the model to {str(folder)!r}: it is a file. Give the path of a folder.")
+        if path.exists() and not overwrite:
+            raise ConfigError(
+                f"{str(path)!r} is there already. Pass overwrite=True to replace it, or give another path."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{WEIGHTS}.tmp"
+        try:
+            save_tensors(weights, part, gather=gather)
+            os.replace(part, path)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        write_config(model, folder)
+        return folder
+
+    return written_by_main(ranks or Ranks(), [weights], write)
 
 
 def write_config(model: nn.Module, folder: Path) -> None:
     """Write the model's own config beside its weights, if it has one that can be written."""
+    bare = unwrap(model)
+    modeling = sys.modules.get("transformers.modeling_utils")  # loaded if the model is one of transformers'
     for name in ("config", "generation_config"):
-        config = getattr(unwrap(model), name, None)
-        if callable(getattr(config, "save_pretrained", None)):
-            config.save_pretrained(folder)  # type: ignore[union-attr]
+        config: Any = getattr(bare, name, None)
+        if not callable(getattr(config, "save_pretrained", None)):
+            continue
+        if name == "config" and modeling is not None and isinstance(bare, modeling.PreTrainedModel):
+            # as the model's own save_pretrained does; a config that was built in code says neither
+            config = copy.deepcopy(config)
+            config.architectures = [class_of(bare).__name__]
+            config.dtype = str(bare.dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
@@ -142,20 +205,8 @@ def load_weights(
         CheckpointError: If a tensor is missing, left over, or of another shape.
     """
     wanted = list(_named(model))
-    expected = {first for _, _, first in wanted}
-    missing, left_over = sorted(expected - tensors.keys()), sorted(tensors.keys() - {name for name, _, _ in wanted})
-    if missing or left_over:
-        raise CheckpointError(
-            f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
-            "Build the model as it was built for that run."
-        )
-    for name, tensor, first in wanted:
-        if name == first and tensors[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{where} does not fit the model: {name!r} has shape {tuple(tensors[name].shape)} there and "
-                f"{tuple(tensor.shape)} in the model."
-            )
-    content: dict[str, Any] = {name: tensors[first] for name, _, first in wanted}
+    check_fit({name: (first, tuple(tensor.shape)) for name, tensor, first in wanted}, tensors, where)
+    content: dict[str, Any] = {name: placed_like(tensors[first], tensor) for name, tensor, first in wanted}
     content |= {name: from_json(value) for name, value in (extra or {}).items()}
     # by the model's own way of loading: its modules may have hooks, and what state_dict() returns may be copies
     bare = unwrap(model)
@@ -163,29 +214,32 @@ def load_weights(
     bare.load_state_dict({name: content[bare_name(name)] for name in names}, strict=False)
 
 
-# --- files
+def check_fit(
+    wanted: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Mapping[str, torch.Tensor], where: str
+) -> None:
+    """Refuse tensors that are not those of a model.
 
+    Args:
+        wanted: For each name in the model, the first name of the same tensor, and its shape.
+        tensors: What was saved.
+        where: What an error calls it.
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors to one safetensors file; views of each other become tensors of their own."""
-    ready, storages = {}, set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage()
-        # safetensors refuses tensors that share memory, and a view would write all that it is a view of
-        if storage.data_ptr() in storages or storage.nbytes() != tensor.numel() * tensor.element_size():
-            tensor = tensor.clone()
-        storages.add(storage.data_ptr())
-        ready[name] = tensor
-    save_file(ready, path, metadata={"format": "pt"})  # transformers asks for this entry
-    umask = os.umask(0)  # which can only be read by setting it
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)  # safetensors lets nobody but the owner read it
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a safetensors file onto the host."""
-    return load_file(path)
+    Raises:
+        CheckpointError: If one is missing, left over, or of another shape.
+    """
+    expected = {first for first, _ in wanted.values()}
+    missing, left_over = sorted(expected - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing or left_over:
+        raise CheckpointError(
+            f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
+            "Build the model as it was built for that run."
+        )
+    for name, (first, shape) in wanted.items():
+        if name == first and shape_of(tensors, name) != shape:
+            raise CheckpointError(
+                f"{where} does not fit the model: {name!r} has shape {shape_of(tensors, name)} there and {shape} in "
+                "the model."
+            )
 
 
 # --- optimizers
@@ -233,19 +287,14 @@ def restore_optimizer(
         CheckpointError: If the optimizer's parameters, or their groups, are not those that were saved.
     """
     names = parameter_names(model)
+    parameters = {names.get(id(one), ""): one for group in optimizer.param_groups for one in group["params"]}
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
-    for key, tensor in tensors.items():
+    for key in tensors:
         name, _, entry = key.rpartition("/")
-        state.setdefault(name, {})[entry] = tensor
+        state.setdefault(name, {})[entry] = placed_like(tensors[key], parameters.get(name))
     now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
     then = [group["params"] for group in saved["groups"]]
-    if [sorted(group) for group in now] != [sorted(group) for group in then]:
-        changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
-        raise CheckpointError(
-            f"{where} does not fit the optimizer: its parameter groups hold other parameters"
-            f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
-            "Build it as it was built for that run."
-        )
+    check_groups(now, then, where)
     order = [name for group in now for name in group]
     groups, start = [], 0
     for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
@@ -267,6 +316,23 @@ def restore_optimizer(
             if held[key].shape == parameter.shape and held[key].stride() != parameter.stride():
                 # fused kernels walk through both as they lie in memory, channels last for example
                 held[key] = torch.empty_like(parameter, dtype=held[key].dtype).copy_(held[key])
+
+
+def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> None:
+    """Raise CheckpointError if an optimizer's groups hold other parameters than those that were saved.
+
+    Args:
+        now: Names of the parameters of each group.
+        then: Those that were saved.
+        where: What an error calls these.
+    """
+    if [sorted(group) for group in now] != [sorted(group) for group in then]:
+        changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
+        raise CheckpointError(
+            f"{where} does not fit the optimizer: its parameter groups hold other parameters"
+            f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
+            "Build it as it was built for that run."
+        )
 
 
 def like(value: Any, present: Any) -> Any:

@@ -22,6 +22,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,8 +84,9 @@ class Store:
         *,
         score: float | None = None,
         best: bool = False,
+        digests: Mapping[str, Future[str]] | None = None,
     ) -> Path:
-        """Save a checkpoint and return its folder: `begin`, `write(folder)`, `commit`.
+        """Save a checkpoint and return its folder: `begin`, `write(folder)`, `commit`; `write` may fill `digests`.
 
         Raises:
             CheckpointError: It could not be written; its cause is an OSError if the disk refused. What was there
@@ -93,7 +95,7 @@ class Store:
         folder = self.begin(step)
         with self._saving(step):
             write(folder)
-        return self.commit(step, payload, score=score, best=best)
+        return self.commit(step, payload, score=score, best=best, digests=digests)
 
     def begin(self, step: int) -> Path:
         """Make the folder to write the files of `step` into, and clear away what a killed save left behind."""
@@ -107,7 +109,15 @@ class Store:
             self.fs.mkdir(self.temporary(step))
         return self.temporary(step)
 
-    def commit(self, step: int, payload: Mapping[str, Any], *, score: float | None = None, best: bool = False) -> Path:
+    def commit(
+        self,
+        step: int,
+        payload: Mapping[str, Any],
+        *,
+        score: float | None = None,
+        best: bool = False,
+        digests: Mapping[str, Future[str]] | None = None,
+    ) -> Path:
         """Turn what was written since `begin(step)` into the checkpoint of `step`, in one instant.
 
         Every process that writes into the folder must have closed its files.
@@ -117,8 +127,10 @@ class Store:
             payload: What else to keep in omnitrain.json; JSON types only.
             score: The value of the objective's metric at this step, if it was evaluated.
             best: Whether that value is the best so far; `best` then points here.
+            digests: The sha256 of files, by their path in the folder, that is known or being found out from what was
+                written into them; all others are read back.
 
-        Both are of this save: a step that is saved again is given them again.
+        Score and best are of this save: a step that is saved again is given them again.
         """
         with self._saving(step):
             folder = self.temporary(step)
@@ -130,7 +142,7 @@ class Store:
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
-                "files": self._seal(folder, [file for file in files if file != folder / MANIFEST]),
+                "files": self._seal(folder, [file for file in files if file != folder / MANIFEST], digests or {}),
             }
             self.fs.write(folder / MANIFEST, encode(content))
             self.fs.sync(folder / MANIFEST)
@@ -162,14 +174,18 @@ class Store:
             self.abandon(step)
             raise
 
-    def _seal(self, folder: Path, files: list[Path]) -> dict[str, FileEntry]:
+    def _seal(self, folder: Path, files: list[Path], known: Mapping[str, Future[str]]) -> dict[str, FileEntry]:
         """Sync all files and return their manifest entries; the hashing runs while the disk writes."""
-        with hashing(files) as digests:
+        named = {file.relative_to(folder).as_posix(): file for file in files}
+        with hashing(file for name, file in named.items() if name not in known) as digests:
             for file in files:
                 self.fs.sync(file)
             return {
-                file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": digest}
-                for file, digest in zip(files, digests, strict=True)
+                name: {
+                    "size": file.stat().st_size,
+                    "sha256": known[name].result() if name in known else next(digests),
+                }
+                for name, file in named.items()
             }
 
     def _publish(self, step: int) -> None:
@@ -225,12 +241,12 @@ class Store:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of all committed checkpoints by step. Whether they are undamaged, `verify` tells."""
-        return [path for _, path in sorted(self._folders().items()) if (path / MANIFEST).is_file()]
+        return [path for _, path in sorted(self.folders().items()) if (path / MANIFEST).is_file()]
 
     def kept(self) -> list[Kept]:
         """Return what omnitrain.json says of each complete checkpoint (files and sizes are right), in save order."""
         kept = []
-        for step, path in self._folders().items():
+        for step, path in self.folders().items():
             with contextlib.suppress(CheckpointError):
                 kept.append(self._glance(step, path))
         return sorted(kept, key=lambda found: (found.sequence, found.step))
@@ -267,9 +283,7 @@ class Store:
         """
         if which == "auto":
             return self._newest_verified()
-        folder = (
-            self._named(which) if isinstance(which, str) and which in ("last", "best") else self._given(Path(which))
-        )
+        folder = self.named(which) if isinstance(which, str) and which in ("last", "best") else self._given(Path(which))
         return folder, self.verify(folder)
 
     def newest_size(self) -> int | None:
@@ -277,7 +291,7 @@ class Store:
         kept = self.kept()
         if not kept:
             return None
-        path = self._folders()[kept[-1].step]
+        path = self.folders()[kept[-1].step]
         files = self._glances[path.name][2]
         return sum(entry["size"] for entry in files.values()) + (path / MANIFEST).stat().st_size
 
@@ -292,8 +306,8 @@ class Store:
             if match and (match[2] or "") == suffix and f"{int(match[1]):06d}" == match[1] and path.is_dir()
         ]
 
-    def _folders(self) -> dict[int, Path]:
-        """Return the folder of each step; an .old one counts if a kill struck before its successor had the name."""
+    def folders(self) -> dict[int, Path]:
+        """Return the folder of each step, damaged or not; an .old one counts while its successor has no name yet."""
         return dict(self._entries(".old")) | dict(self._entries(""))
 
     def _glance(self, step: int, path: Path) -> Kept:
@@ -314,7 +328,7 @@ class Store:
         return known[1]
 
     def _newest_verified(self) -> tuple[Path, dict[str, Any]] | None:
-        folders, candidates, reasons = self._folders(), [], []
+        folders, candidates, reasons = self.folders(), [], []
         for step, path in sorted(folders.items(), reverse=True):
             try:
                 candidates.append(self._glance(step, path))
@@ -337,10 +351,15 @@ class Store:
             "Mend or move them away, or choose another `save_dir`, to start afresh."
         )
 
-    def _named(self, which: str) -> Path:
+    def named(self, which: str) -> Path:
+        """Return the folder that "last" or "best" stands for, damaged or not.
+
+        Raises:
+            CheckpointError: There is none.
+        """
         step = self._pointed(which)
         if step is not None:
-            return self._folders().get(step, self.path(step))
+            return self.folders().get(step, self.path(step))
         if which == "best" and self.kept():
             raise CheckpointError(
                 f"No checkpoint in {str(self.root)!r} was saved as the best. Pass 'last', or evaluate before saving."
@@ -349,7 +368,7 @@ class Store:
 
     def _given(self, path: Path) -> Path:
         if path.name in ("last", "best") and not path.is_dir():
-            return Store(path.parent)._named(path.name)
+            return Store(path.parent).named(path.name)
         here = [path, self.root / path]
         aside = [place.with_name(place.name + ".old") for place in here if _NAME.fullmatch(place.name)]
         found = next((place for place in here + aside if place.is_dir()), path)
@@ -416,7 +435,7 @@ class Store:
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of `step`; a kill in between leaves nothing that looks like one."""
-        self._delete_folder(self._folders().get(step, self.path(step)))
+        self._delete_folder(self.folders().get(step, self.path(step)))
 
     def _delete_folder(self, path: Path) -> None:
         self._glances.pop(path.name, None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import ABC
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,20 @@ from omnitrain.callbacks.interrupt import Interrupt
 from omnitrain.callbacks.jsonl import JsonlLogger
 from omnitrain.callbacks.progress_bar import ProgressBar
 from omnitrain.callbacks.retention import Retention
-from omnitrain.checkpoint.state import unwrap
+from omnitrain.checkpoint.state import class_of
 from omnitrain.checkpoint.store import Store
 from omnitrain.duration import Duration, Every, Limits
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.finite import FiniteGuard, LossMeter
-from omnitrain.lifecycle import STOP_REASONS, Lifecycle
-from omnitrain.loaders import GivenLoader, end_workers, make_loader
-from omnitrain.metrics import MetricsDict
+from omnitrain.lifecycle import Lifecycle
+from omnitrain.loaders import GivenLoader, make_loader
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler
 from omnitrain.precision import Precision, choose_device
-from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import seed_everything
 from omnitrain.scoring import make_scorer
-from omnitrain.trainers.resumable import Resumable
+from omnitrain.trainers.calls import Calls
 from omnitrain.trainers.settings import check_settings, describe, describe_data, refuse_unknown, resolve_accumulation
 from omnitrain.units import ModelUnit
 
@@ -44,7 +41,7 @@ __all__ = ["BaseTrainer"]
 logger = logging.getLogger("omnitrain")
 
 
-class BaseTrainer(Resumable, ABC):
+class BaseTrainer(Calls, ABC):
     """The common base of all trainers: one lifecycle, one loop, hooks for what differs.
 
     Every argument is described in `docs/arguments.md`; `Trainer` is the one to use on one device. A subclass that
@@ -133,7 +130,7 @@ class BaseTrainer(Resumable, ABC):
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")}
-        refuse_unknown(unknown, list(given), type(self).__name__)
+        refuse_unknown(unknown, type(self))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
         check_settings(given)
@@ -163,7 +160,6 @@ class BaseTrainer(Resumable, ABC):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
         self._user_callbacks = list(callbacks)
         self.device = self._choose_device(device)
-        self._set_up_distribution()
         self.gradient_accumulation_steps = resolve_accumulation(given, self.world_size)
         self._set_up_data()
         self.precision = Precision.parse(autocast, self.device)
@@ -187,7 +183,7 @@ class BaseTrainer(Resumable, ABC):
         }
         self.train_loader: Any = None
         if given["train_loader"] is not None:
-            self.train_loader = GivenLoader(given["train_loader"], self.seed)
+            self.train_loader = GivenLoader(given["train_loader"], self.seed, self.rank, self.world_size)
         elif self.train_dataset is not None:
             self.train_loader = make_loader(
                 self.train_dataset, self.batch_size, name="train_dataset", shuffle=given["shuffle"], **self._loading
@@ -201,15 +197,8 @@ class BaseTrainer(Resumable, ABC):
             parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:
-            return GivenLoader(loader, self.seed)
+            return GivenLoader(loader, self.seed, self.rank, self.world_size)
         return dataset if dataset is None else make_loader(dataset, self.eval_batch_size, name=name, **self._loading)
-
-    def _loader_for(self, dataset: Any) -> Any:
-        """Return the loader of a set to evaluate; the constructor's own keep theirs, so workers start only once."""
-        for own, loader in ((self.eval_dataset, self.eval_loader), (self.test_dataset, self.test_loader)):
-            if dataset is own:
-                return loader
-        return self._evaluation_loader(dataset, None, "dataset")
 
     def _new_run(self) -> None:
         """Start counting from nothing: progress, history, best."""
@@ -226,9 +215,8 @@ class BaseTrainer(Resumable, ABC):
         evaluate = self._interval("eval_steps") if self._has_eval else None
         save = self._interval("save_steps") if self.store is not None else None
         patience = None if given["patience"] == -1 else given["patience"]
-        self._interrupt = Interrupt()
         own: list[Callback] = [
-            self._interrupt,
+            Interrupt(),
             Cadence(self.limits, log, evaluate, save),
             EarlyStopping(patience, given["early_stopper"]),
             ProgressBar(given["progress_bar"]),
@@ -238,8 +226,8 @@ class BaseTrainer(Resumable, ABC):
             own += [JsonlLogger(), Retention(self.store, *kept, replaces=given["overwrite"])]
         self.lifecycle = Lifecycle(self, [*own, *self._user_callbacks], objective)
         self.progress.epoch_size = None if self.train_loader is None else self.train_loader.size
-        self._loss, self._grad_norm, self._logged = LossMeter(self.device), None, (0, 0.0, 0, 0)
-        self._weights_from = None
+        self._loss, self._grad_norm, self._logged = LossMeter(self.device, self.ranks), None, (0, 0.0, 0, 0)
+        self._weights_from, self._scored = None, (-1, -1)
         self._owes_evaluation, self._owes_save, self._credited_step, self._epoch_is_complete = False, False, -1, True
 
     def _interval(self, name: str) -> Every:
@@ -314,134 +302,13 @@ class BaseTrainer(Resumable, ABC):
             if self._given["optimizer"] is None or not hasattr(self._given["optimizer"], "param_groups"):
                 del self.optimizer
             self._finish_setup()
-        seed_everything(self.seed)
+        self._seed()
         self.optimizer.zero_grad()
         self._collect_parameters()
         deferred = self.on_nonfinite == "raise" and FiniteGuard.can_defer(self.device, self.optimizer)
         self._guard = FiniteGuard(self.device, self.optimizer, deferred and self.precision.name != "fp16")
 
-    # --- the public calls
-
-    def train(self, resume_from: str | Path | None = None, allow_change: Collection[str] = ()) -> MetricsDict:
-        """Train to the first limit, and return history and best.
-
-        A second call trains once more from the present weights, with progress and history started anew.
-
-        Args:
-            resume_from: A checkpoint's folder, "last", "best", or "auto": the newest one in `save_dir` that is
-                undamaged, else a fresh start.
-            allow_change: Settings that may differ from those of the checkpoint, by name.
-
-        Raises:
-            CheckpointError: If the checkpoint is damaged, or was saved under settings that would change the run.
-            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
-            KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
-        """
-        self._begin_run()
-        found = None
-        if resume_from is not None:
-            found = self._resume(resume_from, allow_change)
-        if found is None and resume_from != "auto":
-            self._check_save_dir()
-        self._check_disk()
-        failed = True
-        try:
-            with deterministic_kernels(self.deterministic), self._writing_in_background(), self._detecting_anomalies():
-                self.lifecycle.begin_train()
-                if found is not None:
-                    self._restore_random_numbers(*found)
-                else:
-                    self._owes_evaluation = self.eval_on_start
-                if self._owes_evaluation and self.control.stop != "signal":
-                    self.control.save = self.control.save or self._owes_save
-                    self._evaluate_in_run(counts=self.progress.step > 0)
-                    self._answer_requests()
-                self._fit()
-            failed = False
-        except BaseException as error:
-            self.lifecycle.failed(error)
-            raise
-        finally:
-            self._guard.release(self.optimizer)
-            end_workers(self.train_loader, self.eval_loader)
-            self.lifecycle.end_train(failed)
-        if self._interrupt.error is not None:
-            raise self._interrupt.error
-        return self.metrics
-
-    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
-        """Return `<prefix>_loss` and the metrics of a dataset, a loader, a dict of named sets, or of the eval set.
-
-        Leaves the run as it is: history, best and random numbers are not touched.
-        """
-        chosen = self.eval_loader if dataset is None else self._loader_for(dataset)
-        if chosen is None:
-            raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
-        return self._evaluated(chosen, prefix)
-
-    def test(self, dataset: Any = None) -> dict[str, float]:
-        """Return `test_loss` and the metrics of a dataset, or of the test set; never used to select anything."""
-        chosen = self.test_loader if dataset is None else self._loader_for(dataset)
-        if chosen is None:
-            raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
-        metrics = self._evaluated(chosen, "test")
-        progress = self._weights_from or self.progress
-        row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
-        self.metrics.add_test(row)
-        self.lifecycle.logged(row)
-        return metrics
-
-    def _evaluated(self, loader: Any, prefix: str) -> dict[str, float]:
-        try:
-            metrics = evaluation.evaluate(self, loader, prefix)
-        finally:
-            end_workers(loader)
-        if metrics is None:
-            raise KeyboardInterrupt("The evaluation was cut short by a signal.")
-        return metrics
-
-    def predict(self, dataset: Any) -> evaluation.Predictions:
-        """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any."""
-        loader = self._loader_for(dataset)
-        if isinstance(loader, dict):
-            raise ConfigError(
-                f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
-            )
-        try:
-            return evaluation.predict(self, loader)
-        finally:
-            end_workers(loader)
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
-        """Write metrics as `<split>_results.json` into `save_dir`, or into the current folder without one."""
-        folder = self.save_dir or Path()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{split}_results.json"
-        path.write_text(json.dumps(dict(metrics), indent=2) + "\n", encoding="utf-8")
-        return path
-
-    def get_model(self) -> nn.Module:
-        """Return the bare module, without what a backend or `torch.compile` has wrapped around it."""
-        return unwrap(self.model)
-
-    unwrap_model = get_model
-
-    def stop(self, reason: str = "requested") -> None:
-        """Ask for the end of the run at the next step boundary; the first reason is the one that counts."""
-        if reason not in STOP_REASONS:
-            logger.info("The run was asked to stop: %s", reason)
-            reason = "requested"
-        self.control.stop = self.control.stop or reason
-
-    def request_evaluate(self) -> None:
-        """Ask for an evaluation at the next step boundary."""
-        if not self._has_eval:
-            raise ConfigError("An evaluation was requested, but there is no evaluation set. Pass `eval_dataset`.")
-        self.control.evaluate = True
-
-    def request_log(self) -> None:
-        """Ask for a row of logs at the next step boundary."""
-        self.control.log = True
+    # --- settings
 
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting as it is in force, as JSON types."""
@@ -463,27 +330,7 @@ class BaseTrainer(Resumable, ABC):
             name: describe_data(value) if name.endswith(("_dataset", "_loader")) else describe(value)
             for name, value in {**self._given, **resolved}.items()
         }
-        return {"trainer": describe(type(self)), "model": describe(self.get_model()), **plain}
-
-    @property
-    def objective(self) -> Objective:
-        """What evaluations are judged by."""
-        return self.lifecycle.objective
-
-    @property
-    def metrics(self) -> MetricsDict:
-        """History and best of the run."""
-        return self.lifecycle.metrics
-
-    @property
-    def stop_reason(self) -> str:
-        """Why the run is ending or has ended; empty while nothing ends it."""
-        return self.control.stop
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this process is the one that prints and writes."""
-        return self.rank == 0
+        return {"trainer": describe(type(self)), "model": describe(class_of(self.model)), **plain}
 
     # --- what a backend overrides
 
@@ -491,8 +338,9 @@ class BaseTrainer(Resumable, ABC):
         """Return the device to train on: the one asked for, else the first there is of cuda, xpu, mps, cpu."""
         return choose_device(device)
 
-    def _set_up_distribution(self) -> None:
-        """Find out about the other processes of the run, before anything is counted."""
+    def _seed(self) -> None:
+        """Seed the generators that training draws from."""
+        seed_everything(self.seed)
 
     def _setup_training_components(self) -> None:
         """Put the model in place. `self.optimizer` is built afterwards, unless this sets it."""

@@ -1,7 +1,7 @@
 """The training loop, once: epochs, windows, steps, and the answers to what callbacks ask for.
 
-The order of events is printed in `Event`. A backend or a user changes the loop by overriding the hooks at the end of
-the class, whose defaults are plain PyTorch on one device. Arguments and public calls are in `base.py`.
+The order of events is printed in `Event`. A backend or a user changes the loop by overriding the hooks in `hooks.py`,
+whose defaults are plain PyTorch on one device. Arguments are in `base.py`, public calls in `calls.py`.
 """
 
 from __future__ import annotations
@@ -10,61 +10,50 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from omnitrain import evaluation
-from omnitrain.collation import count_samples, move_to_device
+from omnitrain.collation import count_samples
 from omnitrain.errors import ConfigError, DataError, NonFiniteError
 from omnitrain.events import Algorithm
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import Control, Lifecycle
 from omnitrain.loaders import Loader, copied_ahead
-from omnitrain.precision import Precision
 from omnitrain.progress import Progress
-from omnitrain.sampling import Window, windows
+from omnitrain.sampling import StandIn, Window, windows
+from omnitrain.trainers.hooks import Hooks
 from omnitrain.trainers.nonfinite import Place, nonfinite_error
-from omnitrain.units import ModelUnit, StepOutput, count_labels, count_tokens, run_unit, shifts_labels
+from omnitrain.units import ModelUnit, count_labels, count_tokens, shifts_labels
 
 __all__ = ["TrainingLoop"]
 
 logger = logging.getLogger("omnitrain")
 
 _NOTHING = contextlib.nullcontext()
+_BATCHES_BETWEEN_AGREEMENTS = 8
 
 
-class TrainingLoop:
+class TrainingLoop(Hooks):
     """A template method: `_fit` calls the hooks, and the lifecycle after each of them."""
 
-    model: nn.Module
-    unit: Any
-    device: torch.device
-    precision: Precision
-    optimizer: torch.optim.Optimizer
     lr_scheduler: Any
     scheduler_interval: str
     train_loader: Any
     eval_loader: Any
     algorithms: list[Algorithm]
     gradient_accumulation_steps: int
-    max_grad_norm: float | None
     grad_reduction: str
     on_nonfinite: str
     lifecycle: Lifecycle
-    world_size: int = 1
-    rank: int = 0
-    _given: dict[str, Any]
 
     _guard: FiniteGuard
     _loss: LossMeter
     _grad_norm: torch.Tensor | None = None
     _epoch_is_complete: bool
-    _parameters: list[nn.Parameter]
     _logged: tuple[int, float, int, int]
     """Step, seconds, samples and tokens at the latest log."""
 
@@ -75,8 +64,18 @@ class TrainingLoop:
 
     @property
     def control(self) -> Control:
-        """What callbacks have asked for."""
+        """What callbacks on this process have asked for; what is done about it, all processes agree on."""
         return self.lifecycle.control
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those of the run."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the run."""
+        return self.ranks.world_size
 
     # --- the loop
 
@@ -84,7 +83,7 @@ class TrainingLoop:
         """Train epoch by epoch until something ends the run."""
         self._epoch_is_complete = not self.progress.samples_in_epoch
         # A checkpoint on an epoch's last step comes before the epoch's end, which is then still to come.
-        goes_on = not self.control.stop or (self.progress.is_epoch_consumed and not self._owes_evaluation)
+        goes_on = not self.lifecycle.stop or (self.progress.is_epoch_consumed and not self._owes_evaluation)
         while goes_on:
             self.lifecycle.begin_epoch()
             self._epoch_is_complete = True
@@ -92,7 +91,7 @@ class TrainingLoop:
                 train_loss = self._train_epoch(self.progress.epoch)
             self._end_epoch(train_loss)
             self._answer_requests()
-            goes_on = not self.control.stop
+            goes_on = not self.lifecycle.stop
         self._close()
 
     def _train_epoch(self, epoch: int) -> float:
@@ -107,11 +106,11 @@ class TrainingLoop:
             applied = self._train_step(window)
             self.lifecycle.end_step(window.samples, window.tokens, skipped=not applied)
             self._answer_requests()
-            if self.control.stop:
+            if self.lifecycle.stop:
                 # an evaluation that a signal cut short belongs before the epoch's end
                 self._epoch_is_complete = self.progress.is_epoch_consumed and not self._owes_evaluation
                 break
-        if not self.progress.samples_in_epoch and not self.control.stop:
+        if not self.progress.samples_in_epoch and not self.lifecycle.stop:
             raise DataError(f"Epoch {epoch + 1} has no samples: the training data yielded none.")
         return self._loss.mean()
 
@@ -121,7 +120,8 @@ class TrainingLoop:
             self._loss.begin_step()
         if hasattr(self.unit, "set_step_nr"):
             self.unit.set_step_nr(self.progress.step + 1)
-        divisor, targets, last = self._divisor(window), 0, len(window.batches) - 1
+        divisor, targets, counts_targets = self._divisor(window), 0, False
+        last = len(window.batches) - 1
         for i, (batch, weight) in enumerate(zip(window.batches, window.weights, strict=True)):
             with self._accumulating(last=i == last):
                 batch = self._prepare_batch(batch)
@@ -137,20 +137,27 @@ class TrainingLoop:
                         raise self._no_token_counts()
                     self._loss.add(loss, weight)
                 else:  # the loss is the sum over targets, which only the forward could count
-                    targets += (count := int(output.num_targets))
+                    counts_targets, count = True, int(output.num_targets) if weight else 0
                     self._loss.add(loss / max(count, 1), count)
-                    weight = 1.0 if count else 0.0
+                    targets, weight = targets + count, 1.0 if count else 0.0
                 if weight:  # a mean over nothing is NaN, and 0 x NaN is NaN
                     self._backward(loss if weight == divisor else loss * (weight / divisor))
-        if targets and self.grad_reduction != "sum":
-            self._scale_gradients(divisor / (self._sum_over_ranks(targets) / self.world_size))
+                else:
+                    self._backward_nothing(output)
+        if counts_targets and self.grad_reduction != "sum":
+            (targets,) = self.ranks.sum("the targets of a step", targets)
+            if targets:
+                self._scale_gradients(divisor * self.world_size / targets)
         return self._optimizer_step(window)
 
     def _optimizer_step(self, window: Window) -> bool:
         """Clip, check, update and clear the gradients; return whether the update was made."""
         self._grad_norm = self._clip_gradients()
         self.lifecycle.before_optimizer_step()
-        applied = self._is_admitted(self._grad_norm, window) and self._apply_update()
+        return self._conclude_step(self._is_admitted(self._grad_norm, window) and self._apply_update())
+
+    def _conclude_step(self, applied: bool) -> bool:
+        """Clear the gradients, and step the schedule if the update was made."""
         for parameter in self._parameters:
             parameter.grad = None
         if not applied:
@@ -161,19 +168,31 @@ class TrainingLoop:
 
     def _answer_requests(self) -> None:
         """Do what callbacks have asked for: the only place where a run logs, evaluates or saves."""
-        control = self.control
-        if control.log:
-            control.log = False
+        asked = self._agree("the end of a step", "log", "evaluate", "save")
+        if asked.log:
             self._log()
-        if control.evaluate:
-            control.evaluate = False
-            if self.lifecycle.evaluated_step != self.progress.step:
-                self._evaluate_in_run()
-        if control.save:
-            control.save = False
-            if self.lifecycle.saved_at != self.progress.position:
-                self._save()
+        if asked.evaluate and self.lifecycle.evaluated_step != self.progress.step:
+            self._evaluate_in_run()
+            asked.save |= self._agree("the end of an evaluation", "save").save
+        if asked.save and self.lifecycle.saved_at != self.progress.position:
+            self._save()
+            self._agree("the end of a save")
         self._await_background(wait=False)
+
+    def _agree(self, where: str, *requests: str) -> Control:
+        """Return which of these requests any process has made, and note the end of the run if one asked for it."""
+        asked = self.ranks.agree(where, self.control.taken(*requests))
+        if asked.stop and not self.lifecycle.stop:
+            self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
+        return asked
+
+    def _is_interrupted(self, batches: int) -> bool:
+        """Return whether a signal on any process is to cut an evaluation short; asked before each of its batches."""
+        if self.world_size == 1:
+            return self.control.stop == "signal"
+        if batches % _BATCHES_BETWEEN_AGREEMENTS:
+            return False
+        return self._agree("a batch of an evaluation").stop == "signal"
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
         self.lifecycle.begin_evaluation()
@@ -196,8 +215,8 @@ class TrainingLoop:
         self._await_background()
         history = self.lifecycle.state_dict() if self.store is not None else None
         self.lifecycle.is_closing = True
-        has_time = self.control.stop != "signal"
-        at_a_limit = self.control.stop in ("epochs", "max_steps", "max_duration")
+        has_time = self.lifecycle.stop != "signal"
+        at_a_limit = self.lifecycle.stop in ("epochs", "max_steps", "max_duration")
         if at_a_limit and self._has_eval and self.lifecycle.evaluated_step != self.progress.step:
             self._evaluate_in_run()
         if self.lifecycle.saved_at != self.progress.position or self._has_uncredited_best:
@@ -280,14 +299,18 @@ class TrainingLoop:
         batches = self.train_loader.batches(epoch, self.progress.samples_in_epoch)
         for group in windows(self._weighed(batches), self.gradient_accumulation_steps):
             ready, weights, samples, tokens = zip(*group, strict=True)
-            yield Window(list(ready), list(weights), sum(samples), sum(tokens))
+            sums = self.ranks.sum("the beginning of a step", sum(weights), sum(samples), sum(tokens))
+            yield Window(list(ready), list(weights), sums[0], int(sums[1]), int(sums[2]))
 
     def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float, int, int]]:
         pairs = ((batch, batch) for batch in batches)
         if self.device.type == "cuda" and type(self)._prepare_batch is TrainingLoop._prepare_batch:
             pairs = copied_ahead(batches, self.device)
         for batch, ready in pairs:
-            yield ready, self._weigh(batch), count_samples(batch), count_tokens(batch)
+            if type(batch) is StandIn:
+                yield ready.batch, 0, 0, 0
+            else:
+                yield ready, self._weigh(batch), count_samples(batch), count_tokens(batch)
 
     def _weigh(self, batch: Any) -> float:
         """Return how much a micro-batch (on the host) counts in its window: its labels that count, or its samples."""
@@ -313,10 +336,10 @@ class TrainingLoop:
         return shifts_labels(self.model)
 
     def _divisor(self, window: Window) -> float:
-        """Return what the window's weighted losses are divided by: the mean over processes of their weights."""
+        """Return what this process's weighted losses are divided by; gradients are averaged over processes later."""
         if self.grad_reduction == "sum":
-            return 1.0
-        return self._sum_over_ranks(sum(window.weights)) / self.world_size or 1.0
+            return 1.0 / self.world_size
+        return window.weight / self.world_size or 1.0
 
     # --- non-finite losses and gradients
 
@@ -403,58 +426,3 @@ class TrainingLoop:
 
     def _load_best(self) -> None:
         """Put the best weights into the model."""
-
-    # --- what a backend or a user may override; the defaults are plain PyTorch on one device
-
-    def _prepare_batch(self, batch: Any) -> Any:
-        """Return the batch as the model is to see it, on the device."""
-        return move_to_device(batch, self.device, non_blocking=True)
-
-    def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and outputs of a batch on the device."""
-        return run_unit(self.unit, model, batch)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of forward and loss."""
-        return self.precision.autocast()
-
-    def _accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch; `last` says that gradients are to be complete after it."""
-        return _NOTHING
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss`."""
-        loss.backward()
-
-    def _scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by `factor`."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    def _clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that, on the device."""
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        limit = self.max_grad_norm
-        # On a CPU the norm can be read for nothing, and most steps need no clipping: the factor would be exactly 1.
-        if limit is None or (norm.device.type == "cpu" and float(norm.numpy()) < limit * (1 - 1e-6) - 1e-6):
-            return norm
-        nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
-        return norm
-
-    def _apply_update(self) -> bool:
-        """Take the optimizer's step; return False if it was left out."""
-        self.optimizer.step()
-        return True
-
-    def _detecting_anomalies(self) -> AbstractContextManager[Any]:
-        """Return the context of the run: PyTorch's anomaly detection, if that was asked for."""
-        return torch.autograd.set_detect_anomaly(True) if self._given["detect_anomaly"] else _NOTHING
-
-    def _backend_logs(self) -> dict[str, float]:
-        """Return what the backend adds to each row of logs."""
-        return {}
-
-    def _sum_over_ranks(self, value: float) -> float:
-        """Return the sum of `value` over all processes."""
-        return value

@@ -7,12 +7,11 @@ Folders and manifests are in `checkpoint/store.py`, tensors in `checkpoint/state
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
+import hashlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +21,24 @@ from torch.optim.lr_scheduler import LambdaLR
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.disk import check_free_space
 from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensors import TensorFile
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.loaders import MapLoader
 from omnitrain.progress import Progress
-from omnitrain.reproducibility import GENERATORS
+from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
 from omnitrain.trainers.changes import DECIDING, changed_settings, optimizer_options, schedule_options
 from omnitrain.trainers.loop import TrainingLoop
+from omnitrain.trainers.snapshot import Snapshot, versions
 
-__all__ = ["Resumable", "Snapshot"]
+__all__ = ["Resumable"]
 
 logger = logging.getLogger("omnitrain")
 
 OPTIMIZER = "optimizer/state.safetensors"
-RNG = "rng/rank-00000.safetensors"
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """Everything that a checkpoint holds: tensors by file and name, and the payload of omnitrain.json."""
-
-    files: dict[str, dict[str, torch.Tensor]]
-    payload: dict[str, Any]
-    step: int
-    score: float | None
-    best: bool
-    evaluated_step: int
-
-    def on_host(self, kept: dict[str, torch.Tensor]) -> Snapshot:
-        """Return a copy that further training cannot change, in the host memory of the copy before it.
-
-        Memory that is asked for anew costs most of a copy's time, for each page is cleared when it is first written.
-
-        Args:
-            kept: The tensors of the copy before it, which nobody reads any more; filled for the next one.
-        """
-        files: dict[str, dict[str, torch.Tensor]] = {}
-        for file, tensors in self.files.items():
-            copies = files[file] = {}
-            for name, tensor in tensors.items():
-                held = kept.get(f"{file}:{name}")
-                if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                    held = kept[f"{file}:{name}"] = torch.empty_like(tensor, device="cpu", requires_grad=False)
-                copies[name] = held.copy_(tensor.detach())
-        return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step)
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    # looking them up takes milliseconds
-    return {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
+def _rng_file(rank: int) -> str:
+    return f"rng/rank-{rank:05d}.safetensors"
 
 
 class Resumable(TrainingLoop):
@@ -85,7 +53,7 @@ class Resumable(TrainingLoop):
     _background: ThreadPoolExecutor | None = None
     _host_copies: dict[str, torch.Tensor]
     """What was written in the background the last time, whose memory the next copy takes."""
-    _in_flight: tuple[Snapshot, Future[Path]] | None = None
+    _in_flight: tuple[Snapshot, Future[Path] | None] | None = None
     _origin: Path | None = None
     """Where the checkpoint was that the run resumed from, which need not be the `save_dir`."""
     _weights_from: Progress | None = None
@@ -94,12 +62,15 @@ class Resumable(TrainingLoop):
     """Whether a checkpoint was due after the evaluation that a signal has cut short."""
     _credited_step: int = -1
     """The best evaluation that has a checkpoint; later checkpoints without a new evaluation are not the best."""
+    _scored: tuple[int, int] = (-1, -1)
+    """The latest evaluation whose score a checkpoint has, and the step of that checkpoint."""
 
     # --- saving
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
-        return state.save_weights(self.model, Path(path), overwrite)
+        with self.ranks.calling("save_model()"):
+            return state.save_weights(self.model, Path(path), overwrite, self._model_tensors(), self.ranks)
 
     def request_save(self) -> None:
         """Ask for a checkpoint at the next step boundary."""
@@ -116,9 +87,10 @@ class Resumable(TrainingLoop):
         """
         if self.store is None:
             raise ConfigError("There is no place for a checkpoint. Pass `save_dir` to the constructor.")
-        self._await_background()
-        snapshot = self._snapshot()
-        return self._committed(snapshot, self._write(self.store, snapshot))
+        with self.ranks.calling("save_checkpoint()"):
+            self._await_background()
+            snapshot = self._snapshot()
+            return self._committed(snapshot, self._write(self.store, snapshot))
 
     def _save(self, history: dict[str, Any] | None = None) -> None:
         """Save during a run; a disk that fails costs this checkpoint, not the run, unless `save_required`.
@@ -133,8 +105,10 @@ class Resumable(TrainingLoop):
         snapshot = self._snapshot(history)
         self.lifecycle.saved_at = self.progress.position
         if self._background is not None:
-            copy = snapshot.on_host(self._host_copies)
-            self._in_flight = copy, self._background.submit(self._write, self.store, copy)
+            self._in_flight = snapshot, None
+            if self.ranks.is_main:
+                copy = snapshot.on_host(self._host_copies)
+                self._in_flight = copy, self._background.submit(self._write_here, self.store, copy, state.whole)
             return
         try:
             path = self._write(self.store, snapshot)
@@ -145,20 +119,30 @@ class Resumable(TrainingLoop):
 
     def _await_background(self, wait: bool = True) -> None:
         """Take note of a checkpoint that the background has finished; with `wait`, of one that is still written."""
-        if self._in_flight is None or not (wait or self._in_flight[1].done()):
+        if self._in_flight is None:
             return
-        (snapshot, future), self._in_flight = self._in_flight, None
+        snapshot, future = self._in_flight
+        if not wait and not self.ranks.on_main("a checkpoint in the background", lambda: future and future.done()):
+            return
+        self._in_flight = None
         try:
-            path = future.result()
+            path = self.ranks.on_main("the end of a checkpoint in the background", lambda: self._written(future))
         except CheckpointError as error:
             self._report_failed_save(error)
         else:
             self._committed(snapshot, path)
 
+    @staticmethod
+    def _written(future: Future[Path] | None) -> Path:
+        assert future is not None  # on the main process
+        return future.result()
+
     def _committed(self, snapshot: Snapshot, path: Path) -> Path:
         if snapshot.best:
             self.lifecycle.metrics["best_checkpoint"] = path.name
             self._credited_step = snapshot.evaluated_step
+        if snapshot.score is not None:
+            self._scored = snapshot.evaluated_step, snapshot.step
         self.lifecycle.saved(path)
         return path
 
@@ -169,19 +153,33 @@ class Resumable(TrainingLoop):
         logger.error("%s Training goes on without it (save_required=True would end it).", error)
 
     def _write(self, store: Store, snapshot: Snapshot) -> Path:
+        """Write a checkpoint, to which all processes give their parts; only the main one touches the disk."""
+        files = [snapshot.files[file] for file in snapshot.by_size]
+        return state.written_by_main(self.ranks, files, lambda gather: self._write_here(store, snapshot, gather))
+
+    def _write_here(self, store: Store, snapshot: Snapshot, gather: state.Gather) -> Path:
+        digests: dict[str, Future[str]] = {}
+
         def write(folder: Path) -> None:
-            for file, tensors in snapshot.files.items():
-                path = folder / file
+            # hashing takes longer than writing, so it begins with the largest, and before that is written
+            for file in snapshot.by_size:
+                tensors, path = snapshot.files[file], folder / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    state.save_tensors(tensors, path)
-                except Exception as error:  # safetensors wraps a full disk in an error of its own
-                    if isinstance(error, OSError) or "I/O error" in str(error) or "os error" in str(error).lower():
-                        raise OSError(f"{path.name}: {error}") from error
-                    raise
+                if any(map(state.is_in_parts, tensors.values())):
+                    hasher, digests[file] = hashlib.sha256(), Future()
+                    state.save_tensors(tensors, path, hasher, gather)
+                    digests[file].set_result(hasher.hexdigest())
+                    continue
+                ready = state.host_tensors(tensors)
+                with contextlib.suppress(RuntimeError):  # the interpreter is closing: the file is read back
+                    digests[file] = pool.submit(state.digest, ready)
+                state.save_tensors(ready, path)
             state.write_config(self.model, folder)
 
-        return store.save(snapshot.step, write, snapshot.payload, score=snapshot.score, best=snapshot.best)
+        with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
+            return store.save(
+                snapshot.step, write, snapshot.payload, score=snapshot.score, best=snapshot.best, digests=digests
+            )
 
     def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:
         """Return the present state, as references to the live tensors."""
@@ -191,12 +189,15 @@ class Resumable(TrainingLoop):
             # an epoch's last step is saved again after the epoch's end
             credited == evaluated >= 0 and self.lifecycle.metrics.get("best_checkpoint") == name
         )
+        # one checkpoint per evaluation, or the few best would be the same one under several names
+        scored = evaluated, progress.step
+        score = None if evaluated == self._scored[0] and scored != self._scored else self.lifecycle.objective.latest
         is_final = history is None and not self._owes_evaluation  # else a resumed run may save this step again
         history = history or self.lifecycle.state_dict()
         if best and is_final:
             history["metrics"]["best_checkpoint"], credited = name, evaluated
         loop = {
-            "loss": self._loss.state_dict(),
+            "loss": self.ranks.gather("the losses for a checkpoint", self._loss.state_dict()),
             "logged": list(self._logged),
             "grad_norm": self._read_grad_norm().get("grad_norm"),
         }
@@ -207,13 +208,15 @@ class Resumable(TrainingLoop):
             "callbacks": state.to_json(history["callbacks"], "callbacks"),
             "loop": state.to_json(loop, "loop"),
             "credited_step": credited,
+            "scored": list(scored if score is not None and is_final else self._scored),
             "owes": {"evaluation": self._owes_evaluation or self.control.evaluate, "save": self._owes_save},
             # where it lies is no setting of the run: the folder can be moved
             "settings": {key: value for key, value in self.resolved_config().items() if key != "save_dir"},
             "world_size": self.world_size,
-            "versions": _versions(),
+            "versions": versions(),
+            "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        return Snapshot(files, payload, progress.step, self.lifecycle.objective.latest, best, evaluated)
+        return Snapshot(files, payload, progress.step, score, best, evaluated)
 
     @property
     def _has_uncredited_best(self) -> bool:
@@ -222,12 +225,12 @@ class Resumable(TrainingLoop):
 
     def _capture_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Return the tensors by file and name, and the rest as JSON types. What the lifecycle knows is added to it."""
-        tensors, rest = state.optimizer_state(self.optimizer, self.model)
-        generators, generators_rest = state.rng_tensors(self.device)
+        tensors, rest = self._optimizer_state()
+        generators = self.ranks.gather("the random numbers for a checkpoint", state.rng_tensors(self.device))
         scaler = getattr(self, "scaler", None)
         payload = {
             "optimizer": rest,
-            "rng": generators_rest,
+            "rng": [rest for _, rest in generators],
             "scheduler": None
             if self.lr_scheduler is None
             else state.to_json(self.lr_scheduler.state_dict(), "scheduler"),
@@ -236,12 +239,22 @@ class Resumable(TrainingLoop):
             "algorithms": state.to_json([algorithm.state_dict() for algorithm in self.algorithms], "algorithms"),
             "drawn": self._drawn(),
         }
-        return {state.WEIGHTS: state.model_tensors(self.model), OPTIMIZER: tensors, RNG: generators}, payload
+        files = {_rng_file(rank): tensors for rank, (tensors, _) in enumerate(generators)}
+        return {state.WEIGHTS: self._model_tensors(), OPTIMIZER: tensors, **files}, payload
+
+    def _model_tensors(self) -> dict[str, Any]:
+        """Return the weights by bare name; those in parts as they are."""
+        return state.model_tensors(self.model)
+
+    def _optimizer_state(self) -> tuple[dict[str, Any], Any]:
+        """Return the optimizer's tensors by parameter and entry, and the rest as JSON types."""
+        return state.optimizer_state(self.optimizer, self.model)
 
     def _drawn(self) -> list[int]:
         """Return which generators the training data was seen to draw from, so that a resumed run need not find out."""
         loader = self.train_loader
-        return [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
+        own = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
+        return sorted(set().union(*self.ranks.gather("what the data draws", own)))
 
     # --- coming back
 
@@ -251,11 +264,12 @@ class Resumable(TrainingLoop):
         Raises:
             CheckpointError: If it is missing, damaged, or of another model or optimizer.
         """
-        folder, content = self._resolve(path) or (None, None)
-        if folder is None or content is None:
-            raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
-        self._restore(folder, content)
-        self._restore_random_numbers(folder, content)
+        with self.ranks.calling("load_checkpoint()"):
+            folder, content = self._resolve(path) or (None, None)
+            if folder is None or content is None:
+                raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
+            self._restore(folder, content)
+            self._restore_random_numbers(folder, content)
         return folder
 
     def _resolve(self, which: str | Path) -> tuple[Path, dict[str, Any]] | None:
@@ -263,7 +277,8 @@ class Resumable(TrainingLoop):
             raise ConfigError(
                 f"`resume_from={str(which)!r}` looks into `save_dir`, which is not given. Pass it, or a path."
             )
-        return (self.store or Store(Path(which).parent)).resolve(which)
+        store = self.store or Store(Path(which).parent)
+        return self.ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
 
     def _resume(self, which: str | Path, allow_change: Collection[str]) -> tuple[Path, dict[str, Any]] | None:
         """Restore the checkpoint that `which` names; None if "auto" finds none and the run starts afresh."""
@@ -280,8 +295,11 @@ class Resumable(TrainingLoop):
         refused = {name: pair for name, pair in changed.items() if name not in allow_change}
         if refused:
             listed = "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
+            kept = ""
+            if "global_batch_size" in refused:
+                kept = f"global_batch_size={refused['global_batch_size'][0]} keeps it on any number of processes. "
             raise CheckpointError(
-                f"{str(folder)!r} was saved under other settings, which would change the run: {listed}. "
+                f"{str(folder)!r} was saved under other settings, which would change the run: {listed}. {kept}"
                 f"Set them back, or allow them by name: train(resume_from=..., allow_change={set(refused)!r})."
             )
         self._restore(folder, content, set(changed))
@@ -293,7 +311,8 @@ class Resumable(TrainingLoop):
         history = {key: state.from_json(content[key]) for key in ("objective", "callbacks", "loop")}
         selects_anew = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self.lifecycle.load_state_dict({**content, **history}, selects_anew)
-        self._loss.load_state_dict(history["loop"]["loss"])
+        losses = history["loop"]["loss"]
+        self._loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # as it once was
         step, seconds, samples, tokens = history["loop"]["logged"]
         self._logged = (step, seconds, samples, tokens)
         norm = history["loop"]["grad_norm"]
@@ -303,6 +322,9 @@ class Resumable(TrainingLoop):
         if self._owes_save:
             self.lifecycle.saved_at = None
         self._credited_step = -1 if selects_anew else content["credited_step"]
+        # the first checkpoints of format 1 lack it: each of them has the score of the evaluation before it
+        evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
+        self._scored = evaluated, step
         if "algorithms" not in changed:
             for algorithm, saved in zip(self.algorithms, state.from_json(content["algorithms"]), strict=True):
                 algorithm.load_state_dict(saved)
@@ -315,19 +337,26 @@ class Resumable(TrainingLoop):
         is_composed = "lr_scheduler_options" in changed and hasattr(self.lr_scheduler, "_schedulers")
         if (content["scheduler"] is None) != (self.lr_scheduler is None) or is_composed:
             changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # warm-up alone makes a schedule too
-        state.load_weights(self.model, state.load_tensors(folder / state.WEIGHTS), where, content["extra_state"])
+        self._load_weights(TensorFile(folder / state.WEIGHTS, self.ranks), where, content["extra_state"])
         if "optimizer" in changed:
             logger.warning("The optimizer is another one now: it starts without the state of the old one.")
         else:
             fresh = [dict(group) for group in self.optimizer.param_groups]
-            tensors = state.load_tensors(folder / OPTIMIZER)
-            state.restore_optimizer(self.optimizer, self.model, tensors, content["optimizer"], where)
+            self._load_optimizer(TensorFile(folder / OPTIMIZER, self.ranks), content["optimizer"], where)
             self._keep_new_options(fresh, content, changed)
         if self.lr_scheduler is not None:
             self._restore_schedule(content, changed)
         scaler = getattr(self, "scaler", None)
         if scaler is not None and scaler.is_enabled() and content["scaler"]:
             scaler.load_state_dict(state.from_json(content["scaler"]))
+
+    def _load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
+        """Copy weights by bare name into the model."""
+        state.load_weights(self.model, tensors, where, extra)
+
+    def _load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+        """Put back what `_optimizer_state` returned."""
+        state.restore_optimizer(self.optimizer, self.model, tensors, saved, where)
 
     def _restore_schedule(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Put the schedule where it was; a named one that has changed goes on from the same step of the new one."""
@@ -375,7 +404,13 @@ class Resumable(TrainingLoop):
     def _restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
         if content["settings"]["seed"] != self.seed:
             return  # it was allowed to change
-        state.restore_rng_tensors(state.load_tensors(folder / RNG), content["rng"], self.device)
+        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # as it once was
+        for rank, rest in enumerate(saved):  # all processes read all files, as only the main one looks at the disk
+            tensors = dict(TensorFile(folder / _rng_file(rank), self.ranks))
+            if rank == self.rank:
+                state.restore_rng_tensors(tensors, rest, self.device)
+        if self.rank >= len(saved):  # more processes than there were
+            seed_everything(derive_seed(self.seed, self.rank, self.progress.step) & 0x7FFFFFFF)
 
     # --- beginning and end of a run
 
@@ -383,7 +418,7 @@ class Resumable(TrainingLoop):
         """Refuse to start afresh among the checkpoints of another run, and say so early if the disk is too small."""
         if self.store is None:
             return
-        there = self.store.checkpoints()
+        there = self.ranks.on_main("a look at `save_dir`", self.store.checkpoints)
         if there and not self._given["overwrite"]:
             raise ConfigError(
                 f"`save_dir={str(self.save_dir)!r}` already holds checkpoints, the newest being {there[-1].name!r}. "
@@ -396,6 +431,8 @@ class Resumable(TrainingLoop):
         if self.store is None:
             return
         files, _ = self._capture_state()
+        if not self.ranks.is_main:
+            return
         sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
         warning = check_free_space(self.store.root, self.store.newest_size() or 3 * sum(sizes))
         if warning:
@@ -414,16 +451,20 @@ class Resumable(TrainingLoop):
         # by name first: the pointer may stand for an evaluation that closed a shorter run
         roots = [root for root in (self.store.root, self._origin) if root is not None]
         places = [*(root / name for root in roots), *(root / "best" for root in roots)]
-        found = next((place for place in places if place.exists()), None)
+        found = self.ranks.on_main("a look for the best", lambda: next((one for one in places if one.exists()), None))
         if found is None:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return
-        place = self.store.resolve(found)
-        if place is None:
+        try:
+            place = self._resolve(found)
+            if place is None:
+                return
+            folder, content = place
+            tensors = TensorFile(folder / state.WEIGHTS, self.ranks)
+            self._load_weights(tensors, repr(str(folder)), content["extra_state"])
+        except (CheckpointError, OSError) as error:  # the run itself has ended well
+            logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return
-        folder, content = place
-        tensors = state.load_tensors(folder / state.WEIGHTS)
-        state.load_weights(self.model, tensors, repr(str(folder)), content["extra_state"])
         self._weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
 
@@ -447,6 +488,6 @@ class Resumable(TrainingLoop):
                 yield
             finally:
                 self._background, self._host_copies = None, {}
-                in_flight, self._in_flight = self._in_flight, None  # only after an error: else it was awaited
-                if in_flight is not None and (error := in_flight[1].exception()) is not None:
+                (_, future), self._in_flight = self._in_flight or (None, None), None  # after an error: else awaited
+                if future is not None and (error := future.exception()) is not None:
                     logger.error("%s", error)

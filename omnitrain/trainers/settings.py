@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,10 +31,12 @@ OF_A_LOADER = {"shuffle": True, "global_batch_size": None}
 """What has no effect on a `train_loader`, with its default."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any], known: list[str], who: str) -> None:
-    """Raise a TypeError that names the nearest argument, if there are unknown ones."""
+def refuse_unknown(unknown: Mapping[str, Any], trainer: type) -> None:
+    """Raise a TypeError that names the nearest argument of the trainer's class, if there are unknown ones."""
     for name in unknown:
-        raise TypeError(f"{who}() got an unexpected argument {name!r}.{did_you_mean(name, known)}")
+        makers = [one for one in trainer.__mro__ if "__init__" in vars(one)]
+        known = [known for one in makers for known in inspect.signature(one.__init__).parameters]
+        raise TypeError(f"{trainer.__name__}() got an unexpected argument {name!r}.{did_you_mean(name, known)}")
 
 
 def check_settings(given: Mapping[str, Any]) -> None:

@@ -23,7 +23,9 @@ def asked(limits: Limits, **intervals: str | int | None) -> list[str]:
     seen: list[str] = []
 
     def note(where: str) -> None:
-        seen.extend(f"{name} {where}" for name in ("log", "evaluate", "save") if trainer.control.take(name))
+        seen.extend(
+            f"{name} {where}" for name in ("log", "evaluate", "save") if getattr(trainer.control.taken(name), name)
+        )
 
     while not trainer.control.stop:
         for _ in range(4):

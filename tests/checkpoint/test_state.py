@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -11,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from omnitrain.checkpoint import state
+from omnitrain.checkpoint import state, tensors
 from omnitrain.errors import CheckpointError, ConfigError
 
 
@@ -69,11 +71,7 @@ def test_file_holds_no_more_than_the_tensors_even_of_views_into_large_ones(tmp_p
     assert same(state.load_tensors(tmp_path / "file"), tensors)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool,
-     torch.float8_e4m3fn, torch.complex64],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype", tensors.DTYPES)
 def test_every_dtype_comes_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.tensor([[0.0, 1.0], [2.0, -0.0]]).to(dtype), "scalar": torch.tensor(1.0).to(dtype)}
     state.save_tensors(tensors, tmp_path / "file")
@@ -81,6 +79,40 @@ def test_every_dtype_comes_back_as_it_was(dtype: torch.dtype, tmp_path: Path) ->
     for name, tensor in tensors.items():
         assert found[name].dtype is dtype and found[name].shape == tensor.shape
         assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128))
+
+
+def test_dtype_that_safetensors_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"`a/b` is of torch\.complex128"):
+        state.save_tensors({"a/b": torch.zeros(1, dtype=torch.complex128)}, tmp_path / "file")
+
+
+def test_file_is_as_the_safetensors_package_would_write_it(tmp_path: Path) -> None:
+    def header_and_data(path: Path) -> tuple[Any, bytes]:
+        content = path.read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little")
+        assert begin % 8 == 0
+        return json.loads(content[8:begin]), content[begin:]
+
+    tensors = {
+        "flag": torch.tensor([True]), "b": torch.randn(3), "wide": torch.randn(2, 2, dtype=torch.float64),
+        "a": torch.tensor(1.0), "none": torch.zeros(0, 3), "h\u00e4lfte": torch.randn(5).half(),
+    }  # fmt: skip
+    state.save_tensors(tensors, tmp_path / "ours")
+    safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert header_and_data(tmp_path / "ours") == header_and_data(tmp_path / "theirs")
+
+
+def test_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    tensors = {**Tied().state_dict(), "transposed": torch.arange(6.0).reshape(2, 3).T}
+    state.save_tensors(tensors, tmp_path / "file")
+    assert state.digest(tensors) == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+
+
+def test_what_lies_in_host_memory_in_one_piece_is_not_copied() -> None:
+    whole, transposed = torch.randn(3, 2, requires_grad=True), torch.arange(6.0).reshape(2, 3).T
+    found = state.host_tensors({"whole": whole, "transposed": transposed})
+    assert found["whole"].data_ptr() == whole.data_ptr() and not found["whole"].requires_grad
+    assert found["transposed"].is_contiguous() and torch.equal(found["transposed"], transposed)
 
 
 def test_names_are_those_of_the_bare_module_however_it_is_wrapped() -> None:
@@ -166,6 +198,38 @@ def test_saved_model_is_one_file_with_the_config_beside_it(tmp_path: Path) -> No
     assert json.loads(header[: header.index(b"}}") + 2])["__metadata__"] == {"format": "pt"}
 
 
+@pytest.mark.parametrize("family", ["GPT2LMHeadModel", "BertForSequenceClassification"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_config_beside_a_transformers_model_is_the_one_that_the_model_itself_writes(
+    family: str, dtype: torch.dtype, compiled: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config: Any = {
+        "GPT2LMHeadModel": lambda: transformers.GPT2Config(
+            n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0
+        ),
+        "BertForSequenceClassification": lambda: transformers.BertConfig(
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=11
+        ),
+    }[family]()
+    model = getattr(transformers, family)(config).to(dtype)
+    before = model.config.to_dict()
+    wrapped: Any = torch.compile(model, backend="eager") if compiled else model
+    state.save_weights(wrapped, tmp_path / "ours", overwrite=False)
+    assert model.config.to_dict() == before
+    model.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json"):
+        ours, theirs = (tmp_path / side / name for side in ("ours", "theirs"))
+        assert ours.exists() == theirs.exists()
+        if ours.exists():
+            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
+    opened = getattr(transformers, family).from_pretrained(tmp_path / "ours")
+    assert opened.dtype == dtype and same(dict(opened.state_dict()), dict(model.state_dict()))
+    assert type(transformers.AutoModel.from_pretrained(tmp_path / "ours")).__name__ == f"{family[:4]}Model"
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [family]
+
+
 def test_model_that_is_there_is_replaced_only_if_that_is_wanted_and_in_one_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +238,7 @@ def test_model_that_is_there_is_replaced_only_if_that_is_wanted_and_in_one_go(
     with pytest.raises(ConfigError, match=r"model.safetensors' is there already.*overwrite=True"):
         state.save_weights(Tied(1), tmp_path, overwrite=False)
 
-    def torn(tensors: Any, path: Path) -> None:
+    def torn(tensors: Any, path: Path, **options: Any) -> None:
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 

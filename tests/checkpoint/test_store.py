@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -598,6 +599,36 @@ def test_several_processes_write_into_one_checkpoint(run: Path) -> None:
     main.begin(20)
     main.abandon(20)
     assert not list(run.glob("*.tmp"))
+
+
+def test_digest_that_is_known_is_taken_and_only_the_other_files_are_read_back(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, digests = [], dict[str, Future[str]]()
+    hashed = disk_module._digest
+    monkeypatch.setattr(disk_module, "_digest", lambda path: read.append(path.name) or hashed(path))
+
+    def write(folder: Path) -> None:
+        (folder / "inner").mkdir()
+        for name in ("a", "inner/b"):
+            (folder / name).write_text(name)
+        for name in ("inner/b", "never written"):
+            digests[name] = Future()
+            digests[name].set_result(hashlib.sha256(name.encode()).hexdigest())
+
+    store = Store(run)
+    path = store.save(10, write, {}, digests=digests)
+    assert read == ["a"]
+    assert list(store.verify(path)["files"]) == ["a", "inner/b"]
+
+
+def test_file_that_is_not_what_its_known_digest_is_of_is_damaged(run: Path) -> None:
+    digests: dict[str, Future[str]] = {"a": Future()}
+    digests["a"].set_result(hashlib.sha256(b"what was meant").hexdigest())
+    store = Store(run)
+    path = store.save(10, lambda folder: (folder / "a").write_text("what came out"), {}, digests=digests)
+    with pytest.raises(CheckpointError, match="'a' does not match its sha256"):
+        store.verify(path)
 
 
 def test_reader_sees_a_step_that_another_process_saved_again(run: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -564,14 +563,3 @@ def test_handlers_are_put_back_after_training() -> None:
     make(t16(), rows(4), epochs=1, callbacks=[Look()]).train()
     assert inside[0] is not before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
-def test_the_second_signal_leaves_at_once() -> None:
-    class Twice(Callback):
-        def on_step_start(self, trainer: Any) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            raise AssertionError("not reached")
-
-    with pytest.raises(KeyboardInterrupt):
-        make(t16(), rows(4), callbacks=[Twice()]).train()

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import pickle
+import platform
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +46,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, IterableDataset
 
+import omnitrain
 from omnitrain import Algorithm, Callback, CheckpointError, ConfigError, Trainer
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.store import MANIFEST, Store
@@ -485,6 +488,62 @@ def test_best_few_and_every_third_stay(folder: Path) -> None:
     assert names(Store(folder / "every")) == [f"checkpoint-{n:06d}" for n in (2, 3, 6)]
 
 
+def scores_of(run: Path) -> dict[int, float | None]:
+    return {kept.step: kept.score for kept in sorted(Store(run).kept(), key=lambda kept: kept.step)}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_evaluation_is_the_score_of_one_checkpoint_so_that_the_best_few_are_of_as_many_evaluations(
+    is_async: bool, folder: Path
+) -> None:
+    options = scored(SCORES * 2, eval_steps=3, save_steps=1, epochs=4, async_save=is_async)
+    play(folder / "all", **options)
+    assert scores_of(folder / "all") == dict.fromkeys(range(1, 13)) | {3: 1.0, 6: 4.0, 9: 1.0, 12: 4.0}
+    play(folder / "few", **options, save_total_limit=1, keep_best=3)
+    assert names(Store(folder / "few")) == [f"checkpoint-{n:06d}" for n in (3, 6, 12)]
+
+
+@pytest.mark.parametrize(
+    "interval, expected",
+    [(3, {3: None, 6: 2.0, 9: 9.0, 12: 4.0}), (1, dict.fromkeys(range(1, 13)) | {4: 2.0, 8: 9.0, 12: 4.0})],
+)
+def test_score_goes_to_the_first_checkpoint_after_the_evaluation_in_a_resumed_run_too(
+    interval: int, expected: Any, folder: Path
+) -> None:
+    class AskAgain(Callback):
+        def on_epoch_end(self, trainer: Any) -> None:
+            if trainer.progress.step in expected:
+                trainer.request_save()
+
+    options = scored(SCORES * 2, eval_steps=4, save_steps=interval, epochs=4, callbacks=lambda: [AskAgain()])
+    play(folder / "straight", **options)
+    assert scores_of(folder / "straight") == expected
+    for number, cut in enumerate(("kill", n) for n in range(1, 12)):
+        play(folder / str(number), [{"cut": cut}, {}], **options)
+        assert scores_of(folder / str(number)) == expected, f"killed after step {cut[1]}"
+
+
+def test_evaluation_that_closed_a_shorter_run_is_the_score_of_its_checkpoint_alone(folder: Path) -> None:
+    options = scored(SCORES * 2, eval_steps=4, save_steps=1, epochs=4)
+    play(folder / "run", [{"max_steps": 6}, {}], **options)
+    assert scores_of(folder / "run") == dict.fromkeys(range(1, 13)) | {4: 2.0, 6: 4.0, 8: 9.0, 12: 4.0}
+
+
+def test_checkpoint_whose_score_failed_to_be_written_leaves_it_to_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tensors = state.save_tensors
+
+    def fail(tensors: Any, path: Path) -> None:
+        if "checkpoint-000003" in str(path):
+            raise OSError(28, "No space left on device")
+        save_tensors(tensors, path)
+
+    monkeypatch.setattr(state, "save_tensors", fail)
+    play(folder / "run", **scored(eval_steps=3, max_steps=5, epochs=None))
+    assert scores_of(folder / "run") == {1: None, 2: None, 4: 1.0, 5: 8.0}
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return state.load_tensors(folder / state.WEIGHTS)
 
@@ -511,6 +570,27 @@ def test_best_weights_are_loaded_at_every_end_but_by_a_signal_which_says_so(
 
 def test_best_weights_stay_away_if_they_are_not_wanted(folder: Path) -> None:
     trainer = train(build(folder / "run", **scored(load_best_at_end=False)))
+    assert not differences(dict(trainer.model.state_dict()), weights_of(folder / "run" / "checkpoint-000006"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "manifest"])
+def test_best_that_is_damaged_is_named_and_the_run_ends_with_its_last_weights(
+    damage: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = MANIFEST if damage == "manifest" else state.WEIGHTS
+
+    class Damage(Callback):
+        def on_step_start(self, trainer: Any) -> None:
+            if trainer.progress.step == 5:
+                path = trainer.store.path(2) / name
+                data = bytearray(path.read_bytes())
+                data[len(data) // 2] ^= 1
+                path.write_bytes(data[:-1] if damage == "truncate" else data)
+
+    trainer = train(build(folder / "run", **scored(), callbacks=lambda: [Damage()]))
+    assert trainer.metrics["stop_reason"] == "epochs" and trainer.metrics["best_checkpoint"] == "checkpoint-000002"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "checkpoint-000002" in warnings[0] and repr(name) in warnings[0]
     assert not differences(dict(trainer.model.state_dict()), weights_of(folder / "run" / "checkpoint-000006"))
 
 
@@ -712,6 +792,25 @@ def test_schedule_of_the_users_own_that_was_made_otherwise_is_refused_and_if_all
     assert found["rates"][4:] != play(folder / "straight", lr_scheduler=first)["rates"][4:]
 
 
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"lr_scheduler": "cosine"}, 0.025 * (1 + math.cos(math.pi * 4 / 9))),
+        ({"epochs": 6}, 0.05 * 14 / 18),
+    ],
+)
+def test_first_step_under_another_schedule_is_taken_at_its_rate(change: Any, expected: float, folder: Path) -> None:
+    used: list[float] = []
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer: Any) -> None:
+            used.append(trainer.optimizer.param_groups[0]["lr"])
+
+    options = {"lr_scheduler": "linear", "callbacks": lambda: [Look()]}
+    resumed_with(folder, change, {"lr_scheduler"}, **options)
+    assert used[3:5] == pytest.approx([0.05 * 6 / 9, expected])
+
+
 def test_schedule_that_got_longer_says_what_it_does(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed_with(folder, {"epochs": 6}, set(), lr_scheduler="cosine")
     assert "18 steps" in caplog.text and "before: 9" in caplog.text
@@ -734,6 +833,14 @@ def test_allowed_changes_of_other_settings_are_in_force(folder: Path) -> None:
     straight = play(folder / "straight", load_best_at_end=False)["tensors"]["model/head.weight"]
     for name in ("max_grad_norm", "grad_reduction", "loss_fn", "algorithms", "seed", "shuffle", "global_batch_size"):
         assert not torch.equal(changed(name).model.head.weight, straight), name
+
+
+def test_allowed_change_of_the_seed_reaches_the_dropout_too(folder: Path) -> None:
+    """Neither the order nor the samples depend on the seed here."""
+    options = {"shuffle": False, "dataset": lambda: Numbered(noisy=False), "load_best_at_end": False}
+    straight = play(folder / "straight", **options)["tensors"]["model/head.weight"]
+    found = resumed_with(folder, {"seed": 1}, {"seed"}, **options)["tensors"]["model/head.weight"]
+    assert not torch.equal(found, straight)
 
 
 def test_allowed_change_of_the_objective_begins_a_new_selection(folder: Path) -> None:
@@ -858,6 +965,39 @@ def test_settings_in_the_checkpoint_are_the_resolved_ones(folder: Path) -> None:
     assert json.loads(json.dumps(resolved)) == resolved
 
 
+def test_checkpoint_says_when_and_with_what_it_was_saved(folder: Path) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    train(build(folder / "run"))
+    content = json.loads((folder / "run" / "checkpoint-000009" / MANIFEST).read_text())
+    saved = datetime.fromisoformat(content["saved_at"])
+    assert saved.utcoffset() == timedelta(0) and before <= saved <= datetime.now(UTC)
+    assert content["versions"]["omnitrain"] == omnitrain.__version__
+    assert content["versions"]["python"] == platform.python_version()
+    assert content["versions"]["torch"] == torch.__version__
+
+
+def test_checkpoint_from_before_some_fields_were_there_is_resumed(folder: Path) -> None:
+    options = {"save_steps": 2, "eval_steps": 2}
+    expected = play(folder / "straight", **options)
+    play(folder / "run", [{"cut": ("stop", 4)}], **options)
+    store = Store(folder / "run")
+    path, content = store.resolve("last") or (Path(), {})
+    own = ("format_version", "sha256", "step", "sequence", "score", "best", "files", "saved_at", "scored")
+    payload = {key: value for key, value in content.items() if key not in own}
+    payload["versions"] = {"torch": torch.__version__}
+    store.save(4, lambda target: shutil.copytree(path, target, dirs_exist_ok=True), payload, score=content["score"])
+    assert not differences(play(folder / "run", **options)["tensors"], expected["tensors"])
+    assert scores_of(folder / "run") == scores_of(folder / "straight")
+
+
+def test_every_field_of_the_manifest_is_in_the_table_of_the_docs_and_the_other_way_round(folder: Path) -> None:
+    play(folder / "run")
+    content = json.loads((folder / "run" / "checkpoint-000009" / MANIFEST).read_text())
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    described = re.findall(r"^\| `(\w+)` \|", text.partition("### omnitrain.json")[2], re.MULTILINE)
+    assert sorted(described) == sorted(content)
+
+
 # --- a background writer
 
 
@@ -948,6 +1088,44 @@ def test_failure_in_the_background_is_reported_at_the_next_step(
     trainer = train(build(folder / "run", save_steps=3, async_save=True, callbacks=lambda: [Listen()]))
     assert next(step for step, errors in heard if errors) in (4, 5) and heard[-1] == (9, 1)
     assert names(trainer.store) == ["checkpoint-000006", "checkpoint-000009"]
+
+
+def test_failure_in_the_background_is_told_even_if_the_run_ends_by_an_error_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(tensors: Any, path: Path) -> None:
+        time.sleep(0.05)
+        raise OSError(28, "No space left on device")
+
+    class Explode(Callback):
+        def on_save_end(self, trainer: Any) -> None:
+            raise AssertionError("there is no checkpoint")
+
+        def on_step_start(self, trainer: Any) -> None:
+            if trainer.progress.step == 4:
+                raise ZeroDivisionError
+
+    monkeypatch.setattr(state, "save_tensors", fail)
+    trainer = build(folder / "run", save_steps=4, async_save=True, callbacks=lambda: [Explode()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert caplog.text.count("Cannot save") == 1 and trainer._in_flight is None
+
+
+def test_last_checkpoint_that_failed_is_tried_again_when_the_run_closes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts, save_tensors = [], state.save_tensors
+
+    def fail_once(tensors: Any, path: Path) -> None:
+        attempts.append(path)
+        if len(attempts) == 1:
+            raise OSError(28, "No space left on device")
+        save_tensors(tensors, path)
+
+    monkeypatch.setattr(state, "save_tensors", fail_once)
+    trainer = train(build(folder / "run", save_steps=4, eval_steps=2, max_steps=4))
+    assert names(trainer.store) == ["checkpoint-000004"] and caplog.text.count("Cannot save") == 1
 
 
 def test_error_of_the_run_waits_for_the_save_in_flight_which_counts(folder: Path) -> None:
@@ -1057,9 +1235,7 @@ def test_seeking_reads_none_of_the_samples_before(folder: Path) -> None:
     progress = {**content["progress"], "step": 200_000, "samples": 800_000, "samples_in_epoch": 800_000}
     own = ("format_version", "sha256", "step", "sequence", "score", "best", "files")
     payload = {**{key: value for key, value in content.items() if key not in own}, "progress": progress}
-    first.store.save(
-        200_000, lambda target: shutil.copytree(path, target, dirs_exist_ok=True), {**payload, "saved_at": None}
-    )
+    first.store.save(200_000, lambda target: shutil.copytree(path, target, dirs_exist_ok=True), payload)
     Counting.reads = 0
     trainer = make(200_003)
     order = trainer.train_loader.sampler.order(0)
@@ -1082,6 +1258,19 @@ def test_evaluation_that_a_signal_cut_short_is_done_again_after_the_resume(folde
     found = play(run, **options)
     found["stream"] = expected["stream"]
     found["rates"] = expected["rates"]
+    assert not differences(found, expected)
+
+
+def test_evaluation_that_was_cut_short_twice_is_done_the_third_time_and_its_checkpoint_is_the_best(
+    folder: Path,
+) -> None:
+    class AtStart(Callback):
+        def on_train_start(self, trainer: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    options = scored([1.0, 2.0, 9.0, 4.0, 5.0, 6.0])
+    expected = play(folder / "straight", **options)
+    found = play(folder / "run", [{"cut": ("signal", 3)}, {"cut": AtStart()}, {}], **options)
     assert not differences(found, expected)
 
 
@@ -1192,6 +1381,31 @@ def test_tied_weights_view_shared_buffers_and_frozen_parameters_are_saved_once_a
     saved = weights_of(folder / "run" / "checkpoint-000008")
     assert "scratch" not in saved and "frozen" in saved
     assert len({"embed.weight", "out.weight"} & set(saved)) == 1
+
+
+class Aging(Net):
+    """Counts its forwards outside of any tensor."""
+
+    age = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.age += self.training
+        return super().forward(x) * (1 + self.age / 100)
+
+    def get_extra_state(self) -> Any:
+        return {"age": self.age}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.age = state["age"]
+
+
+def test_extra_state_of_a_module_is_part_of_the_run(folder: Path) -> None:
+    expected = play(folder / "straight", model=Aging, save_steps=2)
+    found = play(folder / "run", [{"cut": ("kill", 5)}, {}], model=Aging, save_steps=2)
+    assert not differences(found, expected)
+    trainer = build(folder / "run", model=Aging)
+    trainer.load_checkpoint("last")
+    assert trainer.model.age == 18
 
 
 class NoStream(Stream):

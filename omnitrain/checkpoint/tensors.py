@@ -1,0 +1,239 @@
+"""Tensors that may lie in parts on several processes, and files of them. What they mean is in `state.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from omnitrain.distributed import Ranks
+from omnitrain.errors import CheckpointError
+
+__all__ = [
+    "Gather",
+    "Gathered",
+    "TensorFile",
+    "digest",
+    "host_tensors",
+    "is_in_parts",
+    "load_tensors",
+    "placed_like",
+    "save_tensors",
+    "shape_of",
+    "whole",
+    "written_by_main",
+]
+
+T = TypeVar("T")
+Gather = Callable[[Any], torch.Tensor]
+"""Returns a tensor in host memory, in one piece."""
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""What safetensors files call the types of tensors: those that its oldest supported version reads."""
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A tensor that is put together from all processes when it is asked for, on all of them at once.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Of the whole.
+        read: Returns the whole in host memory; a collective call.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    def numel(self) -> int:
+        """Return the number of entries of the whole."""
+        return torch.Size(self.shape).numel()
+
+    def element_size(self) -> int:
+        """Return the bytes of one entry."""
+        return self.dtype.itemsize
+
+
+# --- tensors in parts
+
+
+def is_in_parts(tensor: Any) -> bool:
+    """Return whether all processes are needed to put this tensor together."""
+    return isinstance(tensor, Gathered) or hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return a tensor in host memory, in one piece; one in parts is put together, on all processes at once."""
+    if isinstance(tensor, Gathered):
+        return tensor.read().contiguous()
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if is_in_parts(tensor) else tensor).cpu().contiguous()
+
+
+def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
+    """Return this process's part of a whole tensor, cut as `present` is; the whole where that is whole."""
+    if not hasattr(present, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != present.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    device = present.to_local().device
+    part = distribute_tensor(tensor.to(device), present.device_mesh, present.placements, src_data_rank=None)
+    return part.clone()  # a view of the whole would keep it in memory
+
+
+def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
+    """Return what `write` returned on the main process, while the others give their parts of the tensors.
+
+    Args:
+        ranks: The processes that have the tensors.
+        files: All tensors that `write` will put together by calling what it is given, in the order of the files.
+        write: Writes them. Whatever it raises is raised on all processes, none of which is left waiting.
+    """
+    parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_in_parts(tensor)]
+    done = 0
+
+    def gather(tensor: Any) -> torch.Tensor:
+        nonlocal done
+        done += is_in_parts(tensor)
+        return whole(tensor)
+
+    def work() -> T:
+        try:
+            return write(gather)
+        finally:
+            for tensor in parts[done:]:
+                whole(tensor)
+
+    if not ranks.is_main:
+        for tensor in parts:
+            whole(tensor)
+    return ranks.on_main("the writing of a checkpoint or model", work)
+
+
+# --- files
+
+
+def host_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors as they can be written: in host memory, each in one piece; what is so already is not copied."""
+    return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = whole) -> None:
+    """Write tensors to one safetensors file; views of each other become tensors of their own.
+
+    Args:
+        tensors: By name. Those in parts are put together one at a time.
+        path: The file.
+        hasher: From `hashlib`; gets what is written.
+        gather: Puts a tensor together.
+    """
+    with open(path, "wb") as file:
+        for piece in _pieces(tensors, gather):
+            file.write(piece)
+            if hasher is not None:
+                hasher.update(piece)
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the sha256 of the file that `save_tensors` writes, without reading it."""
+    found = hashlib.sha256()
+    for piece in _pieces(tensors, whole):
+        found.update(piece)
+    return found.hexdigest()
+
+
+def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    # the widest types first, so that each tensor begins at a multiple of its type's size
+    return sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
+
+
+def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file: the length of the header, the header, and the memory of the tensors.
+
+    The package's own writer wants all tensors at once, and cannot tell the hash of what it writes.
+    """
+    ready = _in_file_order(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for this entry
+    end = 0
+    for name, tensor in ready:
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"`{name}` is of {tensor.dtype}, for which safetensors files have no name.")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ready:
+        yield gather(tensor).flatten().view(torch.uint8).numpy().data
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file onto the host."""
+    return load_file(path)
+
+
+def shape_of(tensors: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor, without reading it if it is in a file."""
+    return tensors.shape_of(name) if isinstance(tensors, TensorFile) else tuple(tensors[name].shape)
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """A safetensors file, one tensor of which is in memory at a time; only the main process reads it.
+
+    Looking a tensor up is a call that all processes make.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or Ranks()
+        self._file: Any = None
+        self._specs = self._ranks.on_main(f"opening {path.name}", lambda: self._open(path))
+
+    def _open(self, path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+        self._file = safe_open(path, "pt").__enter__()
+        views = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
+        return {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape, dtype = self._specs[name]
+        if self._file is not None:
+            return self._ranks.broadcast(self._file.get_tensor(name))
+        return self._ranks.broadcast(torch.empty(shape, dtype=_BY_NAME[dtype]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return self._specs[name][0]

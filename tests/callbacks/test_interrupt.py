@@ -1,0 +1,162 @@
+"""Signals as the main process takes them: what is one request, what is a second one, and who is meant."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+
+from omnitrain.callbacks.interrupt import Interrupt
+from omnitrain.workers import until_signal
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has other signals")
+
+NOTICE = "{}: finishing the current step. Once more leaves at once.\n"
+
+
+class Clock:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("omnitrain.callbacks.interrupt.time", clock)
+    return clock
+
+
+@pytest.fixture
+def trainer() -> Any:
+    return SimpleNamespace(control=SimpleNamespace(stop="", save=False, signal=0), store=object())
+
+
+@pytest.fixture
+def interrupt(trainer: Any, clock: Clock) -> Iterator[Interrupt]:
+    interrupt = Interrupt()
+    interrupt.on_train_start(trainer)
+    try:
+        yield interrupt
+    finally:
+        interrupt.on_train_end(trainer)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_same_signal_at_once_again_is_one_request(
+    number: signal.Signals, interrupt: Interrupt, trainer: Any, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    send(number)
+    clock.now += 0.49
+    send(number)
+    assert trainer.control.stop == "signal"
+    assert capfd.readouterr().err == NOTICE.format(number.name)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_the_second_signal_leaves_at_once(
+    number: signal.Signals, error: type[BaseException], interrupt: Interrupt, clock: Clock
+) -> None:
+    send(number)
+    clock.now += 0.51
+    with pytest.raises(error):
+        send(number)
+
+
+def test_another_signal_is_the_second_one_however_soon(interrupt: Interrupt) -> None:
+    send(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+
+
+def test_signals_of_an_earlier_run_do_not_count(interrupt: Interrupt, trainer: Any, clock: Clock) -> None:
+    send(signal.SIGTERM)
+    interrupt.on_train_end(trainer)
+    trainer.control.stop = ""
+    interrupt.on_train_start(trainer)
+    send(signal.SIGTERM)
+    assert trainer.control.stop == "signal"
+
+
+def in_a_fork(action: Any) -> int:
+    """Do something in a forked process, and return its exit code, or minus the signal that it died of."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = int(action() or 0)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_forked_process_leaves_the_signal_to_its_parent(
+    number: signal.Signals, interrupt: Interrupt, trainer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def action() -> bool:
+        send(number)
+        return bool(trainer.control.stop or trainer.control.save or interrupt.error)
+
+    assert in_a_fork(action) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_sigterm_ends_a_forked_process(interrupt: Interrupt, capfd: pytest.CaptureFixture[str]) -> None:
+    assert in_a_fork(lambda: send(signal.SIGTERM)) == -signal.SIGTERM
+    assert capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def torchs_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The handler that torch's DataLoader installs, to which a worker is always dead."""
+
+    def fails() -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+    list(DataLoader([1, 2], num_workers=1))  # type: ignore[arg-type]
+    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", fails)
+    handler = signal.getsignal(signal.SIGCHLD)
+    assert callable(handler)
+    yield handler
+    signal.signal(signal.SIGCHLD, handler)
+
+
+def test_dead_workers_disturb_no_step_after_a_signal(torchs_handler: Any, interrupt: Interrupt, trainer: Any) -> None:
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        send(signal.SIGCHLD)
+    send(signal.SIGTERM)
+    send(signal.SIGCHLD)
+    interrupt.on_train_end(trainer)
+    assert signal.getsignal(signal.SIGCHLD) is torchs_handler
+
+
+def failing() -> Iterator[int]:
+    yield 1
+    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+
+def test_an_error_of_the_loader_after_a_signal_is_the_end_of_its_data(trainer: Any) -> None:
+    trainer.control.stop = "signal"
+    assert list(until_signal(failing(), trainer.control)) == [1]
+
+
+@pytest.mark.parametrize("reason", ["", "requested"])
+def test_an_error_of_the_loader_without_a_signal_is_an_error(reason: str, trainer: Any) -> None:
+    trainer.control.stop = reason
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        list(until_signal(failing(), trainer.control))
