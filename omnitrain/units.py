@@ -29,6 +29,7 @@ __all__ = [
     "count_tokens",
     "run_unit",
     "shifts_labels",
+    "without_effect",
 ]
 
 logger = logging.getLogger("omnitrain")
@@ -197,6 +198,16 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
             f"`unit` must return a scalar loss or (sum of losses, number of targets), got {_describe(result)}."
         )
     return StepOutput(loss.reshape(()) if loss.ndim else loss, labels=labels_of(batch), num_targets=num_targets)
+
+
+def without_effect(output: StepOutput) -> Tensor:
+    """Return a loss through which a backward pass runs as through any other, with gradients of zero.
+
+    It goes by way of the outputs: the loss of a batch without a label may be NaN, and 0 x NaN is NaN.
+    """
+    outputs = output.outputs if isinstance(output.outputs, (tuple, list)) else [output.outputs]
+    nothing = [one.float().sum() * 0 for one in outputs if isinstance(one, Tensor) and one.requires_grad]
+    return torch.stack(nothing or [output.required_loss().float() * 0]).sum()
 
 
 def _total(loss: Any) -> Any:

@@ -197,16 +197,34 @@ next(batches)
 """
 
 
-@pytest.mark.slow
-def test_a_stuck_worker_keeps_no_process_from_its_end() -> None:
+def ended(code: str) -> tuple[int, str]:
+    """Run code as a program, and return its exit code and what it had to complain of."""
     done = subprocess.run(
-        [sys.executable, "-c", STUCK],
+        [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow
+def test_a_stuck_worker_keeps_no_process_from_its_end() -> None:
+    assert ended(STUCK) == (0, "")
+
+
+LEFT = """
+import torch
+from omnitrain.loaders import make_loader
+
+batches = make_loader(torch.arange(100), 1, name="data", num_workers=8).batches(0)
+next(batches)
+"""
+
+
+def test_an_epoch_that_is_left_ends_with_the_process_and_without_a_word() -> None:
+    assert ended(LEFT) == (0, "")
 
 
 class Numbers(IterableDataset[Any]):

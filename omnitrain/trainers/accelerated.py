@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.checkpoint import state
 from omnitrain.errors import ConfigError
-from omnitrain.loaders import tensors_in
 from omnitrain.optimization import build_optimizer
 from omnitrain.precision import precision_name
 from omnitrain.reproducibility import derive_seed, seed_everything
@@ -24,7 +23,6 @@ from omnitrain.sampling import Window
 from omnitrain.trainers.accelerators import find_ranks, make_accelerator, refuse_lost_processes
 from omnitrain.trainers.native import Trainer
 from omnitrain.trainers.zero import ZeroEngine, adopt_config, deepspeed_plugin, fill_config
-from omnitrain.units import StepOutput
 
 __all__ = ["AccelerateTrainer"]
 
@@ -153,21 +151,10 @@ class AccelerateTrainer(Trainer):
         return _NOTHING if last or self._zero is not None else self.accelerator.no_sync(self.model)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        if self._is_last and self.world_size > 1:
-            # A loss that is not finite must be seen by all processes: its gradients are, once they are averaged.
-            loss = loss * (self._loss.sum * 0 + 1).to(loss.dtype)
         if self._zero is not None:
             self._zero.backward(loss, self._is_last)
         else:
             super()._backward(loss)
-
-    def _backward_nothing(self, output: StepOutput) -> None:
-        """Run backward with gradients of zero, as the other processes wait for this one's part."""
-        if self.world_size == 1:
-            return
-        outputs = [tensor for tensor in tensors_in(output.outputs) if tensor.requires_grad]
-        nothing = [tensor.float().sum() * 0 for tensor in outputs] or [output.required_loss() * 0]
-        self._backward(torch.stack(nothing).sum())
 
     def _gradient_norm(self) -> torch.Tensor:
         norm = super()._gradient_norm()

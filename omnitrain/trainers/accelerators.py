@@ -14,6 +14,7 @@ import torch
 from omnitrain.distributed import ProcessRanks, Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
+from omnitrain.rendezvous import init_method
 
 __all__ = ["find_ranks", "make_accelerator", "refuse_lost_processes"]
 
@@ -65,8 +66,10 @@ def make_accelerator(
             "`fsdp_version: 2` in accelerate's config file."
         )
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters)]
+    start: dict[str, Any] = {"init_method": init_method()}
     if deepspeed_plugin is not None and not has_gpu:
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))  # else accelerate believes in one process
+        start["backend"] = "gloo"  # else accelerate believes in one process
+    handlers.append(InitProcessGroupKwargs(**start))
     before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")}
     if deepspeed_plugin is None:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)

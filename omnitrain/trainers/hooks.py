@@ -15,7 +15,7 @@ from torch import nn
 from omnitrain.collation import move_to_device
 from omnitrain.distributed import Ranks
 from omnitrain.precision import Precision
-from omnitrain.units import StepOutput, run_unit
+from omnitrain.units import StepOutput, run_unit, without_effect
 
 __all__ = ["Hooks"]
 
@@ -55,8 +55,9 @@ class Hooks:
         """Add the gradients of `loss`."""
         loss.backward()
 
-    def _backward_nothing(self, output: StepOutput) -> None:
-        """Do without the gradients of a micro-batch that has nothing to predict, for which nobody waits here."""
+    def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
+        """Return a loss without effect for a micro-batch that has nothing to predict, if a backward pass is awaited."""
+        return without_effect(output) if self.ranks.world_size > 1 else None
 
     def _scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from omnitrain import evaluation
 from omnitrain.collation import count_samples
@@ -53,6 +54,8 @@ class TrainingLoop(Hooks):
     _guard: FiniteGuard
     _loss: LossMeter
     _grad_norm: torch.Tensor | None = None
+    _targets: int | None = None
+    """The targets of this window so far, where the unit counts them."""
     _epoch_is_complete: bool
     _logged: tuple[int, float, int, int]
     """Step, seconds, samples and tokens at the latest log."""
@@ -120,35 +123,50 @@ class TrainingLoop(Hooks):
             self._loss.begin_step()
         if hasattr(self.unit, "set_step_nr"):
             self.unit.set_step_nr(self.progress.step + 1)
-        divisor, targets, counts_targets = self._divisor(window), 0, False
-        last = len(window.batches) - 1
+        divisor, last = self._divisor(window), len(window.batches) - 1
+        self._targets = None
         for i, (batch, weight) in enumerate(zip(window.batches, window.weights, strict=True)):
             with self._accumulating(last=i == last):
-                batch = self._prepare_batch(batch)
-                for algorithm in self.algorithms:
-                    batch = algorithm.transform_batch(self, batch)  # type: ignore[arg-type]
-                with self._autocast():
-                    output = self._forward(self.model, batch)
-                    loss = output.required_loss()
-                    for algorithm in reversed(self.algorithms):
-                        loss = algorithm.transform_loss(self, loss)  # type: ignore[arg-type]
-                if output.num_targets is None:
-                    if self.grad_reduction == "per-token-mean" and not isinstance(self.unit, ModelUnit):
-                        raise self._no_token_counts()
-                    self._loss.add(loss, weight)
-                else:  # the loss is the sum over targets, which only the forward could count
-                    counts_targets, count = True, int(output.num_targets) if weight else 0
-                    self._loss.add(loss / max(count, 1), count)
-                    targets, weight = targets + count, 1.0 if count else 0.0
-                if weight:  # a mean over nothing is NaN, and 0 x NaN is NaN
-                    self._backward(loss if weight == divisor else loss * (weight / divisor))
-                else:
-                    self._backward_nothing(output)
-        if counts_targets and self.grad_reduction != "sum":
-            (targets,) = self.ranks.sum("the targets of a step", targets)
+                loss = self._loss_of(self.model, batch, weight, divisor, last=i == last)
+                if loss is not None:
+                    self._backward(loss)
+        self._divide_by_targets(divisor)
+        return self._optimizer_step(window)
+
+    def _loss_of(
+        self, model: nn.Module, batch: Any, weight: float, divisor: float, last: bool
+    ) -> torch.Tensor | None:
+        """Run a micro-batch forward, and return its part of the window's loss; None if it has nothing to predict."""
+        batch = self._prepare_batch(batch)
+        for algorithm in self.algorithms:
+            batch = algorithm.transform_batch(self, batch)  # type: ignore[arg-type]
+        with self._autocast():
+            output = self._forward(model, batch)
+            loss = output.required_loss()
+            for algorithm in reversed(self.algorithms):
+                loss = algorithm.transform_loss(self, loss)  # type: ignore[arg-type]
+        if output.num_targets is None:
+            if self.grad_reduction == "per-token-mean" and not isinstance(self.unit, ModelUnit):
+                raise self._no_token_counts()
+            self._loss.add(loss, weight)
+        else:  # the loss is the sum over targets, which only the forward could count
+            count = int(output.num_targets) if weight else 0
+            self._targets = (self._targets or 0) + count
+            self._loss.add(loss / max(count, 1), count)
+            weight = 1.0 if count else 0.0
+        # a mean over nothing is NaN, and 0 x NaN is NaN
+        scaled = self._idle_loss(output) if not weight else loss if weight == divisor else loss * (weight / divisor)
+        if last and self.world_size > 1 and scaled is not None:
+            # A loss that is not finite must be seen by all processes: its gradients are, once they are averaged.
+            scaled = scaled * (self._loss.sum * 0 + 1).to(scaled.dtype)
+        return scaled
+
+    def _divide_by_targets(self, divisor: float) -> None:
+        """Divide the gradients by the targets of the window, where only the forward passes could count them."""
+        if self._targets is not None and self.grad_reduction != "sum":
+            (targets,) = self.ranks.sum("the targets of a step", self._targets)
             if targets:
                 self._scale_gradients(divisor * self.world_size / targets)
-        return self._optimizer_step(window)
 
     def _optimizer_step(self, window: Window) -> bool:
         """Clip, check, update and clear the gradients; return whether the update was made."""
