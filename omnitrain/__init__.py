@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from omnitrain.metrics import MetricsDict
     from omnitrain.objective import Objective
     from omnitrain.progress import Progress
-    from omnitrain.trainers.accelerated import AccelerateTrainer as AccelerateTrainer
+    from omnitrain.trainers.accelerated import AccelerateTrainer
     from omnitrain.trainers.base import BaseTrainer
+    from omnitrain.trainers.hf_arguments import HFTrainingArguments
+    from omnitrain.trainers.huggingface import HFTrainer
     from omnitrain.trainers.native import Trainer
     from omnitrain.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
 
@@ -52,6 +54,8 @@ _HOMES = {
     "EarlyStopping": "callbacks.early_stopping",
     "EvalUnit": "units",
     "Event": "events",
+    "HFTrainer": "trainers.huggingface",
+    "HFTrainingArguments": "trainers.hf_arguments",
     "LabelSmoothing": "algorithms.label_smoothing",
     "MetricsDict": "metrics",
     "MissingExtraError": "errors",
@@ -84,6 +88,8 @@ __all__ = [
     "EarlyStopping",
     "EvalUnit",
     "Event",
+    "HFTrainer",
+    "HFTrainingArguments",
     "LabelSmoothing",
     "MetricsDict",
     "MissingExtraError",

@@ -19,7 +19,7 @@ from omnitrain.errors import ConfigError, OmnitrainError
 
 __all__ = ["main"]
 
-TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer"}
+TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
 """The public class behind each choice of `--trainer`."""
 
 DATA = {
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `omnitrain` command and return its exit code.
 
     0 is done, 1 an error, 2 a wrong option or path, 130 a run ended by Ctrl-C; SIGTERM ends it with SystemExit(143).
+    `launch` passes on the exit code of the script.
 
     Args:
         argv: The words after the command's name; None takes the process's own.
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (_add_demo, _add_checkpoint):
+    for add in (_add_demo, _add_launch, _add_checkpoint):
         add(commands)
     return parser
 
@@ -98,6 +99,41 @@ def _demo(args: argparse.Namespace) -> None:
 
     trainer_class = getattr(omnitrain, TRAINERS[args.trainer])
     getattr(demo, args.data)(trainer_class, args.out)
+
+
+def _add_launch(commands: Any) -> None:
+    about = "Start a script that uses AccelerateTrainer on several processes, with or without GPUs."
+    launch = commands.add_parser(
+        "launch",
+        help=about,
+        description=f"{about} Its exit code is the script's.",
+        allow_abbrev=False,
+        usage="omnitrain launch [-n N] [--fsdp | --zero {1,2,3}] [options] [-m] script [arguments of the script]",
+    )
+    add = launch.add_argument
+    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
+    way = launch.add_mutually_exclusive_group()
+    way.add_argument("--fsdp", action="store_true", help="cut parameters, gradients and optimizer state up by FSDP 2")
+    way.add_argument("--zero", type=int, choices=(1, 2, 3), help="cut them up by DeepSpeed ZeRO, in this stage")
+    add("--cpu", action="store_true", help="keep off the GPUs; where there are none, this goes without saying")
+    add("--nnodes", dest="machines", type=int, default=1, metavar="N", help="machines; start the same on each of them")
+    add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="where the machines meet: one of them")
+    add("--max-restarts", type=int, default=0, metavar="N", help="start all anew if one dies, at most so often")
+    add("-m", dest="is_module", action="store_true", help="the script is the name of a module, as in `python -m`")
+    add("script", help="the script, or module")
+    add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    launch.set_defaults(run=_launch)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from omnitrain import launch
+
+    options = {name: value for name, value in vars(args).items() if name != "run"}
+    try:
+        return launch.start(launch.Launch(**options))
+    except ConfigError as error:
+        print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
 
 
 def _add_checkpoint(commands: Any) -> None:

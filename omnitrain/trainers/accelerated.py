@@ -96,7 +96,8 @@ class AccelerateTrainer(Trainer):
         self._zero: ZeroEngine | None = None
         if gradient_checkpointing:
             _checkpoint_activations(model)
-        super().__init__(model, *args, **kwargs)
+        with self.ranks.calling(f"{type(self).__name__}()"):
+            super().__init__(model, *args, **kwargs)
         self._given |= {name: value for name, value in ways.items() if name != "accelerator"}
         self._given |= {"find_unused_parameters": find_unused_parameters}
 
@@ -112,6 +113,11 @@ class AccelerateTrainer(Trainer):
         if kind not in ("FSDP", "DEEPSPEED"):
             self.model = self.accelerator.prepare_model(self.model)
             return
+        if self._given["async_save"]:
+            raise ConfigError(
+                f"`async_save=True` cannot be had with {kind}, whose weights lie in parts on the processes: all of them "
+                "put these together at once, which a thread beside the training cannot do. Leave it out."
+            )
         self._start_from_main()
         if kind == "DEEPSPEED":
             self.scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed scales by itself
@@ -155,6 +161,12 @@ class AccelerateTrainer(Trainer):
             self._zero.backward(loss, self._is_last)
         else:
             super()._backward(loss)
+
+    def _scale_gradients(self, factor: float) -> None:
+        if self._zero is None:
+            super()._scale_gradients(factor)
+        else:
+            self._zero.scale_gradients(factor)
 
     def _gradient_norm(self) -> torch.Tensor:
         norm = super()._gradient_norm()

@@ -148,8 +148,8 @@ def refuse_lost_processes(world_size: int) -> None:
         if asked.isdigit() and int(asked) > world_size:
             raise DistributedError(
                 f"{name}={asked}, but this trainer runs on {world_size} process(es). Start the script with "
-                "`accelerate launch`, `torchrun` or `omnitrain launch`, and unset ACCELERATE_USE_CPU if DeepSpeed is "
-                "to train."
+                "`accelerate launch`, `torchrun` or `omnitrain launch`. On a machine without a GPU, transformers' "
+                "TrainingArguments need use_cpu=True, and DeepSpeed that ACCELERATE_USE_CPU is not set."
             )
     if world_size == 1 and (asked := _asked_of_launcher()) > 1:
         logger.warning(

@@ -77,6 +77,7 @@ class Calls(Resumable):
         try:
             with deterministic_kernels(self.deterministic), self._writing_in_background(), self._detecting_anomalies():
                 self.lifecycle.begin_train()
+                self._resumed = found
                 if found is not None:
                     self._restore_random_numbers(*found)
                 else:

@@ -315,10 +315,35 @@ class TrainingLoop(Hooks):
     def _windows(self, epoch: int) -> Iterator[Window]:
         """Yield the windows of an epoch, from the present position on, weighed while they are on the host."""
         batches = self.train_loader.batches(epoch, self.progress.samples_in_epoch)
-        for group in windows(self._weighed(batches), self.gradient_accumulation_steps):
-            ready, weights, samples, tokens = zip(*group, strict=True)
-            sums = self.ranks.sum("the beginning of a step", sum(weights), sum(samples), sum(tokens))
-            yield Window(list(ready), list(weights), sums[0], int(sums[1]), int(sums[2]))
+        groups, last = windows(self._weighed(batches), self.gradient_accumulation_steps), None
+        while True:
+            group = next(groups, [])
+            last = group[-1] if group else last
+            window = self._window_of(group, last)
+            if window is None:
+                return
+            yield window
+
+    def _window_of(self, group: list[tuple[Any, float, int, int]], last: Any = None) -> Window | None:
+        """Return the window of these micro-batches and those of the other processes; None if nobody has one."""
+        size = len(group)
+        own = (sum(one[i] for one in group) for i in (1, 2, 3))
+        weight, samples, tokens, sizes, squares = self.ranks.sum("the beginning of a step", *own, size, size * size)
+        if not sizes:
+            return None
+        if squares * self.world_size != sizes * sizes:  # then they are not all of one size
+            group = group + self._stand_ins(size, last)
+        return Window([one[0] for one in group], [one[1] for one in group], weight, int(samples), int(tokens))
+
+    def _stand_ins(self, size: int, last: Any) -> list[tuple[Any, float, int, int]]:
+        """Return what brings a window to as many micro-batches as any process has: in each of them all wait for all."""
+        missing = max(self.ranks.gather("the micro-batches of a step", size)) - size
+        if missing and last is None:
+            raise DataError(
+                f"The training data yield nothing on rank {self.rank}, but do on others. Give every process a part of "
+                "them, or the same data: they are then shared out."
+            )
+        return [(last[0], 0, 0, 0)] * missing
 
     def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float, int, int]]:
         pairs = ((batch, batch) for batch in batches)

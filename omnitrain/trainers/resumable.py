@@ -54,6 +54,8 @@ class Resumable(TrainingLoop):
     _host_copies: dict[str, torch.Tensor]
     """What was written in the background the last time, whose memory the next copy takes."""
     _in_flight: tuple[Snapshot, Future[Path] | None] | None = None
+    _resumed: tuple[Path, dict[str, Any]] | None = None
+    """The checkpoint that this run goes on from."""
     _origin: Path | None = None
     """Where the checkpoint was that the run resumed from, which need not be the `save_dir`."""
     _weights_from: Progress | None = None
@@ -132,6 +134,9 @@ class Resumable(TrainingLoop):
         else:
             self._committed(snapshot, path)
 
+    def _write_beside(self, folder: Path) -> None:
+        """Write further files into a checkpoint's folder, on the main process; they get into the manifest."""
+
     @staticmethod
     def _written(future: Future[Path] | None) -> Path:
         assert future is not None  # on the main process
@@ -175,6 +180,7 @@ class Resumable(TrainingLoop):
                     digests[file] = pool.submit(state.digest, ready)
                 state.save_tensors(ready, path)
             state.write_config(self.model, folder)
+            self._write_beside(folder)
 
         with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
             return store.save(

@@ -142,6 +142,7 @@ class ZeroEngine:
         self.stage = accelerator.state.deepspeed_plugin.zero_stage
         self.model, prepared = accelerator.prepare(model, optimizer)
         self._zero = prepared.optimizer
+        self._factor = 1.0
         self.optimizer: torch.optim.Optimizer = getattr(self._zero, "optimizer", self._zero)
 
     # --- a step
@@ -151,10 +152,23 @@ class ZeroEngine:
         self.model.set_gradient_accumulation_boundary(last)
         self.model.backward(loss)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Have the next step multiply the gradients by `factor` before it looks at them."""
+        self._factor = factor
+
     def step(self) -> tuple[float, bool]:
         """Clip and update; return the norm before clipping, and whether the update was made (all was finite)."""
         self.model.set_gradient_accumulation_boundary(True)
-        self.model.step()
+        # Where gradients lie differs between stages and offloads, but all of them divide by the scale of the loss.
+        scaler = getattr(self._zero, "loss_scaler", None)
+        if scaler is not None:
+            scaler.cur_scale /= self._factor
+        try:
+            self.model.step()
+        finally:
+            if scaler is not None:
+                scaler.cur_scale *= self._factor
+            self._factor = 1.0
         norm = self.model.get_global_grad_norm()
         return float("nan") if norm is None else float(norm), self.model.was_step_applied()
 

@@ -1,0 +1,241 @@
+"""transformers' TrainingArguments: from them to our arguments and back, and under the names it has since dropped.
+
+Which arguments there are is read from the installed transformers; nothing here lists all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import transformers
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from omnitrain.errors import ConfigError
+
+__all__ = ["HFTrainingArguments", "adopt_arguments", "engine_arguments", "word_of"]
+
+logger = logging.getLogger("omnitrain")
+
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "no_cuda": "use_cpu",
+    "push_to_hub_token": "hub_token",
+    "push_to_hub_model_id": "hub_model_id",
+    "include_tokens_per_second": "include_num_input_tokens_seen",
+}
+"""Names that transformers has dropped, and those that took their place."""
+
+WITHOUT_EFFECT = (
+    "save_safetensors",
+    "half_precision_backend",
+    "fp16_backend",
+    "fp16_opt_level",
+    "use_ipex",
+    "use_mps_device",
+    "jit_mode_eval",
+    "sharded_ddp",
+    "past_index",
+    "tpu_num_cores",
+    "tpu_metrics_debug",
+    "prediction_loss_only_eval",
+    "ray_scope",
+    "torchdynamo",
+    "mp_parameters",
+)
+"""Names that transformers has dropped because they say what happens anyway, or what no longer exists."""
+
+
+class HFTrainingArguments(transformers.TrainingArguments):
+    """transformers' TrainingArguments, which also takes the names that newer versions of it have dropped.
+
+    >>> import tempfile
+    >>> args = HFTrainingArguments(tempfile.mkdtemp(), evaluation_strategy="steps", eval_steps=5, use_cpu=True)
+    >>> args.eval_strategy.value
+    'steps'
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+        translated: dict[str, str] = {}
+        for name in [name for name in kwargs if name not in known]:
+            value = kwargs.pop(name)
+            target = self._translate(name, value, kwargs)
+            if target is None:
+                raise TypeError(f"HFTrainingArguments() got an unexpected argument {name!r}.")
+            translated[name] = target
+        if translated:
+            listed = ", ".join(f"{old!r} ({new})" for old, new in translated.items())
+            logger.warning("transformers %s no longer has %s.", transformers.__version__, listed)
+        super().__init__(*args, **kwargs)
+
+    overwrite = False
+    """What `overwrite_output_dir` said."""
+
+    def _translate(self, name: str, value: Any, kwargs: dict[str, Any]) -> str | None:
+        """Put a dropped argument where it belongs now, and return what became of it; None if it is unknown."""
+        if name in RENAMED:
+            new = RENAMED[name]
+            if new in kwargs and kwargs[new] != value:
+                raise ConfigError(
+                    f"`{name}={value!r}` and `{new}={kwargs[new]!r}` say different things. Drop the first."
+                )
+            kwargs[new] = value
+            return f"now {new!r}"
+        if name == "logging_dir":
+            os.environ["TENSORBOARD_LOGGING_DIR"] = str(value)
+            return "now the environment variable TENSORBOARD_LOGGING_DIR, which is set"
+        if name == "warmup_ratio":
+            if value and not kwargs.get("warmup_steps"):
+                kwargs["warmup_steps"] = float(value)
+            return "now a 'warmup_steps' below 1"
+        if name == "overwrite_output_dir":
+            self.overwrite = bool(value)
+            return "taken as `overwrite` of HFTrainer"
+        if name == "adafactor":
+            if value:
+                kwargs["optim"] = "adafactor"
+            return "now optim='adafactor'"
+        if name == "group_by_length":
+            if value:
+                kwargs["train_sampling_strategy"] = "group_by_length"
+            return "now 'train_sampling_strategy'"
+        return "without effect" if name in WITHOUT_EFFECT else None
+
+
+UNSUPPORTED = {
+    "deepspeed": (None, "", {}),
+    "fsdp": (None, "", [], False),
+    "dataloader_drop_last": (False,),
+    "train_sampling_strategy": ("random", "sequential"),
+    "auto_find_batch_size": (False,),
+    "label_smoothing_factor": (0, 0.0),
+    "batch_eval_metrics": (False,),
+}
+"""What a run here would not honour, with the values that ask for nothing."""
+
+
+def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
+    """Fill our arguments from transformers'; where the user's program says something else, that is an error.
+
+    Args:
+        args: The user's.
+        given: The keyword arguments that the user gave to HFTrainer; filled.
+
+    Raises:
+        ConfigError: If both speak and differ, naming both, or if `args` asks for what would not be honoured.
+    """
+    for name, idle in UNSUPPORTED.items():
+        value = word_of(getattr(args, name, idle[0]))
+        if value not in idle:
+            raise ConfigError(
+                f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
+            )
+    for name, value in _translated(args).items():
+        if name in given and given[name] is not None and given[name] != value:
+            raise ConfigError(
+                f"`{name}={given[name]!r}` contradicts the training arguments, which say {value!r}. "
+                "Leave it out of one of them."
+            )
+        given[name] = value
+
+
+_ADVICE = {
+    "deepspeed": "Use AccelerateTrainer with `deepspeed_config`: its checkpoints and numbers are the same.",
+    "fsdp": "Use AccelerateTrainer with `fsdp_plugin`: its checkpoints and numbers are the same.",
+    "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
+    "label_smoothing_factor": "Pass `algorithms=[LabelSmoothing(...)]`.",
+    "auto_find_batch_size": "Set `global_batch_size` and a smaller `batch_size`: the numbers stay the same.",
+}
+
+
+def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
+    """Return what transformers' arguments say in our words."""
+    saves = word_of(args.save_strategy)
+    found: dict[str, Any] = {
+        "epochs": args.num_train_epochs if args.max_steps <= 0 else None,
+        "max_steps": args.max_steps if args.max_steps > 0 else None,
+        "batch_size": args.per_device_train_batch_size,
+        "eval_batch_size": args.per_device_eval_batch_size,
+        "learning_rate": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "max_grad_norm": args.max_grad_norm or None,
+        "seed": args.seed,
+        "shuffle": word_of(getattr(args, "train_sampling_strategy", "random")) != "sequential",
+        "num_workers": args.dataloader_num_workers,
+        "log_steps": _interval(word_of(args.logging_strategy), args.logging_steps),
+        "eval_on_start": args.eval_on_start,
+        "deterministic": args.full_determinism,
+        "autocast": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+    }
+    if word_of(args.eval_strategy) != "no":
+        found["eval_steps"] = _interval(word_of(args.eval_strategy), args.eval_steps)
+    if saves != "no":
+        found["save_dir"] = args.output_dir
+        found["save_total_limit"] = args.save_total_limit
+        found["overwrite"] = getattr(args, "overwrite", False)
+        if saves != "best":
+            found["save_steps"] = _interval(saves, args.save_steps)
+    if args.metric_for_best_model is not None:
+        found["optimization_metric"] = args.metric_for_best_model
+    if args.greater_is_better is False and args.metric_for_best_model is not None:
+        found["optimization_direction"] = "min"  # transformers fills in True by itself, so only False is a word
+    if args.load_best_model_at_end:
+        found["load_best_at_end"] = True
+    if args.run_name is not None and args.run_name != args.output_dir:
+        found["trial_name"] = args.run_name
+    if args.disable_tqdm:
+        found["progress_bar"] = False
+    if args.dataloader_prefetch_factor is not None:
+        found["prefetch_factor"] = args.dataloader_prefetch_factor
+    return found
+
+
+def word_of(choice: Any) -> Any:
+    """Return the word that one of transformers' enumerations stands for."""
+    return getattr(choice, "value", choice)
+
+
+def _interval(strategy: str, steps: Any) -> Any:
+    """Return an interval in our words; a fraction of the run is one of ours too."""
+    if strategy == "epoch":
+        return "1ep"
+    if strategy == "no":
+        return "1dur"
+    return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
+
+
+def engine_arguments(
+    args: transformers.TrainingArguments | None, output_dir: str, **ours: Any
+) -> transformers.TrainingArguments:
+    """Return the arguments that the engine is given: those of the user, but for what our lifecycle decides.
+
+    Args:
+        args: The user's, which stay as they are.
+        output_dir: Where the engine may write.
+        ours: Fields that are the trainer's to say.
+    """
+    engine = copy.copy(args) if args is not None else transformers.TrainingArguments(output_dir, report_to=[], **ours)
+    quiet = {
+        "max_grad_norm": 0.0,  # the Bridge clips
+        "logging_nan_inf_filter": False,
+        "load_best_model_at_end": False,
+        "save_total_limit": None,
+        "eval_on_start": False,
+        "ignore_data_skip": False,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "max_steps": -1,
+        "num_train_epochs": 1_000_000,  # the lifecycle ends the run
+    }
+    for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
+        setattr(engine, name, value)
+    engine.eval_strategy = engine.logging_strategy = IntervalStrategy.NO
+    engine.save_strategy = SaveStrategy.NO
+    return engine
