@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import json
 import logging
 import os
@@ -82,26 +83,42 @@ class Ranks:
 
 _FIELDS = 16
 _PATIENCE = datetime.timedelta(seconds=1)
-_LAST_WORDS = 3.0
+_SETTING_UP = datetime.timedelta(seconds=60)
+_LAST_WORDS = 5.0
+"""How many seconds a process that failed waits for the others to come to the same error."""
+_RESCUE = 3.0
+"""How many seconds a process is given to notice by itself that another has failed."""
+_FAREWELL = 3.0
+"""How many seconds a process that is through waits for the others to be."""
+_AT_THE_END = "the end of the program"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_made = itertools.count()
 
 
 class ProcessRanks(Ranks):
     """The processes of torch.distributed. Made on all of them at the same place in the program.
 
-    Exchanges run on the host through gloo, so none of them waits for a GPU.
+    Exchanges run on the host through gloo, so none of them waits for a GPU. What a failed process leaves for the
+    others lies in the store of torch.distributed, which can be read while a collective is stuck.
     """
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._world, self._process = dist.group.WORLD, os.getpid()
+        self._group: Any = dist.new_group(backend="gloo", timeout=_SETTING_UP)
         # Waiting is watched over here, so it may last: the main process may hash a checkpoint for an hour.
-        self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+        distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
         store = distributed_c10d._get_default_store()  # the one place that all processes can reach for sure
-        self._store = distributed_c10d.PrefixStore("omnitrain", store)
+        with contextlib.suppress(RuntimeError):  # a connection of our own: the other may be in use, by what is stuck
+            store = store.clone()
+        self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
         self._board = torch.zeros(_FIELDS, dtype=torch.float64)
         self._numbers = self._board.numpy()
-        self._meetings = 0
-        self._ends = False
+        self._survived = 0
+        """Errors that all processes came to alike; the words about the next one lie under this number."""
+        self._heard: tuple[int, dict[str, Any]] | None = None
+        """What another process has failed by, and what `_survived` was then."""
+        self._has_failed = self._ends = False
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._watch_over, name="omnitrain-watch", daemon=True)
         self._watch.start()
@@ -110,9 +127,9 @@ class ProcessRanks(Ranks):
     # --- exchanges
 
     def sum(self, what: str, *values: float) -> list[float]:
-        """Return the sum of each value over all processes; at most 12 of them."""
+        """Return the sum of each value over all processes; at most 14 of them."""
         self._meet(what, values)
-        return self._numbers[4 : 4 + len(values)].tolist()
+        return self._numbers[2 : 2 + len(values)].tolist()
 
     def agree(self, what: str, asked: Control) -> Control:
         """Return what was asked for on any process; of several reasons to stop, the first of `STOP_REASONS`."""
@@ -126,24 +143,32 @@ class ProcessRanks(Ranks):
 
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks."""
+        own = _packed(value)  # first, as it may fail
         self._meet(what)
-        values: list[Any] = [None] * self.world_size
-        self._listening(lambda: dist.all_gather_object(values, value, group=self._group))
-        return values
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(own)
+        self._wait(dist.all_reduce(sizes, group=self._group, async_op=True), what)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._wait(dist.all_gather(parts, padded, group=self._group, async_op=True), what)
+        return [_unpacked(part[:size]) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """Return what `work` returned on the main process, or raise there and everywhere what it raised."""
-        result, error = None, None
+        result, error, packed = None, None, torch.empty(0, dtype=torch.uint8)
         if self.is_main:
             try:
                 result = work()
+                packed = _packed((result, None, None))
             except Exception as raised:
                 error = raised
-        self._meet(what)  # the others wait here, where waiting is watched over
-        sent: list[Any] = [(result, _portable(error), _portable(error and error.__cause__))]
-        self._listening(lambda: dist.broadcast_object_list(sent, src=0, group=self._group))
+                packed = _packed((None, self._portable(error, what), self._portable(error.__cause__, what)))
+        self._meet(what, [len(packed)])  # the others wait here, where waiting is watched over
+        packed = packed if self.is_main else torch.empty(int(self._numbers[2]), dtype=torch.uint8)
+        self._wait(dist.broadcast(packed, src=0, group=self._group, async_op=True), what)
         if not self.is_main:
-            result, error, cause = sent[0]
+            result, error, cause = _unpacked(packed)
             if error is not None:
                 error.__cause__ = cause
         if error is not None:
@@ -152,25 +177,28 @@ class ProcessRanks(Ranks):
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a contiguous host tensor with that of the main process, and return it."""
-        self._listening(lambda: dist.broadcast(tensor, src=0, group=self._group))
+        self._wait(dist.broadcast(tensor, src=0, group=self._group, async_op=True), "the reading of tensors")
         return tensor
 
     def _meet(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> None:
-        """Sum `values` over all processes into `_numbers[4:]`, and make sure that all came for the same thing."""
+        """Sum `values` over all processes into `_numbers[2:]`, and make sure that all came for the same thing."""
         if self._ends:
             raise DistributedError(f"{what}: this run has ended by an error on one of its processes. Start it anew.")
-        numbers, self._meetings = self._numbers, self._meetings + 1
+        numbers = self._numbers
         code = float(zlib.crc32(what.encode()) % 65521 + 1)
         numbers[:] = 0.0
         numbers[0], numbers[1] = code, code * code
-        numbers[4 : 4 + len(values)] = values
+        numbers[2 : 2 + len(values)] = values
         self._wait(dist.all_reduce(self._board, group=self._group, async_op=True), what, seconds)
+        # the codes of all are equal exactly if they have no variance
         if numbers[0] != code * self.world_size or numbers[1] != code * code * self.world_size:
             raise self._disagreement(what)
 
-    def _wait(self, work: Any, what: str, seconds: float | None) -> None:
+    def _wait(self, work: Any, what: str, seconds: float | None = None) -> None:
         """Wait for an exchange, for as long as the others are well; at most so many seconds."""
         begin = time.monotonic()
+        # Kept until the next one: freed by gloo's thread at the very end of the program, it would abort the process.
+        self._latest = work
         while True:
             start = time.monotonic()
             try:
@@ -182,14 +210,8 @@ class ProcessRanks(Ranks):
                     raise self._lost(error, what) from error
                 if seconds is not None and now - begin >= seconds:
                     raise TimeoutError(what) from error
-                if seconds is None and self._failure() is not None:
+                if seconds is None and (self._failure() is not None or self._has_left()):
                     raise self._lost(error, what) from error
-
-    def _listening(self, exchange: Callable[[], object]) -> None:
-        try:
-            exchange()
-        except RuntimeError as error:
-            raise self._lost(error, "an exchange") from error
 
     # --- errors
 
@@ -210,77 +232,93 @@ class ProcessRanks(Ranks):
             raise
         except Exception as error:
             if _is_of_connection(error):
-                self._ends = True
                 raise self._lost(error, what) from error
             self._tell(what, error)
-            if not self._is_common(error, what):
-                self._ends = True
+            self._ends = self._ends or not self._is_common(error, what)
             raise
         except BaseException as error:  # a second signal, or sys.exit(): this process leaves at once
             self._tell(what, error)
+            self._judge("alone")
             self._ends = True
             raise
 
     def _is_common(self, error: Exception, what: str) -> bool:
         """Return whether all processes came to the same error; those that did not are told by this very question."""
+        verdict = "common"
         try:
             self._meet(f"{type(error).__name__} in {what}", seconds=_LAST_WORDS)
         except (DistributedError, TimeoutError):
+            verdict = "alone"
+        if self._judge(verdict) != "common":
             return False
-        if self.is_main:
-            self._store.delete_key("failure")
+        self._survived, self._has_failed = self._survived + 1, False
         return True
+
+    def _judge(self, verdict: str) -> str:
+        """Say what the others' part in this error is, and return what was said first: on all processes the same.
+
+        Without it one that has given up waiting for another, and that other, a little late, would disagree.
+        """
+        try:
+            return self._store.compare_set(f"verdict/{self._survived}", "", verdict).decode()
+        except RuntimeError:
+            return "alone"
 
     def _tell(self, what: str, error: BaseException) -> None:
         """Let the other processes know that this one has failed; the first one to fail has the word."""
+        self._has_failed = True
         text = "".join(traceback.format_exception(error))
         report = {"rank": self.rank, "what": what, "error": f"{type(error).__name__}: {error}", "traceback": text}
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set("failure", "", json.dumps(report))
+            self._store.compare_set(f"failure/{self._survived}", "", json.dumps(report))
 
-    def _failure(self, wait: float = 0.0) -> dict[str, Any] | None:
-        """Return what the first process that failed has left, waiting a little for it if asked to."""
-        end = time.monotonic() + wait
-        while True:
-            try:
-                if self._store.check(["failure"]):
-                    return json.loads(self._store.get("failure"))
-            except RuntimeError:
-                return None  # the store went with the process that held it
-            if time.monotonic() >= end:
-                return None
-            time.sleep(0.05)
+    def _failure(self) -> dict[str, Any] | None:
+        """Return what another process that failed has left."""
+        survived, key = self._survived, f"failure/{self._survived}"
+        if self._heard is None or self._heard[0] != survived:
+            self._heard = None
+            with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
+                report = json.loads(self._store.get(key)) if self._store.check([key]) else None
+                if report is not None and report["rank"] != self.rank:
+                    self._heard = survived, report
+        return None if self._heard is None else self._heard[1]
 
     def _ended_by(self, report: dict[str, Any]) -> DistributedError:
+        self._ends = True
         return DistributedError(
             f"Rank {report['rank']} failed in {report['what']}, and so the run ends on all {self.world_size} "
             f"processes: {report['error']}\n--- rank {report['rank']}\n{report['traceback']}---"
         )
 
     def _lost(self, error: BaseException, what: str) -> DistributedError:
-        report = self._failure(wait=_LAST_WORDS)
-        if report is not None and report["rank"] != self.rank:
+        """Return what to raise where a process has gone; it has left word before, unless it was killed."""
+        self._ends = True
+        report = self._failure()
+        if report is not None:
             return self._ended_by(report)
-        return DistributedError(
+        if self._has_left():
+            return self._disagreement(what)
+        lost = DistributedError(
             f"Rank {self.rank} lost another process in {what}: it was killed, or its machine is gone ({error}). "
             "Start the run again with resume_from='auto'; torchrun's --max-restarts does so by itself."
         )
+        self._tell(what, lost)
+        return lost
 
     def _disagreement(self, what: str) -> DistributedError:
         """Say who came for what. All processes notice together, so all of them leave word."""
         self._ends = True
-        report = self._failure(wait=0.2)
-        if report is not None and report["rank"] != self.rank:
+        report = self._failure()
+        if report is not None:
             return self._ended_by(report)
-        at: dict[int, str] = {}
+        if self._has_failed:
+            return DistributedError(what)  # the others have gone on, and are told of this error by its report
         with contextlib.suppress(RuntimeError):
             self._store.set(f"at/{self.rank}", what)
-            end = time.monotonic() + _LAST_WORDS
-            while len(at) < self.world_size and time.monotonic() < end:
-                for rank in set(range(self.world_size)) - at.keys():
-                    if self._store.check([f"at/{rank}"]):
-                        at[rank] = self._store.get(f"at/{rank}").decode()
-                time.sleep(0.02)
+        end, at = time.monotonic() + _FAREWELL, self._places()
+        while len(at) < self.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+            at = self._places()
         places = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(at.items()))
         return DistributedError(
             f"The processes of the run are at different places, where they would have waited for each other for ever: "
@@ -288,48 +326,88 @@ class ProcessRanks(Ranks):
             "save_checkpoint, load_checkpoint) are made on every rank, not under `if trainer.is_main_process:`."
         )
 
+    def _places(self) -> dict[int, str]:
+        """Return where processes have said to be, by rank."""
+        at = {}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self.world_size):
+                if self._store.check([f"at/{rank}"]):
+                    at[rank] = self._store.get(f"at/{rank}").decode()
+        return at
+
+    def _has_left(self) -> bool:
+        """Return whether a process came to the end of the program, and did not wait for the others any longer."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self._store.check(["left"]))
+        return False
+
+    # --- the watch, and the end
+
     def _watch_over(self) -> None:
         """End this process if another has failed and this one is stuck in a collective that cannot be interrupted."""
-        while not self._closing.wait(1):
-            report = self._failure()
-            if report is None or report["rank"] == self.rank or self._ends:
+        while not self._closing.wait(_PATIENCE.total_seconds()) and not self._ends:
+            report, survived = self._failure(), self._survived
+            if report is None or not self._has_given_up(survived):
                 continue
-            if self._closing.wait(2 * _LAST_WORDS) or self._ends or self._failure() != report:
+            logger.error("Rank %d failed in %s: %s", report["rank"], report["what"], report["error"])
+            if self._closing.wait(_RESCUE) or self._ends or survived != self._survived:
                 continue
-            print(f"omnitrain.errors.DistributedError: {self._ended_by(report)}", file=sys.stderr, flush=True)
-            os._exit(1)
+            self._end_now(self._ended_by(report))
+
+    def _has_given_up(self, survived: int) -> bool:
+        """Return whether the process that failed no longer waits for the others to come to the same error."""
+        key = f"verdict/{survived}"
+        try:
+            return bool(self._store.check([key])) and self._store.get(key) != b"common"
+        except RuntimeError:
+            return True
+
+    @staticmethod
+    def _end_now(error: DistributedError) -> None:
+        sys.stdout.flush()
+        print(f"omnitrain.errors.DistributedError: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _leave(self) -> None:
-        """At the end of the program, make sure that no other process is waiting in a call for this one."""
+        """At the end of the program, make sure that no other process waits in a call for this one."""
         self._closing.set()
-        if not self._ends and dist.is_initialized() and self._failure() is None:
-            ahead = threading.Thread(target=self._say_goodbye, daemon=True)
-            ahead.start()
-            ahead.join(2 * _LAST_WORDS)
-        self._watch.join(2)
+        if os.getpid() != self._process or dist.group.WORLD is not self._world or self._has_left():
+            return  # a fork of the process, or the user has closed the group, or another has not waited
+        if self._ends:
+            is_store_here = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            time.sleep(1.5 * _PATIENCE.total_seconds() * is_store_here)  # the others are to hear it
+            return
+        try:
+            self._meet(_AT_THE_END, seconds=_FAREWELL)
+            dist.destroy_process_group()
+        except TimeoutError:  # some other has more to do; should it come to a call for all, it finds this
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"at/{self.rank}", _AT_THE_END)
+                self._store.set("left", "")
+        except DistributedError as error:
+            if not self._has_left():
+                self._end_now(error)
 
-    def _say_goodbye(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            try:
-                self._meet("the end of the program")
-            except DistributedError as error:
-                if "different places" in str(error):
-                    print(f"omnitrain.errors.DistributedError: {error}", file=sys.stderr, flush=True)
-                    os._exit(1)
+    def _portable(self, error: BaseException | None, what: str) -> Any:
+        """Return the error as it can be sent to another process, with the word where it comes from."""
+        if error is None:
+            return None
+        try:
+            copy = pickle.loads(pickle.dumps(error))
+        except Exception:
+            copy = RuntimeError(f"{type(error).__name__}: {error}")
+        copy.add_note(f"Raised on rank {self.rank}, in {what}:\n{''.join(traceback.format_exception(error))}")
+        return copy
+
+
+def _packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether this is what gloo, NCCL and MPI raise where the other end has gone."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("gloo", "nccl", "connection", "socket", "timed out", "peer")
-    )
-
-
-def _portable(error: Any) -> Any:
-    """Return the error if it can be sent to another process, else one that says the same."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    """Whether this is what gloo and NCCL raise where the other end has gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

@@ -100,7 +100,7 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
     weights, has_labels = 0.0, False
     kept: list[tuple[Any, Any]] = []
     with evaluating(trainer):
-        for number, batch in enumerate(loader.batches(0)):
+        for number, batch in enumerate(trainer._in_step(loader)):
             if trainer._is_interrupted(number):
                 return None
             counts = type(batch) is not StandIn
@@ -129,6 +129,8 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
                 scorer.update(*_aligned(output, trainer._shifts_labels))
             if keeps:
                 kept.append((_to_numpy(output.outputs), _to_numpy(output.labels)))
+        if trainer._is_interrupted(0):
+            return None
         # inside, since a metric may draw random numbers too
         states = scorer.states() if ranks.world_size > 1 else []
         sums = ranks.gather("the end of an evaluation", (total.item(), weights, has_labels, states))
@@ -136,7 +138,9 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
             scorer.reset()
             for *_, states in sums:
                 scorer.merge(states)
-            kept = _in_order(ranks.gather("the predictions of an evaluation", kept)) if keeps else kept
+            if keeps:
+                kept = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else kept
+                kept = _in_order(ranks.gather("the predictions of an evaluation", kept))
         predictions = _join([one for one, _ in kept]) if keeps else None
         labels = _join([one for _, one in kept]) if keeps else None
         loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
@@ -146,8 +150,19 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
     return Predictions(predictions, labels, metrics)
 
 
+def _rows(batch: Any) -> list[Any]:
+    """Return the samples of a batch of arrays, each as a batch of one."""
+    if isinstance(batch, Mapping):
+        return [dict(zip(batch, row, strict=True)) for row in _rows(tuple(batch.values()))]
+    if isinstance(batch, tuple):
+        columns = [None if one is None else _rows(one) for one in batch]
+        size = max(len(column) for column in columns if column is not None)
+        return list(zip(*([None] * size if column is None else column for column in columns), strict=True))
+    return [batch[i : i + 1] for i in range(len(batch))]
+
+
 def _in_order(shares: list[list[Any]]) -> list[Any]:
-    """Return the batches of all processes in the order of the data, which deals them out one after the other."""
+    """Return what the processes have in the order of the data, which was dealt out to them in turns."""
     dealt = itertools.zip_longest(*shares, fillvalue=None)
     return [batch for turn in dealt for batch in turn if batch is not None]
 

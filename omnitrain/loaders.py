@@ -20,7 +20,17 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from omnitrain.collation import Collator, count_samples, move_to_device
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
-from omnitrain.sampling import Collate, EpochSampler, Fetch, StandIn, share, tensor_columns
+from omnitrain.sampling import (
+    Collate,
+    EpochSampler,
+    Fetch,
+    StandIn,
+    dealt,
+    filled_up,
+    share,
+    tensor_columns,
+    without_padding,
+)
 from omnitrain.workers import outlive_signals, start_workers, stop_workers
 
 __all__ = [
@@ -42,9 +52,11 @@ class Loader:
 
     Attributes:
         size: Samples in an epoch over all processes, or None where nobody knows.
+        deals_samples: Whether processes take turns with samples, and not with batches of them.
     """
 
     size: int | None = None
+    deals_samples = False
     _epoch = 0
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
@@ -322,7 +334,7 @@ class GivenLoader(Loader):
     """A user's own loader, used as it is; what it draws is keyed by (seed, epoch, batch).
 
     On several processes each reads all of it and takes its turn with the batches, unless its sampler is PyTorch's
-    DistributedSampler, which has shared them out already.
+    DistributedSampler, which has shared them out already; what it repeats to make the shares equal is left out.
 
     Its order is its own: to get to a position, the batches before it are read again and dropped. A generator that it
     was given (`DataLoader(generator=...)`) is seeded by (the generator's own seed, epoch), or its order would depend
@@ -344,16 +356,29 @@ class GivenLoader(Loader):
         self._with_epochs = [part for part in own.values() if callable(getattr(part, "set_epoch", None))]
         generators = [getattr(part, "generator", None) for part in own.values()]
         self._generators = {one: one.initial_seed() for one in generators if isinstance(one, torch.Generator)}
-        is_shared = any(isinstance(one, DistributedSampler) for one in own.values())
-        self._rank, self._world_size = (0, 1) if is_shared else (rank, world_size)
-        self._shares = world_size if is_shared else 1
+        shared = [one for one in own.values() if isinstance(one, DistributedSampler) and one.num_replicas > 1]
+        self.deals_samples = bool(shared)
+        self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
+        self._shares = world_size if shared else 1
+        self._turns: int | None = None
+        if shared and type(shared[0]) is DistributedSampler and type(batch_sampler) is torch.utils.data.BatchSampler:
+            turns = without_padding(shared[0]) / batch_sampler.batch_size
+            self._turns = math.floor(turns) if batch_sampler.drop_last else math.ceil(turns)
 
     def __len__(self) -> int:
-        return math.ceil(len(self.loader) / self._world_size)
+        return math.ceil(len(self.loader) / self._world_size) if self._turns is None else self._turns
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield this process's batches; to get to `position`, those before it are read and dropped."""
-        return dealt(self._read(epoch, position // self._shares), self._rank, self._world_size)
+        batches = self._read(epoch, position // self._shares)
+        if self._turns is None:
+            return dealt(batches, self._rank, self._world_size)
+        done = position // self._shares // self.loader.batch_sampler.batch_size
+        return filled_up(batches, self._turns - done, self._some_batch)
+
+    def _some_batch(self) -> Any:
+        with isolated_rng():
+            return self.loader.collate_fn([self.loader.dataset[0]])
 
     def _read(self, epoch: int, position: int) -> Iterator[Any]:
         for part in self._with_epochs:
@@ -378,20 +403,6 @@ class GivenLoader(Loader):
                     logger.warning("Reading %d samples again to get to where the run was.", position)
                 continue
             yield batch
-
-
-def dealt(batches: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
-    """Yield one batch of each turn of `world_size`, and a stand-in if the last turn ends before this process.
-
-    >>> list(dealt("abcde", 1, 3)), list(dealt("abcd", 1, 3))
-    (['b', 'e'], ['b', StandIn(batch='d')])
-    """
-    number, batch = -1, None
-    for number, batch in enumerate(batches):
-        if number % world_size == rank:
-            yield batch
-    if 0 < (number + 1) % world_size <= rank:
-        yield StandIn(batch)
 
 
 _END = object()

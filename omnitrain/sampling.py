@@ -14,13 +14,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
 from omnitrain.collation import Collator
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, Generator, derive_seed
 
-__all__ = ["Collate", "EpochSampler", "Fetch", "StandIn", "Window", "share", "tensor_columns", "windows"]
+__all__ = [
+    "Collate",
+    "EpochSampler",
+    "Fetch",
+    "StandIn",
+    "Window",
+    "dealt",
+    "filled_up",
+    "share",
+    "tensor_columns",
+    "windows",
+    "without_padding",
+]
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -128,6 +140,45 @@ def share(samples: Any, rank: int, world_size: int) -> Any:
     size, larger = divmod(len(samples), world_size)
     first = rank * size + min(rank, larger)
     return samples[first : first + size + (rank < larger)]
+
+
+def dealt(batches: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
+    """Yield one batch of each turn of `world_size`, and a stand-in if the last turn ends before this process.
+
+    >>> list(dealt("abcde", 1, 3)), list(dealt("abcd", 1, 3))
+    (['b', 'e'], ['b', StandIn(batch='d')])
+    """
+    number, batch = -1, None
+    for number, batch in enumerate(batches):
+        if number % world_size == rank:
+            yield batch
+    if 0 < (number + 1) % world_size <= rank:
+        yield StandIn(batch)
+
+
+def without_padding(sampler: DistributedSampler[Any]) -> int:
+    """Have a DistributedSampler share out what there is, and return the samples of the largest share.
+
+    As it comes, it repeats samples until all shares are equal, and they would count twice.
+    """
+    if not sampler.drop_last:
+        sampler.drop_last, sampler.total_size = True, len(sampler.dataset)  # type: ignore[arg-type]
+        sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
+    return math.ceil(sampler.total_size / sampler.num_replicas)
+
+
+def filled_up(batches: Iterable[Any], turns: int, stand_in: Callable[[], Any]) -> Iterator[Any]:
+    """Yield the batches of a share, and stand-ins up to as many `turns` as the largest share has.
+
+    >>> list(filled_up("ab", 3, stand_in=str))
+    ['a', 'b', StandIn(batch='b')]
+    """
+    batch = None
+    for batch in batches:
+        turns -= 1
+        yield batch
+    for _ in range(turns):
+        yield StandIn(stand_in() if batch is None else batch)
 
 
 class Fetch:

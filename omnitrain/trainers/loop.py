@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from omnitrain.errors import ConfigError, DataError, NonFiniteError
 from omnitrain.events import Algorithm
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import Control, Lifecycle
-from omnitrain.loaders import Loader, copied_ahead
+from omnitrain.loaders import Loader, MapLoader, copied_ahead
 from omnitrain.progress import Progress
 from omnitrain.sampling import StandIn, Window, windows
 from omnitrain.trainers.hooks import Hooks
 from omnitrain.trainers.nonfinite import Place, nonfinite_error
 from omnitrain.units import ModelUnit, count_labels, count_tokens, shifts_labels
+from omnitrain.workers import until_signal
 
 __all__ = ["TrainingLoop"]
 
@@ -104,15 +105,18 @@ class TrainingLoop(Hooks):
         """
         self.model.train()
         self._collect_parameters()
-        for window in self._windows(epoch):
+        for window in self._until_signal(self._windows(epoch)):
             self.lifecycle.begin_step()
             applied = self._train_step(window)
             self.lifecycle.end_step(window.samples, window.tokens, skipped=not applied)
             self._answer_requests()
             if self.lifecycle.stop:
-                # an evaluation that a signal cut short belongs before the epoch's end
-                self._epoch_is_complete = self.progress.is_epoch_consumed and not self._owes_evaluation
                 break
+        if self.world_size == 1 and self.control.stop == "signal":
+            self._agree("the end of the data")  # which may have come with the signal
+        if self.lifecycle.stop:
+            # an evaluation that a signal cut short belongs before the epoch's end
+            self._epoch_is_complete = self.progress.is_epoch_consumed and not self._owes_evaluation
         if not self.progress.samples_in_epoch and not self.lifecycle.stop:
             raise DataError(f"Epoch {epoch + 1} has no samples: the training data yielded none.")
         return self._loss.mean()
@@ -211,6 +215,13 @@ class TrainingLoop(Hooks):
         if batches % _BATCHES_BETWEEN_AGREEMENTS:
             return False
         return self._agree("a batch of an evaluation").stop == "signal"
+
+    def _until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
+        """Return batches or windows, which end where a signal has killed what loads them.
+
+        Several processes would have to agree on that in the middle of a step; there it is an error.
+        """
+        return until_signal(items, self.control) if self.world_size == 1 else items
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
         self.lifecycle.begin_evaluation()
@@ -337,13 +348,35 @@ class TrainingLoop(Hooks):
 
     def _stand_ins(self, size: int, last: Any) -> list[tuple[Any, float, int, int]]:
         """Return what brings a window to as many micro-batches as any process has: in each of them all wait for all."""
-        missing = max(self.ranks.gather("the micro-batches of a step", size)) - size
-        if missing and last is None:
+        sizes = self.ranks.gather("the micro-batches of a step", None if last is None else size)
+        self._refuse_empty(sizes)
+        return [(last[0], 0, 0, 0)] * (max(sizes) - size)
+
+    def _in_step(self, loader: Loader) -> Iterator[Any]:
+        """Yield the batches of an evaluation, as many as any process has: data that end earlier go on as stand-ins."""
+        batches = loader.batches(0)
+        if self.world_size == 1 or isinstance(loader, MapLoader):  # whose batches are as many by themselves
+            yield from self._until_signal(batches)
+            return
+        last = None
+        while True:
+            batch = next(batches, None)
+            last = last if batch is None else batch.batch if type(batch) is StandIn else batch
+            count, empty = self.ranks.sum("the turn of a batch", batch is not None, last is None)
+            if not count:
+                return
+            if empty:
+                self._refuse_empty(self.ranks.gather("data that yield nothing", None if last is None else 0))
+            yield StandIn(last) if batch is None else batch
+
+    @staticmethod
+    def _refuse_empty(found: list[Any]) -> None:
+        empty = [str(rank) for rank, one in enumerate(found) if one is None]
+        if empty:
             raise DataError(
-                f"The training data yield nothing on rank {self.rank}, but do on others. Give every process a part of "
-                "them, or the same data: they are then shared out."
+                f"The data yield nothing on rank {', '.join(empty)}, but do on others. Give every process a part of "
+                "them, or the same data, of which each then takes its share."
             )
-        return [(last[0], 0, 0, 0)] * missing
 
     def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float, int, int]]:
         pairs = ((batch, batch) for batch in batches)

@@ -1,0 +1,143 @@
+"""What `omnitrain launch` does: start a script on several processes, with or without GPUs, and pass on how it ended.
+
+It is torchrun with accelerate's environment: torchrun's agent starts, watches and restarts the processes, and
+`AccelerateTrainer` finds in the environment what accelerate's own launcher would have put there. That one starts a
+single process where it is asked for several on a CPU. Reading the command line belongs in `cli.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from omnitrain.errors import ConfigError, MissingExtraError
+
+__all__ = ["Launch", "start"]
+
+
+@dataclass(slots=True)
+class Launch:
+    """What is to be started, and on what.
+
+    >>> launch = Launch("train.py", ["--lr", "0.1"], processes=2, zero=3)
+    >>> launch.command()
+    ['--nproc-per-node', '2', '--max-restarts', '0', '--standalone', 'train.py', '--lr', '0.1']
+    >>> launch.environment(cores=8)["ACCELERATE_DEEPSPEED_ZERO_STAGE"]
+    '3'
+    """
+
+    script: str
+    """The path of a script, or the name of a module."""
+    arguments: Sequence[str] = ()
+    processes: int = 1
+    """On this machine."""
+    fsdp: bool = False
+    zero: int | None = None
+    """DeepSpeed's stage."""
+    cpu: bool = False
+    """Keep off the GPUs."""
+    is_module: bool = False
+    machines: int = 1
+    endpoint: str | None = None
+    """Where the machines meet: host:port of one of them."""
+    max_restarts: int = 0
+
+    def check(self, gpus: int = 0) -> None:
+        """Refuse what could not work, before anything is started.
+
+        Args:
+            gpus: How many this machine has.
+
+        Raises:
+            ConfigError: If the options contradict each other, the machine, or the disk.
+            MissingExtraError: If DeepSpeed is asked for and not installed.
+        """
+        if self.processes < 1 or self.machines < 1 or self.max_restarts < 0:
+            raise ConfigError(
+                f"Cannot start {self.processes} process(es) on {self.machines} machine(s) with {self.max_restarts} "
+                "restarts. There must be at least one process and one machine."
+            )
+        if self.fsdp and self.zero is not None:
+            raise ConfigError(f"`--fsdp` and `--zero {self.zero}` exclude each other. Choose one of them.")
+        if self.machines > 1 and not self.endpoint:
+            raise ConfigError(
+                f"`--nnodes {self.machines}` needs `--rdzv-endpoint HOST:PORT`, the same on each machine: the name of "
+                "one of them, where they meet."
+            )
+        if self.machines == 1 and self.endpoint:
+            raise ConfigError(f"`--rdzv-endpoint {self.endpoint}` is for several machines. Give `--nnodes` too.")
+        if not self.is_module and not Path(self.script).is_file():
+            raise ConfigError(f"There is no script {self.script!r} here. (A module is started with `-m`.)")
+        if gpus and not self.cpu and self.processes > gpus:
+            raise ConfigError(
+                f"`-n {self.processes}` asks for more processes than this machine has GPUs ({gpus}). Each process "
+                "needs its own; `--cpu` does without."
+            )
+        if self.zero is not None and find_spec("deepspeed") is None:
+            raise MissingExtraError("--zero", "deepspeed", "deepspeed")
+
+    def command(self) -> list[str]:
+        """Return the words for torchrun."""
+        words = ["--nproc-per-node", str(self.processes), "--max-restarts", str(self.max_restarts)]
+        if self.machines == 1:
+            words.append("--standalone")  # a free port, so that several runs share a machine
+        else:
+            words += ["--nnodes", str(self.machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.endpoint)]
+        return [*words, *(["-m"] if self.is_module else []), self.script, *self.arguments]
+
+    def environment(self, cores: int) -> dict[str, str]:
+        """Return the variables that the processes are to find; what the user has set of the others stays.
+
+        Args:
+            cores: How many this machine has, to be shared by the processes.
+        """
+        found = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * self.machines)}
+        if self.fsdp or self.zero is not None:
+            found["ACCELERATE_USE_FSDP"] = str(self.fsdp).lower()
+            found["ACCELERATE_USE_DEEPSPEED"] = str(self.zero is not None).lower()
+        if self.fsdp:
+            found["FSDP_VERSION"] = "2"
+        if self.zero is not None:
+            found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(self.zero)
+        if self.cpu and self.zero is not None:  # accelerate turns DeepSpeed off where ACCELERATE_USE_CPU is set
+            found |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "false"}
+        elif self.cpu:
+            found["ACCELERATE_USE_CPU"] = "true"
+        if "OMP_NUM_THREADS" not in os.environ:
+            found["OMP_NUM_THREADS"] = str(max(1, cores // self.processes))
+        # torchrun's 30 seconds are too few to save a large model after a signal
+        found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+        return found
+
+
+def start(launch: Launch) -> int:
+    """Run the script on its processes, hand signals on to them, and return the exit code of the first that failed.
+
+    0 is returned if none did; death by a signal counts as 128 and the signal's number, as in a shell.
+
+    Raises:
+        ConfigError: If it cannot work; nothing has been started then.
+    """
+    launch.check()  # most mistakes are answered without waiting for torch
+    import torch
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    launch.check(torch.cuda.device_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.update(launch.environment(cores))
+    try:
+        run.run(run.parse_args(launch.command()))
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        print(f"omnitrain: rank {rank} was the first to end with an error: exit code {code}.", file=sys.stderr)
+        return code
+    return 0
