@@ -9,6 +9,8 @@ DATA ?= digits
 
 BIN := $(VENV)/bin
 comma := ,
+# AccelerateTrainer is shown on two processes.
+ON_TWO := $(if $(filter accelerate,$(TRAINER)),launch -n 2 -m omnitrain.cli)
 DEMO_EXTRAS := plot$(if $(filter hf,$(TRAINER)),$(comma)hf)
 # $(call limit,seconds): `--foreground` lets Ctrl-C through; a system without `timeout` (macOS) runs without limits.
 TIMEOUT := $(shell command -v timeout)
@@ -37,8 +39,8 @@ $(VENV)/.has-%: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 venv: $(VENV)/.has-dev ## .venv with all that a developer needs
 
-demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, DATA=digits or stdlib), results in runs/demo
-	$(call limit,900) $(BIN)/omnitrain demo --trainer $(TRAINER) --data $(DATA)
+demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native or accelerate, DATA=digits or stdlib), results in runs/demo
+	$(call limit,900) $(BIN)/omnitrain $(ON_TWO) demo --trainer $(TRAINER) --data $(DATA)
 
 test: $(VENV)/.has-test ## the whole test suite, the examples in docstrings included
 	$(call limit,1500) $(BIN)/python -m pytest

@@ -298,8 +298,9 @@ class ProcessRanks(Ranks):
             return self._ended_by(report)
         if self._has_left():
             return self._disagreement(what)
+        reason = str(error).partition(". This is")[0]  # gloo goes on to wish good luck
         lost = DistributedError(
-            f"Rank {self.rank} lost another process in {what}: it was killed, or its machine is gone ({error}). "
+            f"Rank {self.rank} lost another process in {what}: it was killed, or its machine is gone ({reason}). "
             "Start the run again with resume_from='auto'; torchrun's --max-restarts does so by itself."
         )
         self._tell(what, lost)
@@ -371,8 +372,8 @@ class ProcessRanks(Ranks):
     def _leave(self) -> None:
         """At the end of the program, make sure that no other process waits in a call for this one."""
         self._closing.set()
-        if os.getpid() != self._process or dist.group.WORLD is not self._world or self._has_left():
-            return  # a fork of the process, or the user has closed the group, or another has not waited
+        if os.getpid() != self._process or dist.group.WORLD is not self._world:
+            return  # a fork of the process, or the user has closed the group
         if self._ends:
             is_store_here = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             time.sleep(1.5 * _PATIENCE.total_seconds() * is_store_here)  # the others are to hear it
@@ -385,7 +386,7 @@ class ProcessRanks(Ranks):
                 self._store.set(f"at/{self.rank}", _AT_THE_END)
                 self._store.set("left", "")
         except DistributedError as error:
-            if not self._has_left():
+            if not self._has_left():  # another has come to the end long before
                 self._end_now(error)
 
     def _portable(self, error: BaseException | None, what: str) -> Any:

@@ -13,9 +13,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
-from torch.distributed import rendezvous as rendezvous_by
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rendezvous import rendezvous as rendezvous_by
 
 __all__ = ["agree_on_name", "init_method"]
 

@@ -31,7 +31,7 @@ FLOORS = {
     1: "whatever is named on no other floor",
     2: "callbacks algorithms",
     3: "evaluation trainers",
-    4: "config cli checkpoint_cli demo __main__",
+    4: "config cli checkpoint_cli demo launch __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() if floor != 1 for name in names.split()}
 NO_TORCH = [
@@ -45,7 +45,7 @@ NO_TORCH = [
         "checkpoint.store",
     )
 ]
-TORCH_ON_FIRST_USE = ["omnitrain.cli", "omnitrain.checkpoint_cli"]
+TORCH_ON_FIRST_USE = ["omnitrain.cli", "omnitrain.checkpoint_cli", "omnitrain.launch"]
 HEAVY = {
     "accelerate",
     "deepspeed",

@@ -4,6 +4,8 @@ import ast
 import importlib
 import inspect
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 import omnitrain
 from omnitrain import BaseTrainer, ConfigError, DataError, MetricsDict, Trainer, demo
 
+ROOT = Path(__file__).resolve().parent.parent
 SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
 
 
@@ -57,6 +60,26 @@ def test_stdlib_learns_more_than_how_often_each_character_occurs(
     shares = characters[characters > 0] / characters.sum()
     assert trainer.metrics["test"][-1]["loss"] < -(shares * shares.log()).sum() - 0.3
     assert "what it writes after 'def ':\n\ndef " in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no gloo over loopback")
+def test_digits_learn_as_well_on_two_processes_which_say_everything_once(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "2", "-m", "omnitrain.cli"]
+    done = subprocess.run(
+        [*words, "demo", "--trainer", "accelerate"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("images that it never saw") == 1
+    out = tmp_path / "runs" / "demo"
+    assert MetricsDict.from_json(out / "metrics.json")["test"][-1]["accuracy"] >= 0.96
+    assert {"curves.png", "metrics.jsonl", "model", "demo.json"} <= {path.name for path in out.iterdir()}
+    assert json.loads((out / "demo.json").read_text())["trainer"] == "AccelerateTrainer"
 
 
 # What it leaves

@@ -82,9 +82,10 @@ def constructor_arguments() -> dict[str, inspect.Parameter]:
     return {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
 
 
-def documented_arguments() -> dict[str, str]:
-    """Return what docs/arguments.md has as the default of each argument, in its order."""
-    text = PAGES["docs/arguments.md"].read_text(encoding="utf-8")
+def documented_arguments(chapter: str = "") -> dict[str, str]:
+    """Return what docs/arguments.md has as the default of each argument, of all trainers or those of a chapter."""
+    shared, *chapters = PAGES["docs/arguments.md"].read_text(encoding="utf-8").split("\n## AccelerateTrainer\n")
+    text = chapters[0] if chapter == "AccelerateTrainer" else shared
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+?) \| [^|]+ \|[^|]*\|$", text, re.MULTILINE)
     assert len({name for name, _ in rows}) == len(rows)
     return dict(rows)
@@ -96,6 +97,12 @@ def test_the_page_of_arguments_has_every_argument_with_its_default_in_order() ->
         for name, one in constructor_arguments().items()
     }
     assert list(documented_arguments().items()) == list(defaults.items())
+
+
+def test_the_page_of_arguments_has_those_of_accelerate_trainer() -> None:
+    own = inspect.signature(omnitrain.AccelerateTrainer.__init__).parameters.values()
+    defaults = {one.name: f"`{one.default!r}`" for one in own if one.kind is one.KEYWORD_ONLY}
+    assert documented_arguments("AccelerateTrainer") == defaults
 
 
 def test_the_native_trainer_takes_the_arguments_of_the_base() -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,15 @@ import torch
 from torch import nn
 
 from omnitrain import evaluation
-from omnitrain.collation import count_samples
 from omnitrain.errors import ConfigError, DataError, NonFiniteError
 from omnitrain.events import Algorithm
 from omnitrain.finite import FiniteGuard, LossMeter
-from omnitrain.lifecycle import Control, Lifecycle
-from omnitrain.loaders import Loader, MapLoader, copied_ahead
-from omnitrain.progress import Progress
-from omnitrain.sampling import StandIn, Window, windows
-from omnitrain.trainers.hooks import Hooks
+from omnitrain.lifecycle import Control
+from omnitrain.loaders import Loader
+from omnitrain.sampling import Window
+from omnitrain.trainers.feeding import Feeding
 from omnitrain.trainers.nonfinite import Place, nonfinite_error
-from omnitrain.units import ModelUnit, count_labels, count_tokens, shifts_labels
-from omnitrain.workers import until_signal
+from omnitrain.units import ModelUnit
 
 __all__ = ["TrainingLoop"]
 
@@ -39,18 +35,14 @@ _NOTHING = contextlib.nullcontext()
 _BATCHES_BETWEEN_AGREEMENTS = 8
 
 
-class TrainingLoop(Hooks):
+class TrainingLoop(Feeding):
     """A template method: `_fit` calls the hooks, and the lifecycle after each of them."""
 
     lr_scheduler: Any
     scheduler_interval: str
-    train_loader: Any
     eval_loader: Any
     algorithms: list[Algorithm]
-    gradient_accumulation_steps: int
-    grad_reduction: str
     on_nonfinite: str
-    lifecycle: Lifecycle
 
     _guard: FiniteGuard
     _loss: LossMeter
@@ -60,26 +52,6 @@ class TrainingLoop(Hooks):
     _epoch_is_complete: bool
     _logged: tuple[int, float, int, int]
     """Step, seconds, samples and tokens at the latest log."""
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run has come."""
-        return self.lifecycle.progress
-
-    @property
-    def control(self) -> Control:
-        """What callbacks on this process have asked for; what is done about it, all processes agree on."""
-        return self.lifecycle.control
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among those of the run."""
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes of the run."""
-        return self.ranks.world_size
 
     # --- the loop
 
@@ -137,9 +109,7 @@ class TrainingLoop(Hooks):
         self._divide_by_targets(divisor)
         return self._optimizer_step(window)
 
-    def _loss_of(
-        self, model: nn.Module, batch: Any, weight: float, divisor: float, last: bool
-    ) -> torch.Tensor | None:
+    def _loss_of(self, model: nn.Module, batch: Any, weight: float, divisor: float, last: bool) -> torch.Tensor | None:
         """Run a micro-batch forward, and return its part of the window's loss; None if it has nothing to predict."""
         batch = self._prepare_batch(batch)
         for algorithm in self.algorithms:
@@ -215,13 +185,6 @@ class TrainingLoop(Hooks):
         if batches % _BATCHES_BETWEEN_AGREEMENTS:
             return False
         return self._agree("a batch of an evaluation").stop == "signal"
-
-    def _until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Return batches or windows, which end where a signal has killed what loads them.
-
-        Several processes would have to agree on that in the middle of a step; there it is an error.
-        """
-        return until_signal(items, self.control) if self.world_size == 1 else items
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
         self.lifecycle.begin_evaluation()
@@ -320,102 +283,6 @@ class TrainingLoop(Hooks):
 
     def _read_grad_norm(self) -> dict[str, float]:
         return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
-
-    # --- what a window is made of
-
-    def _windows(self, epoch: int) -> Iterator[Window]:
-        """Yield the windows of an epoch, from the present position on, weighed while they are on the host."""
-        batches = self.train_loader.batches(epoch, self.progress.samples_in_epoch)
-        groups, last = windows(self._weighed(batches), self.gradient_accumulation_steps), None
-        while True:
-            group = next(groups, [])
-            last = group[-1] if group else last
-            window = self._window_of(group, last)
-            if window is None:
-                return
-            yield window
-
-    def _window_of(self, group: list[tuple[Any, float, int, int]], last: Any = None) -> Window | None:
-        """Return the window of these micro-batches and those of the other processes; None if nobody has one."""
-        size = len(group)
-        own = (sum(one[i] for one in group) for i in (1, 2, 3))
-        weight, samples, tokens, sizes, squares = self.ranks.sum("the beginning of a step", *own, size, size * size)
-        if not sizes:
-            return None
-        if squares * self.world_size != sizes * sizes:  # then they are not all of one size
-            group = group + self._stand_ins(size, last)
-        return Window([one[0] for one in group], [one[1] for one in group], weight, int(samples), int(tokens))
-
-    def _stand_ins(self, size: int, last: Any) -> list[tuple[Any, float, int, int]]:
-        """Return what brings a window to as many micro-batches as any process has: in each of them all wait for all."""
-        sizes = self.ranks.gather("the micro-batches of a step", None if last is None else size)
-        self._refuse_empty(sizes)
-        return [(last[0], 0, 0, 0)] * (max(sizes) - size)
-
-    def _in_step(self, loader: Loader) -> Iterator[Any]:
-        """Yield the batches of an evaluation, as many as any process has: data that end earlier go on as stand-ins."""
-        batches = loader.batches(0)
-        if self.world_size == 1 or isinstance(loader, MapLoader):  # whose batches are as many by themselves
-            yield from self._until_signal(batches)
-            return
-        last = None
-        while True:
-            batch = next(batches, None)
-            last = last if batch is None else batch.batch if type(batch) is StandIn else batch
-            count, empty = self.ranks.sum("the turn of a batch", batch is not None, last is None)
-            if not count:
-                return
-            if empty:
-                self._refuse_empty(self.ranks.gather("data that yield nothing", None if last is None else 0))
-            yield StandIn(last) if batch is None else batch
-
-    @staticmethod
-    def _refuse_empty(found: list[Any]) -> None:
-        empty = [str(rank) for rank, one in enumerate(found) if one is None]
-        if empty:
-            raise DataError(
-                f"The data yield nothing on rank {', '.join(empty)}, but do on others. Give every process a part of "
-                "them, or the same data, of which each then takes its share."
-            )
-
-    def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float, int, int]]:
-        pairs = ((batch, batch) for batch in batches)
-        if self.device.type == "cuda" and type(self)._prepare_batch is TrainingLoop._prepare_batch:
-            pairs = copied_ahead(batches, self.device)
-        for batch, ready in pairs:
-            if type(batch) is StandIn:
-                yield ready.batch, 0, 0, 0
-            else:
-                yield ready, self._weigh(batch), count_samples(batch), count_tokens(batch)
-
-    def _weigh(self, batch: Any) -> float:
-        """Return how much a micro-batch (on the host) counts in its window: its labels that count, or its samples."""
-        if self.grad_reduction == "sum":
-            return 1
-        if isinstance(self.unit, ModelUnit):  # a unit of the user's own counts its targets, or means its samples
-            labels = count_labels(batch, self._shifts_labels)
-            if labels is not None:
-                return labels
-            if self.grad_reduction == "per-token-mean":
-                raise self._no_token_counts()
-        return count_samples(batch)
-
-    @staticmethod
-    def _no_token_counts() -> DataError:
-        return DataError(
-            "`grad_reduction='per-token-mean'` needs token counts: labels that are integers of more than one "
-            "dimension, or a `unit` that returns (loss, num_targets). Use grad_reduction='mean' otherwise."
-        )
-
-    @cached_property
-    def _shifts_labels(self) -> bool:
-        return shifts_labels(self.model)
-
-    def _divisor(self, window: Window) -> float:
-        """Return what this process's weighted losses are divided by; gradients are averaged over processes later."""
-        if self.grad_reduction == "sum":
-            return 1.0 / self.world_size
-        return window.weight / self.world_size or 1.0
 
     # --- non-finite losses and gradients
 

@@ -1,0 +1,64 @@
+"""Read handwritten digits with `AccelerateTrainer`, on one process or many: the script does not know how many.
+
+    python examples/accelerate_train.py
+    omnitrain launch -n 2 examples/accelerate_train.py
+    omnitrain launch -n 2 --fsdp examples/accelerate_train.py
+    omnitrain launch -n 2 --zero 3 examples/accelerate_train.py
+    torchrun --nproc-per-node 2 examples/accelerate_train.py
+    accelerate launch --config_file examples/accelerate_configs/ddp_cpu.yaml examples/accelerate_train.py
+
+Stop it (Ctrl-C) and start it in another of these ways: it goes on from the same step, on the same samples. The batch
+of a step has 64 samples however many processes share it, so the curve is the same too, but for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset, random_split
+
+from omnitrain import AccelerateTrainer, MetricsDict
+
+
+def main(epochs: int = 10, out: Path = Path("runs/accelerate_train")) -> MetricsDict:
+    pixels, labels = load_digits(return_X_y=True)
+    samples = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
+    train, valid, test = random_split(samples, [1200, 297, 300], torch.Generator().manual_seed(0))
+
+    torch.manual_seed(0)  # for the weights; all processes start from those of the main one
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    trainer = AccelerateTrainer(
+        model,
+        train,
+        valid,
+        loss_fn=F.cross_entropy,
+        compute_metrics="accuracy",
+        epochs=epochs,
+        batch_size=8,  # on each process, in one forward pass
+        global_batch_size=64,  # in a step, on all of them: sets the accumulation
+        learning_rate=3e-3,
+        lr_scheduler="cosine",
+        log_steps="1ep",
+        save_dir=out,
+        save_total_limit=1,
+    )
+    metrics = trainer.train(resume_from="auto")  # this and what follows is called on every process
+    results = trainer.evaluate(test, prefix="test")
+    trainer.save_model(out / "model", overwrite=True)
+
+    if trainer.is_main_process:  # only what prints is for the main one alone
+        print(metrics)
+        print(f"{trainer.world_size} process(es), {type(trainer.model).__name__}: {results}")
+    return metrics
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/accelerate_train"), help="default: %(default)s")
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,100 @@
+"""What the tests of launchers launch: a short training that says where it ran. Also as a module: `-m launched`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+torch.set_num_threads(1)
+
+from recipes import rows, t16  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from omnitrain import AccelerateTrainer, Callback, Trainer  # noqa: E402
+
+OPTIONS: dict[str, Any] = {
+    "loss_fn": F.mse_loss,
+    "epochs": 3,
+    "learning_rate": 0.05,
+    "progress_bar": False,
+    "save_steps": 2,
+    "save_total_limit": 2,
+}
+
+
+def native(folder: Path) -> Trainer:
+    """The same training on one process."""
+    trainer = Trainer(t16(dtype=torch.float32), rows(31, torch.float32), batch_size=8, save_dir=folder, **OPTIONS)
+    trainer.train()
+    return trainer
+
+
+class KillAt(Callback):
+    """Kills the process of a rank after a step, unless it has been restarted."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_step_end(self, trainer: Any) -> None:
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and trainer.progress.step == self.step
+        mark = Path(trainer.save_dir).parent / "killed"  # an agent that has lost no process counts no restart
+        if is_first and trainer.rank == self.rank and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SayWhenTraining(Callback):
+    """Leaves a file after some steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 3:
+            (self.folder / f"trains-{trainer.rank}").touch()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kill", type=int, metavar="STEP")
+    parser.add_argument("--own-folders", action="store_true")
+    parser.add_argument("--forever", action="store_true")
+    parser.add_argument("--fail", action="store_true")
+    args = parser.parse_args()
+    rank = os.environ.get("RANK", "0")
+    save_dir = args.out / (f"run-{rank}" if args.own_folders else "run")
+    options = OPTIONS | ({"epochs": 10**6, "log_steps": "1h"} if args.forever else {})
+    callbacks: list[Callback] = [SayWhenTraining(args.out)]
+    if args.kill:
+        callbacks.append(KillAt(1, args.kill))
+    model = t16(dtype=torch.float32, seed=int(rank))  # all are to start from those of rank 0
+    trainer = AccelerateTrainer(
+        model, rows(31, torch.float32), batch_size=4, callbacks=callbacks, save_dir=save_dir, **options
+    )
+    if args.fail and trainer.rank == 1:
+        raise RuntimeError("as was asked for")
+    trainer.train(resume_from="auto")
+    trainer.save_model(save_dir / "model", overwrite=True)
+    said = {
+        "world_size": trainer.world_size,
+        "model": type(trainer.model).__name__,
+        "parameter": type(next(trainer.model.parameters())).__name__,
+        "step": trainer.progress.step,
+        "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT"),
+        "node": os.environ.get("GROUP_RANK"),
+    }
+    (args.out / f"said-{trainer.rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

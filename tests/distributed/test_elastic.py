@@ -1,0 +1,108 @@
+"""Two machines, played by two of torchrun's agents on this one; and processes that are killed and started anew."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_launching import SCRIPT, run, said, started
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch"]
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback"),
+    pytest.mark.timeout(300),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def on_two_machines(*command: str, cwd: Path) -> str:
+    """Start the command once for each machine, and return what was printed."""
+    folders = [cwd / "first", cwd / "second"]
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for folder in folders:
+            folder.mkdir()
+            agents.append(stack.enter_context(started(*command, cwd=folder)))
+        codes = [agent.wait(120) for agent in agents]
+    output = "".join((folder / "output.txt").read_text() for folder in folders)
+    assert codes == [0, 0], output
+    return output
+
+
+def state(run: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run ended with, and its optimizer's state."""
+    last = run / (run / "last").read_text().strip()
+    return load_file(last / "model.safetensors") | load_file(last / "optimizer" / "state.safetensors")
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """How the run ends on one machine with two processes that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    code, output = run(*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, str(folder), cwd=folder)
+    assert code == 0, output
+    return state(folder / "run")
+
+
+def nodes_and_restarts(folder: Path) -> list[tuple[Any, Any]]:
+    return [(one["node"], one["restarts"]) for one in said(folder)]
+
+
+def test_two_machines_end_with_the_weights_of_one(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    endpoint = f"localhost:{free_port()}"
+    on_two_machines(*TORCHRUN, *words, "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path), cwd=tmp_path)
+    assert nodes_and_restarts(tmp_path) == [("0", "0"), ("1", "0")]
+    assert_equal(state(tmp_path / "run"), uninterrupted)
+
+
+def test_a_machine_without_the_shared_folder_is_no_hindrance(
+    tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    """Only the main process writes checkpoints, and reads them; the others get what they need from it."""
+    words = [SCRIPT, str(tmp_path), "--own-folders", "--kill", "6"]
+    code, output = run(*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *words, cwd=tmp_path)
+    assert code == 0, output
+    assert (tmp_path / "killed").exists()
+    assert_equal(state(tmp_path / "run-0"), uninterrupted)
+    assert not (tmp_path / "run-1").exists()
+
+
+@pytest.mark.parametrize("rendezvous", [["--standalone"], ["--master-port"]], ids=["c10d", "static"])
+def test_a_run_whose_worker_is_killed_is_started_anew_and_ends_with_the_same_weights(
+    rendezvous: list[str], tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    if rendezvous == ["--master-port"]:  # what accelerate launch does: one store through all restarts, at a known port
+        rendezvous = ["--master-port", str(free_port())]
+    words = ["--nproc-per-node", "2", "--max-restarts", "2", SCRIPT, str(tmp_path), "--kill", "6"]
+    code, output = run(*TORCHRUN, *rendezvous, *words, cwd=tmp_path)
+    assert code == 0, output
+    assert (tmp_path / "killed").exists()
+    assert nodes_and_restarts(tmp_path) == [("0", "1"), ("0", "1")], "attempts must not trip over each other"
+    assert_equal(state(tmp_path / "run"), uninterrupted)
+
+
+def test_a_killed_worker_takes_both_machines_back_to_the_last_checkpoint(
+    tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    words = ["-n", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "2"]
+    on_two_machines(*OMNITRAIN, *words, SCRIPT, str(tmp_path), "--kill", "6", cwd=tmp_path)
+    assert (tmp_path / "killed").exists()
+    assert_equal(state(tmp_path / "run"), uninterrupted)

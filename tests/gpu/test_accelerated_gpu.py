@@ -1,0 +1,163 @@
+"""What only GPUs can show of AccelerateTrainer: a loop that does not wait, the fp16 scaler, NCCL, and memory.
+
+In one process on one GPU; on two, by `omnitrain launch`, where there are two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Trace, distance, rows, t16, weights
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain import AccelerateTrainer, Callback, Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = {"ddp": [], "fsdp2": ["--fsdp"], "zero1": ["--zero", "1"], "zero3": ["--zero", "3"]}
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def make(model: nn.Module, data: Any, **options: Any) -> AccelerateTrainer:
+    return AccelerateTrainer(
+        model, data, **{"progress_bar": False, "loss_fn": F.mse_loss, "learning_rate": 0.01, **options}
+    )
+
+
+# One process
+
+
+class Forbid(Callback):
+    """Makes it an error to wait for the GPU in a step after which nothing is logged."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        step = trainer.progress.step
+        torch.cuda.set_sync_debug_mode("error" if step % 10 and step < 49 else "default")
+
+    def on_train_end(self, trainer: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_loop_does_not_wait_for_the_device_between_logs() -> None:
+    data = rows(400, torch.float32)
+    trainer = make(t16(dtype=torch.float32), data, log_steps=10, epochs=1, callbacks=[Forbid()])
+    trainer.train()
+    assert trainer.device.type == "cuda"
+    assert trainer.progress.step == 50
+
+
+def test_fp16_trains_and_its_scaler_adapts() -> None:
+    trace, data = Trace(), rows(400, torch.float32)
+    trainer = make(t16(dtype=torch.float32), data, autocast="fp16", epochs=4, callbacks=[trace])
+    trainer.train()
+    assert trainer.scaler.is_enabled()
+    assert trace.logs[-1]["loss"] < trace.logs[0]["loss"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_one_process_ends_with_the_weights_of_the_native_trainer(precision: str) -> None:
+    data, ends = rows(60, torch.float32), []
+    for kind in (Trainer, AccelerateTrainer):
+        trainer = kind(
+            t16(dtype=torch.float32), data, loss_fn=F.mse_loss, learning_rate=0.01, epochs=2, autocast=precision,
+            gradient_accumulation_steps=2, progress_bar=False,
+        )  # fmt: skip
+        trainer.train()
+        ends.append(weights(trainer.get_model()))
+    assert distance(*ends) == 0.0
+
+
+# Two processes; this file is also the script that they run
+
+
+def launch(way: str, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    """Run `main` on two GPUs, and return what each process has said."""
+    unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "2", *WAYS[way], __file__, str(tmp_path), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)]
+
+
+def wide() -> tuple[nn.Module, TensorDataset]:
+    """A model whose parameters, gradients and moments are nearly all the memory that it needs: about 540 MB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.ReLU())))
+    return model, TensorDataset(torch.randn(32, 2048), torch.randn(32, 2048))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--precision", default="fp32")
+    args = parser.parse_args()
+    model, data = wide() if args.wide else (t16(dtype=torch.float32), rows(60, torch.float32))
+    size = 2 if args.wide else 4
+    trace = Trace()
+    trainer = make(
+        model, data, batch_size=size, epochs=2, log_steps=1, autocast=args.precision, callbacks=[trace],
+        max_grad_norm=0.5,
+    )  # fmt: skip
+    trainer.train()
+    said = {
+        "backend": torch.distributed.get_backend(),
+        "device": str(trainer.device),
+        "losses": [row["loss"] for row in trace.logs],
+        "model": type(trainer.model).__name__,
+        "scales": [row.get("loss_scale") for row in trace.logs],
+        "peak": torch.cuda.max_memory_allocated(),
+    }
+    (args.out / f"said-{trainer.rank}.json").write_text(json.dumps(said))
+
+
+@two_gpus
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", WAYS)
+def test_two_gpus_train_by_nccl_along_the_curve_of_one(way: str, tmp_path: Path) -> None:
+    trace = Trace()
+    make(
+        t16(dtype=torch.float32), rows(60, torch.float32), batch_size=8, epochs=2, log_steps=1, callbacks=[trace],
+        max_grad_norm=0.5,
+    ).train()  # fmt: skip
+    first, second = launch(way, tmp_path)
+    assert "nccl" in first["backend"]
+    assert (first["device"], second["device"]) == ("cuda:0", "cuda:1")
+    assert first["losses"] == second["losses"]
+    assert first["losses"] == pytest.approx([row["loss"] for row in trace.logs], abs=1e-5)
+
+
+@two_gpus
+@pytest.mark.distributed
+def test_the_fp16_scaler_is_the_same_on_both_gpus(tmp_path: Path) -> None:
+    first, second = launch("ddp", tmp_path, "--precision", "fp16")
+    assert first["scales"] == second["scales"]
+    assert first["scales"][-1] > 0
+    assert first["losses"][-1] < first["losses"][0]
+
+
+@two_gpus
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+def test_a_model_that_is_cut_up_needs_less_memory_than_under_ddp(way: str, tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("ddp", way)}
+    for folder in folders.values():
+        folder.mkdir()
+    whole, parts = ([one["peak"] for one in launch(name, folder, "--wide")] for name, folder in folders.items())
+    assert max(parts) < 0.8 * min(whole)
+
+
+if __name__ == "__main__":
+    main()
