@@ -110,7 +110,7 @@ class ProcessRanks(Ranks):
         distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
         store = distributed_c10d._get_default_store()  # the one place that all processes can reach for sure
         with contextlib.suppress(RuntimeError):  # a connection of our own: the other may be in use, by what is stuck
-            store = store.clone()
+            store = store.clone()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
         self._board = torch.zeros(_FIELDS, dtype=torch.float64)
         self._numbers = self._board.numpy()

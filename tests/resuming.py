@@ -32,8 +32,8 @@ class Killed(BaseException):
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Rows with an augmentation that draws from all three generators, and their own index as the last number."""
 
-    def __init__(self, size: int = 22, noisy: bool = True) -> None:
-        self.x, self.y = rows(size).tensors
+    def __init__(self, size: int = 22, noisy: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        self.x, self.y = rows(size, dtype).tensors
         self.noisy = noisy
 
     def __len__(self) -> int:
@@ -42,8 +42,8 @@ class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x[index]
         if self.noisy:
-            x = x + 0.1 * torch.randn(4, dtype=torch.float64) + 0.1 * random.random() + 0.1 * np.random.rand()
-        return torch.cat([x, torch.tensor([float(index)], dtype=torch.float64)]), self.y[index]
+            x = x + 0.1 * torch.randn(4, dtype=x.dtype) + 0.1 * random.random() + 0.1 * np.random.rand()
+        return torch.cat([x, torch.tensor([float(index)], dtype=x.dtype)]), self.y[index]
 
 
 class Net(nn.Module):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from recipes import Noisy, Sentences, Tagger, Trace, distance, rows, same, t16, weights
 from torch import nn
 
-from omnitrain import Callback, Trainer
+from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
 from omnitrain.sampling import EpochSampler
 
-TRAINERS = {"native": Trainer}
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
 @pytest.fixture(params=TRAINERS)
@@ -22,11 +22,16 @@ def trainer_class(request: pytest.FixtureRequest) -> Any:
     return TRAINERS[request.param]
 
 
+def placed_on_cpu(trainer_class: Any) -> dict[str, Any]:
+    """The argument that keeps a trainer off a GPU: accelerate is told by its environment."""
+    return {"device": "cpu"} if trainer_class is Trainer else {}
+
+
 def run(trainer_class: Any, model: nn.Module, data: Any, *guests: Callback, **options: Any) -> Any:
-    options = {"device": "cpu", "progress_bar": False, "log_steps": 1, "learning_rate": 0.05, **options}
+    options = {"progress_bar": False, "log_steps": 1, "learning_rate": 0.05, **placed_on_cpu(trainer_class), **options}
     if isinstance(model, nn.Sequential):
         options.setdefault("loss_fn", F.mse_loss)
-    trainer = trainer_class(model, data, callbacks=guests, **options)
+    trainer = trainer_class(model, train_dataset=data, callbacks=guests, **options)
     trainer.train()
     return trainer
 

@@ -94,6 +94,7 @@ class AccelerateTrainer(Trainer):
         self.ranks = find_ranks(self.accelerator)
         refuse_lost_processes(self.world_size)
         self._zero: ZeroEngine | None = None
+        self._reduces = True  # whether FSDP's backward passes exchange gradients
         if gradient_checkpointing:
             _checkpoint_activations(model)
         with self.ranks.calling(f"{type(self).__name__}()"):
@@ -115,8 +116,8 @@ class AccelerateTrainer(Trainer):
             return
         if self._given["async_save"]:
             raise ConfigError(
-                f"`async_save=True` cannot be had with {kind}, whose weights lie in parts on the processes: all of them "
-                "put these together at once, which a thread beside the training cannot do. Leave it out."
+                f"`async_save=True` cannot be had with {kind}, whose weights lie in parts on the processes: all of "
+                "them put these together at once, which a thread beside the training cannot do. Leave it out."
             )
         self._start_from_main()
         if kind == "DEEPSPEED":
@@ -154,6 +155,12 @@ class AccelerateTrainer(Trainer):
 
     def _accumulating(self, last: bool) -> AbstractContextManager[Any]:
         self._is_last = last
+        if isinstance(self.model, FSDPModule):
+            # accelerate's no_sync asks a state that on a CPU has forgotten FSDP, and then does nothing
+            if last is not self._reduces:
+                self.model.set_requires_gradient_sync(last)
+                self._reduces = last
+            return _NOTHING
         return _NOTHING if last or self._zero is not None else self.accelerator.no_sync(self.model)
 
     def _backward(self, loss: torch.Tensor) -> None:

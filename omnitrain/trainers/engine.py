@@ -7,7 +7,8 @@ requests onto their flags. What the user says is in `huggingface.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,10 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from omnitrain.checkpoint.state import unwrap
+from omnitrain.errors import DataError
 from omnitrain.loaders import MapLoader
-from omnitrain.sampling import Window
+from omnitrain.sampling import Window, windows
 from omnitrain.workers import outlive_signals
 
 if TYPE_CHECKING:
@@ -33,6 +36,10 @@ class Engine(transformers.Trainer):
     """
 
     owner: HFTrainer
+    has_ended = False
+    """Whether the present epoch is over."""
+    rate: float | None = None
+    """The learning rate of the latest update, which transformers logs; the schedule has moved on by then."""
     _window: Window
     _turn: int
     _last: Any = None
@@ -48,20 +55,37 @@ class Engine(transformers.Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Take the micro-batches of a window, and weigh them while they are on the host."""
-        taken = list(itertools.islice(epoch_iterator, num_batches))
-        owner = self.owner
+        owner, by_window = self.owner, self.owner._by_window
+        taken = next(epoch_iterator, []) if by_window else list(itertools.islice(epoch_iterator, num_batches))
         group = list(owner._weighed(iter(taken)))
         self._last = group[-1] if group else self._last
         window, self._turn = owner._window_of(group, self._last), 0
         if window is None:
+            self.control.should_epoch_stop = True  # their loop goes by a length, which data need not have
             return [], None
         self._window = window
-        return window.batches, None
+        return [window.batches] if by_window else window.batches, None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # `_loss_of` does it
 
     # --- a step
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run a micro-batch forward and backward; where data have no length, all those of a window in turn."""
+        if not self.owner._by_window:
+            return super().training_step(model, inputs, num_items_in_batch)
+        *others, last = inputs
+        total = torch.zeros((), device=self.args.device)
+        for batch in others:
+            with self.accelerator.no_sync(model):
+                total += super().training_step(model, batch, num_items_in_batch)
+        return total + super().training_step(model, last, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return how many there are in a micro-batch, or in those of a window."""
+        batches = inputs if self.owner._by_window else [inputs]
+        return sum(super(Engine, self).floating_point_ops(dict(one)) for one in batches if isinstance(one, Mapping))
 
     def compute_loss(
         self,
@@ -88,25 +112,59 @@ class Engine(transformers.Trainer):
     # --- logs, evaluation, checkpoints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.is_in_train:
+        if "train_runtime" in logs:  # the end of the run, whose length theirs does not know
+            seconds = logs["train_runtime"] or 1.0
+            logs["train_samples_per_second"] = round(self.owner.progress.samples / seconds, 3)
+        elif "loss" in logs and self.is_in_train:
             logs.update(self.owner._read_grad_norm())
         super().log(logs, start_time)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.settle("the end of a step", "log", "evaluate", "save")
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.has_ended and self.owner.lifecycle.stop:
+            self.owner._close()  # while transformers' callbacks can still hear of it
+
+    def _get_learning_rate(self) -> float:
+        return self.rate if self.rate is not None else super()._get_learning_rate()
+
+    def settle(self, where: str, *requests: str) -> None:
+        """Put what our callbacks and theirs ask for together, agree on it with all processes, and raise the flags."""
+        owner, control = self.owner, self.control
+        for name in requests:
+            setattr(owner.control, name, getattr(owner.control, name) or getattr(control, f"should_{name}"))
+        if control.should_training_stop:
+            owner.stop()
+        if control.should_evaluate and owner.eval_loader is None:
+            owner.request_evaluate()  # which says why there is none
+        asked = owner._agree(where, *requests)
+        if asked.log and owner._logged[0] < owner.progress.step:
+            owner._log()
+        for name in requests:
+            setattr(control, f"should_{name}", getattr(asked, name))
+        control.should_training_stop = bool(owner.lifecycle.stop)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as every trainer does, and tell transformers' callbacks of it."""
         owner = self.owner
-        if self.is_in_train and eval_dataset is None and metric_key_prefix == "eval":
-            metrics = dict(owner._evaluate_for_engine())
-        else:
-            metrics = dict(owner._evaluated(owner._loader_or_own(eval_dataset), metric_key_prefix))
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if self.is_in_train:
-            self.control.should_save |= owner._agree("the end of an evaluation", "save").save
-            self.control.should_training_stop |= bool(owner.lifecycle.stop)
+        if not (self.is_in_train and eval_dataset is None and metric_key_prefix == "eval"):
+            return owner.evaluate(eval_dataset, metric_key_prefix)
+        metrics = owner._evaluate_for_engine()
+        self.settle("the end of an evaluation", "save")
         return metrics
+
+    def tell_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Let transformers' history and callbacks know of an evaluation."""
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, dict(metrics))
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """Tell their state what our objective knows: direction and gain are judged once."""
+        objective = self.owner.objective
+        self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
+        return self.owner.lifecycle.improved
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         owner = self.owner
@@ -114,18 +172,38 @@ class Engine(transformers.Trainer):
             super()._save_checkpoint(model, trial)  # asked for by a callback of transformers' kind
         elif owner.lifecycle.saved_at != owner.progress.position:
             owner._save()
-            owner._agree("the end of a save")
-            self.control.should_training_stop |= bool(owner.lifecycle.stop)
+            if self.args.push_to_hub and owner.lifecycle.saved_at is not None:
+                self._push_from_checkpoint(str(owner.lifecycle.saved_path))
+            self.settle("the end of a save")
 
     def write_own_files(self, folder: Path) -> None:
         """Write what a stock `transformers.Trainer` resumes from beside our files; none of it is read by us."""
         where = str(folder)
         self._save_optimizer_and_scheduler(where)
+        torch.save(self._optimizer_as_theirs(), folder / "optimizer.pt")
         self._save_rng_state(where)
         self.state.save_to_json(str(folder / "trainer_state.json"))
         torch.save(self.args, folder / "training_args.bin")
         if self.processing_class is not None:
             self.processing_class.save_pretrained(where)
+
+    def _optimizer_as_theirs(self) -> dict[str, Any]:
+        """Return the optimizer's state in the two groups that a stock Trainer makes, if it is in one of ours."""
+        owner = self.owner
+        content: dict[str, Any] = owner.optimizer.state_dict()
+        if owner._given["optimizer"] is not None or len(content["param_groups"]) != 1:
+            return content
+        (group,) = owner.optimizer.param_groups
+        places = {id(parameter): place for place, parameter in enumerate(group["params"])}
+        decaying = set(self.get_decay_parameter_names(unwrap(owner.model)))
+        halves: tuple[list[int], list[int]] = ([], [])
+        for name, parameter in unwrap(owner.model).named_parameters():
+            if id(parameter) in places:
+                halves[name not in decaying].append(places[id(parameter)])
+        order = halves[0] + halves[1]
+        state = {new: content["state"][old] for new, old in enumerate(order) if old in content["state"]}
+        numbers = range(len(halves[0])), range(len(halves[0]), len(order))
+        return {"state": state, "param_groups": [{**content["param_groups"][0], "params": [*one]} for one in numbers]}
 
     # Whatever is to be restored has been restored from our files, or is in `_load_rng_state`.
 
@@ -152,11 +230,16 @@ class Bridge(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Say how long the run is, which only our limits know."""
-        state.max_steps = self.owner.total_steps or state.max_steps
+        owner = self.owner
+        state.max_steps = owner.total_steps or state.max_steps
+        state.num_train_epochs = math.ceil(owner.epochs or state.num_train_epochs)
+        state.global_step = owner.progress.step + owner.progress.skipped_steps
+        owner.engine._globalstep_last_logged = owner.engine._initial_global_step = state.global_step
         return control
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch begins."""
+        self.owner.engine.has_ended = False
         self.owner.lifecycle.begin_epoch()
         self.owner.model.train()
         self.owner._collect_parameters()
@@ -173,6 +256,7 @@ class Bridge(transformers.TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """The gradients are there: clip and check them."""
+        self.owner.engine.rate = self.owner._learning_rate
         self._applied = self.owner._finish_gradients(self.owner.engine._window)
         return control
 
@@ -180,6 +264,7 @@ class Bridge(transformers.TrainerCallback):
         """The optimizer has stepped, unless it was kept from it."""
         owner = self.owner
         self._applied = self._applied and not owner.engine.accelerator.optimizer_step_was_skipped
+        owner._check_loss_scale(self._applied)
         owner._conclude_step(self._applied)
         return control
 
@@ -187,26 +272,38 @@ class Bridge(transformers.TrainerCallback):
         """A window is done."""
         owner, window = self.owner, self.owner.engine._window
         owner.lifecycle.end_step(window.samples, window.tokens, skipped=not self._applied)
-        state.epoch = owner.progress.epochs
+        if owner._by_window:  # else theirs is as good
+            state.epoch = owner.progress.epochs
         return self._ask(control)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Between two micro-batches nothing ends here: a stop waits for the end of the step."""
+        if control.should_training_stop:
+            self.owner.stop()
+        control.should_training_stop = control.should_epoch_stop = False
+        return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch is over, or the run."""
         owner = self.owner
-        ended = owner.lifecycle.stop or control.should_epoch_stop
-        owner._epoch_is_complete = not ended or (owner.progress.is_epoch_consumed and not owner._owes_evaluation)
+        if owner.world_size == 1 and owner.control.stop == "signal":
+            owner._agree("the end of the data")  # which may have come with the signal
+        stops = bool(owner.lifecycle.stop)
+        owner._epoch_is_complete = not stops or (owner.progress.is_epoch_consumed and not owner._owes_evaluation)
+        if not owner.progress.samples_in_epoch and not stops:
+            raise DataError(f"Epoch {owner.progress.epoch + 1} has no samples: the training data yielded none.")
         owner._end_epoch(owner._loss.mean())
+        control.should_epoch_stop, owner.engine.has_ended = False, True
         return self._ask(control)
 
     def _ask(self, control: Any) -> Any:
-        owner = self.owner
-        asked = owner._agree("the end of a step", "log", "evaluate", "save")
-        if asked.log:
-            owner._log()
-            control.should_log = True
-        control.should_evaluate |= asked.evaluate and owner.lifecycle.evaluated_step != owner.progress.step
+        """Show what our callbacks ask for on their flags, where their callbacks may see it; `settle` comes later."""
+        asked, lifecycle = self.owner.control, self.owner.lifecycle
+        control.should_log |= asked.log
+        control.should_evaluate |= asked.evaluate and lifecycle.evaluated_step != self.owner.progress.step
         control.should_save |= asked.save
-        control.should_training_stop |= bool(owner.lifecycle.stop)
+        control.should_training_stop |= bool(asked.stop or lifecycle.stop)
+        asked.log = asked.evaluate = asked.save = False
         return control
 
 
@@ -240,17 +337,16 @@ class _Fetched(Dataset[Any]):
         return self.fetch(*request)
 
 
-class _Batches(IterableDataset[Any]):
-    """The batches of a stream or of a user's own loader, from the epoch's beginning."""
+class _Windows(IterableDataset[Any]):
+    """The rest of the present epoch of a stream or of a user's own loader, as lists of a window's micro-batches."""
 
     def __init__(self, owner: HFTrainer) -> None:
         self.owner = owner
 
-    def __len__(self) -> int:
-        return len(self.owner.train_loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.owner.train_loader.batches(self.owner.progress.epoch, 0))
+    def __iter__(self) -> Iterator[list[Any]]:
+        owner = self.owner
+        batches = owner.train_loader.batches(owner.progress.epoch, owner.progress.samples_in_epoch)
+        return iter(owner._until_signal(windows(batches, owner.gradient_accumulation_steps)))
 
 
 def _only(batches: list[Any]) -> Any:
@@ -265,7 +361,7 @@ def _train_loader(owner: HFTrainer) -> DataLoader[Any]:
     loader = owner.train_loader
     generator = torch.Generator().manual_seed(owner.seed)  # else it draws from the training's generator
     if not isinstance(loader, MapLoader):
-        return DataLoader(_Batches(owner), batch_size=None, collate_fn=_as_is, generator=generator)
+        return DataLoader(_Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
     workers = owner._given["num_workers"]
     return DataLoader(
         _Fetched(loader.fetch, loader.sampler.size),

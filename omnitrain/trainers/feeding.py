@@ -84,7 +84,7 @@ class Feeding(Hooks):
         """Return what brings a window to as many micro-batches as any process has: in each of them all wait for all."""
         sizes = self.ranks.gather("the micro-batches of a step", None if last is None else size)
         self._refuse_empty(sizes)
-        return [(last[0], 0, 0, 0)] * (max(sizes) - size)
+        return [] if last is None else [(last[0], 0, 0, 0)] * (max(one or 0 for one in sizes) - size)
 
     def _in_step(self, loader: Loader) -> Iterator[Any]:
         """Yield the batches of an evaluation, as many as any process has: data that end earlier go on as stand-ins."""

@@ -9,14 +9,15 @@ import copy
 import dataclasses
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["HFTrainingArguments", "adopt_arguments", "engine_arguments", "word_of"]
+__all__ = ["HFTrainingArguments", "adopt", "adopt_arguments", "engine_arguments", "word_of"]
 
 logger = logging.getLogger("omnitrain")
 
@@ -30,6 +31,9 @@ RENAMED = {
     "include_tokens_per_second": "include_num_input_tokens_seen",
 }
 """Names that transformers has dropped, and those that took their place."""
+
+MOVED = ("logging_dir", "warmup_ratio", "overwrite_output_dir", "adafactor", "group_by_length")
+"""Names that transformers has dropped, and whose value is translated; see `_translate`."""
 
 WITHOUT_EFFECT = (
     "save_safetensors",
@@ -67,7 +71,8 @@ class HFTrainingArguments(transformers.TrainingArguments):
             value = kwargs.pop(name)
             target = self._translate(name, value, kwargs)
             if target is None:
-                raise TypeError(f"HFTrainingArguments() got an unexpected argument {name!r}.")
+                nearest = did_you_mean(name, [*known, *RENAMED, *MOVED, *WITHOUT_EFFECT])
+                raise TypeError(f"HFTrainingArguments() got an unexpected argument {name!r}.{nearest}")
             translated[name] = target
         if translated:
             listed = ", ".join(f"{old!r} ({new})" for old, new in translated.items())
@@ -116,6 +121,13 @@ UNSUPPORTED = {
     "auto_find_batch_size": (False,),
     "label_smoothing_factor": (0, 0.0),
     "batch_eval_metrics": (False,),
+    "eval_delay": (0, None),
+    "fp16_full_eval": (False,),
+    "bf16_full_eval": (False,),
+    "group_by_length": (False,),
+    "predict_with_generate": (False,),
+    "sortish_sampler": (False,),
+    "include_for_metrics": (None, [], ()),
 }
 """What a run here would not honour, with the values that ask for nothing."""
 
@@ -136,13 +148,28 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             raise ConfigError(
                 f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
             )
-    for name, value in _translated(args).items():
-        if name in given and given[name] is not None and given[name] != value:
+    if word_of(args.eval_strategy) == "no" and given.get("eval_steps") is not None:
+        raise ConfigError(
+            f"`eval_steps={given['eval_steps']!r}` contradicts the training arguments, which say eval_strategy='no'. "
+            "Set their eval_strategy and eval_steps instead."
+        )
+    adopt(_translated(args), given, "the training arguments")
+
+
+def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
+    """Fill our arguments with what somebody else says; None is no word.
+
+    Raises:
+        ConfigError: If one was given too, and is another.
+    """
+    for name, value in said.items():
+        own = given.get(name)
+        if own is None:
+            given[name] = value
+        elif value is not None and own != value and str(own) != str(value):
             raise ConfigError(
-                f"`{name}={given[name]!r}` contradicts the training arguments, which say {value!r}. "
-                "Leave it out of one of them."
+                f"`{name}={own!r}` contradicts {who}, which say {name}={value!r}. Leave it out of one of them."
             )
-        given[name] = value
 
 
 _ADVICE = {
@@ -150,6 +177,7 @@ _ADVICE = {
     "fsdp": "Use AccelerateTrainer with `fsdp_plugin`: its checkpoints and numbers are the same.",
     "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
     "label_smoothing_factor": "Pass `algorithms=[LabelSmoothing(...)]`.",
+    "predict_with_generate": "Call `model.generate` in a callback's on_eval_end, or through `trainer.engine`.",
     "auto_find_batch_size": "Set `global_batch_size` and a smaller `batch_size`: the numbers stay the same.",
 }
 
@@ -172,7 +200,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         "log_steps": _interval(word_of(args.logging_strategy), args.logging_steps),
         "eval_on_start": args.eval_on_start,
         "deterministic": args.full_determinism,
-        "autocast": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+        "autocast": None if args.mixed_precision == "no" else args.mixed_precision,
+        "pin_memory": args.dataloader_pin_memory,
     }
     if word_of(args.eval_strategy) != "no":
         found["eval_steps"] = _interval(word_of(args.eval_strategy), args.eval_steps)
@@ -186,8 +215,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["optimization_metric"] = args.metric_for_best_model
     if args.greater_is_better is False and args.metric_for_best_model is not None:
         found["optimization_direction"] = "min"  # transformers fills in True by itself, so only False is a word
-    if args.load_best_model_at_end:
-        found["load_best_at_end"] = True
+    if args.load_best_model_at_end or saves != "no":
+        found["load_best_at_end"] = args.load_best_model_at_end
     if args.run_name is not None and args.run_name != args.output_dir:
         found["trial_name"] = args.run_name
     if args.disable_tqdm:
@@ -233,6 +262,8 @@ def engine_arguments(
         "remove_unused_columns": False,
         "max_steps": -1,
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
+        "mixed_precision": "no",  # autocast and loss scaling are the trainer's
+        "enable_jit_checkpoint": False,  # a signal saves anyway
     }
     for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)

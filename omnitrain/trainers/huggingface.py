@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,20 @@ from torch import nn
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, NonFiniteError
 from omnitrain.events import Callback
+from omnitrain.loaders import MapLoader
 from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
 from omnitrain.trainers.accelerators import find_ranks, refuse_lost_processes
 from omnitrain.trainers.base import BaseTrainer
 from omnitrain.trainers.engine import Bridge, Engine
-from omnitrain.trainers.hf_arguments import HFTrainingArguments, adopt_arguments, engine_arguments, word_of
+from omnitrain.trainers.hf_arguments import HFTrainingArguments, adopt, adopt_arguments, engine_arguments, word_of
 from omnitrain.units import StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
+
+_PADS = (transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor)
 
 NEVER_CALLED = {
     "_fit": "HFTrainer's own; transformers' loop is Engine.train",
@@ -63,6 +67,8 @@ class HFTrainer(BaseTrainer):
 
     engine_class: type[Engine] = Engine
     engine: Engine
+    scaler: torch.amp.GradScaler
+    """As in `Trainer`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -84,6 +90,7 @@ class HFTrainer(BaseTrainer):
         callbacks: Iterable[Any] = (),
         **kwargs: Any,
     ) -> None:
+        training_args = training_args if training_args is not None else kwargs.pop("args", None)  # as theirs is called
         if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
             args, training_args = (training_args, *args), None  # HFTrainer(model, train_dataset): as the other trainers
         if kwargs.get("device") is not None:
@@ -98,15 +105,16 @@ class HFTrainer(BaseTrainer):
         self._preprocess = preprocess_logits_for_metrics
         self._adopt(kwargs, compute_loss_func, optimizers)
         self._evaluates = training_args is None or word_of(training_args.eval_strategy) != "no"
-        own = [callback for callback in callbacks if isinstance(callback, Callback)]
-        self._foreign = [callback for callback in callbacks if not isinstance(callback, Callback)]
+        own = self._split(callbacks, kwargs)
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
-        save_dir = kwargs.get("save_dir")
+        self._output_dir = kwargs.get("save_dir") or (training_args and training_args.output_dir)
         ours: dict[str, Any] = {}
         if training_args is None:  # on processors alone transformers forms a group of processes only if told of them
             ours = {"seed": kwargs.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
             ours["ddp_find_unused_parameters"] = False
-        self._engine_args = engine_arguments(training_args, str(save_dir or self._scratch.name), **ours)
+        self._engine_args = engine_arguments(training_args, str(self._output_dir or self._scratch.name), **ours)
+        if self._engine_args.n_gpu > 1:
+            self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
         super().__init__(model, *args, callbacks=[*own, *self._policies()], **kwargs)
@@ -120,8 +128,28 @@ class HFTrainer(BaseTrainer):
                 kwargs[name] = value
         if self.training_args is not None:
             adopt_arguments(self.training_args, kwargs)
-        if self.processing_class is not None and kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = transformers.DataCollatorWithPadding(self.processing_class)
+        if isinstance(self.processing_class, _PADS) and kwargs.get("data_collator") is None:
+            padding: Any = transformers.DataCollatorWithPadding
+            kwargs["data_collator"] = padding(self.processing_class)
+
+    def _split(self, callbacks: Iterable[Any], kwargs: dict[str, Any]) -> list[Callback]:
+        """Set transformers' callbacks apart; its early stopping is ours, whose state is kept in checkpoints."""
+        self._foreign: list[Any] = []
+        own: list[Callback] = []
+        for callback in callbacks:
+            if isinstance(callback, transformers.EarlyStoppingCallback):
+                meant = {"patience": callback.early_stopping_patience, "delta": callback.early_stopping_threshold}
+                adopt(meant, kwargs, "transformers' EarlyStoppingCallback")
+            else:
+                (own if isinstance(callback, Callback) else self._foreign).append(callback)
+        for callback in self._foreign:
+            kind = callback if isinstance(callback, type) else type(callback)
+            if not issubclass(kind, transformers.TrainerCallback):
+                raise ConfigError(
+                    f"`callbacks` must hold callbacks of omnitrain or of transformers, got {callback!r}. "
+                    "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
+                )
+        return own
 
     def _policies(self) -> list[Callback]:
         """Return what transformers' arguments ask for beside intervals."""
@@ -142,16 +170,24 @@ class HFTrainer(BaseTrainer):
     def _has_eval(self) -> bool:
         return super()._has_eval and self._evaluates
 
+    @property
+    def _by_window(self) -> bool:
+        """Whether transformers' loop gets whole windows, for data whose length it cannot go by."""
+        return not isinstance(self.train_loader, MapLoader)
+
     def _set_up_data(self) -> None:
-        if self.training_args is None or self.training_args.remove_unused_columns:
-            for name in ("train_dataset", "eval_dataset", "test_dataset"):
-                setattr(self, name, self._without_unused_columns(getattr(self, name)))
+        given = self.train_dataset
+        self.train_dataset = self._without_unused_columns(given)
         super()._set_up_data()
+        self.train_dataset = given
+
+    def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
+        return super()._evaluation_loader(self._without_unused_columns(dataset), loader, name)
 
     def _without_unused_columns(self, dataset: Any) -> Any:
         """Return a Hugging Face dataset with the columns that the model takes; anything else as it is."""
-        if isinstance(dataset, dict):
-            return {name: self._without_unused_columns(one) for name, one in dataset.items()}
+        if self.training_args is not None and not self.training_args.remove_unused_columns:
+            return dataset
         if not (hasattr(dataset, "remove_columns") and getattr(dataset, "column_names", None)):
             return dataset
         taken = inspect.signature(unwrap(self.model).forward).parameters
@@ -165,11 +201,17 @@ class HFTrainer(BaseTrainer):
         given, args = self._given, self.training_args
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
+        self.scaler = self.precision.grad_scaler(self.fp16_loss_scale[0])
+        if self._by_window:  # of any length: the lifecycle ends the run, and the data an epoch
+            self._engine_args.gradient_accumulation_steps = 1
+            self._engine_args.max_steps = _ENDLESS
+            self._engine_args.ignore_data_skip = True
         self.engine = self.engine_class(
             self,
             model=self.model,
             args=self._engine_args,
-            train_dataset=self.train_dataset if self.train_dataset is not None else [None],
+            data_collator=self.data_collator,
+            train_dataset=self.train_dataset if not self._by_window else [None],
             eval_dataset=self.eval_dataset,
             processing_class=self.processing_class,
             compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
@@ -177,6 +219,7 @@ class HFTrainer(BaseTrainer):
         )
         for callback in (transformers.PrinterCallback, transformers.ProgressCallback, transformers.DefaultFlowCallback):
             self.engine.remove_callback(callback)
+        self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
         self.model.to(self.device)
         if args is not None and given["optimizer"] is None and self._can_train:
@@ -187,8 +230,16 @@ class HFTrainer(BaseTrainer):
         args = self.training_args
         if args is not None and self._can_train and self._given["lr_scheduler"] is None:
             total = self.total_steps
-            self._given["lr_scheduler"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-            self.warmup_steps = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
+            warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
+            options: Any = args.lr_scheduler_kwargs or {}
+            if not options and (total is None or warmup < total):
+                self._given["lr_scheduler"] = word_of(args.lr_scheduler_type)
+                self.warmup_steps = self._given["warmup_steps"] = warmup
+            else:  # what a name alone does not say, and a warm-up that is longer than the run
+                self._given["lr_scheduler"] = functools.partial(
+                    transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup,
+                    num_training_steps=total, scheduler_specific_kwargs=options,
+                )  # fmt: skip
         super()._finish_setup()
 
     # --- the run
@@ -203,8 +254,11 @@ class HFTrainer(BaseTrainer):
             self._answer_requests()
         if not self.lifecycle.stop:
             self.engine.optimizer, self.engine.lr_scheduler = self.optimizer, _Schedule(self)
+            self.engine.accelerator.scaler = self.scaler if self.scaler.is_enabled() else None
+            self.engine.has_ended = False
             self.engine.train(resume_from_checkpoint=self._start_of_engine())
-        self._close()
+        if not self.lifecycle.is_closing:
+            self._close()
 
     def _start_of_engine(self) -> str | None:
         """Return a folder with the state that transformers needs to begin where the run is."""
@@ -212,12 +266,12 @@ class HFTrainer(BaseTrainer):
         if not (progress.epoch or progress.samples_in_epoch):
             return None
         share = self.batch_size * self.world_size * self.gradient_accumulation_steps
-        per_epoch = self.steps_per_epoch or 1
         state = transformers.TrainerState()
         left = None if self._resumed is None else self._resumed[0] / "trainer_state.json"
-        if left is not None and left.exists():
+        if left is not None and left.exists():  # their history and what their callbacks keep; no state of ours
             state = transformers.TrainerState.load_from_json(str(left))
-        state.global_step = progress.epoch * per_epoch + -(-progress.samples_in_epoch // share)
+        # it tells their loop where the data are; the Bridge says which step it is
+        state.global_step = progress.epoch * (self.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
         state.epoch = progress.epochs
         state.train_batch_size = self.batch_size
         folder = Path(self._scratch.name) / "start"
@@ -232,7 +286,7 @@ class HFTrainer(BaseTrainer):
     def _finish_gradients(self, window: Window) -> bool:
         """Do what comes between the last backward pass and the update; return whether it may be made."""
         self._divide_by_targets(self._divisor(window))
-        self.engine.accelerator.unscale_gradients(self.engine.optimizer)
+        self.scaler.unscale_(self.optimizer)
         self._grad_norm = self._clip_gradients()
         self.lifecycle.before_optimizer_step()
         admitted = self._is_admitted(self._grad_norm, window)
@@ -244,8 +298,26 @@ class HFTrainer(BaseTrainer):
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch
 
+    @property
+    def _must_undo(self) -> bool:
+        return super()._must_undo or self.scaler.is_enabled()
+
     def _finite_evidence(self, norm: torch.Tensor) -> torch.Tensor:
+        if self.scaler.is_enabled():
+            return self._loss.sum  # an infinite gradient is the scaler's ordinary business
         return norm if self.world_size > 1 else super()._finite_evidence(norm)
+
+    def _check_loss_scale(self, applied: bool) -> None:
+        """Refuse to go on where the gradients overflow whatever the scale."""
+        if not applied and self.scaler.is_enabled() and self.scaler.get_scale() < self.fp16_loss_scale[1]:
+            raise NonFiniteError(
+                f"The fp16 loss scale fell to {self.scaler.get_scale():g}, below its minimum "
+                f"{self.fp16_loss_scale[1]:g}, at step {self.progress.step + 1}. Lower the learning rate, use bf16, "
+                "or lower the minimum in `fp16_loss_scale`."
+            )
+
+    def _backend_logs(self) -> dict[str, float]:
+        return {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
 
     def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
         output = super()._forward(model, batch)
@@ -257,19 +329,41 @@ class HFTrainer(BaseTrainer):
         """Evaluate in the run, unless this step has been; return the metrics."""
         if self.lifecycle.evaluated_step != self.progress.step:
             self._evaluate_in_run()
-        history = self.metrics["valid"]
-        return {key: value for key, value in (history[-1] if history else {}).items() if key not in ("epoch", "step")}
+        if self.lifecycle.evaluated_step != self.progress.step:
+            return {}  # a signal has cut it short
+        return {key: value for key, value in self.metrics["valid"][-1].items() if key not in ("epoch", "step")}
 
-    def _loader_or_own(self, dataset: Any) -> Any:
-        chosen = self.eval_loader if dataset is None else self._loader_for(dataset)
-        if chosen is None:
-            raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
-        return chosen
+    def _evaluate_in_run(self, counts: bool = True) -> None:
+        super()._evaluate_in_run(counts)
+        if self.lifecycle.evaluated_step == self.progress.step and self.engine.is_in_train:
+            row = self.metrics["valid"][-1]
+            self.engine.tell_evaluation({key: row[key] for key in row if key not in ("epoch", "step")})
+
+    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        metrics = super().evaluate(dataset, prefix)
+        self.engine.tell_evaluation(metrics)
+        return metrics
 
     # --- checkpoints
 
+    def _save(self, history: dict[str, Any] | None = None) -> None:
+        super()._save(history)
+        if self.lifecycle.is_closing and self.engine.is_in_train:  # else transformers' loop says so
+            engine = self.engine
+            engine.control = engine.callback_handler.on_save(engine.args, engine.state, engine.control)
+
     def _write_beside(self, folder: Path) -> None:
         self.engine.write_own_files(folder)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
+        """Write metrics as `<split>_results.json` into `save_dir`, else where the training arguments write."""
+        if self.save_dir is not None or self._output_dir is None:
+            return super().save_metrics(split, metrics)
+        self.save_dir = Path(self._output_dir)
+        try:
+            return super().save_metrics(split, metrics)
+        finally:
+            self.save_dir = None
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one."""
@@ -277,6 +371,9 @@ class HFTrainer(BaseTrainer):
         if self.processing_class is not None and self.is_main_process:
             self.processing_class.save_pretrained(folder)
         return folder
+
+
+_ENDLESS = 1 << 40
 
 
 class _Processes:
@@ -305,8 +402,12 @@ class _Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the real schedule."""
-        schedule = self._trainer.lr_scheduler
-        return {} if schedule is None else schedule.state_dict()
+        trainer = self._trainer
+        if trainer.lr_scheduler is not None:
+            return trainer.lr_scheduler.state_dict()
+        rates, step = self.get_last_lr(), trainer.progress.step  # what transformers' constant schedule would keep
+        steps = {"last_epoch": step, "_step_count": step + 1}
+        return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}
 
 
 class _LogsFirstStep(Callback):

@@ -1,0 +1,399 @@
+"""Every backend by name, and jobs that run on them: many of them in one launch of two processes.
+
+A job is a function `job(backend, **options)` of any module beside this one. It runs on every process, and what it
+returns there (plain values, and tensors under "tensors") comes back as one dict per rank. Launching takes longer than
+most jobs, so they go together.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
+
+from recipes import Sentences, Tagger, Trace, t16  # noqa: E402
+from resuming import Numbered  # noqa: E402
+from torch import nn  # noqa: E402
+
+from omnitrain import Algorithm, Callback, Trainer  # noqa: E402
+from omnitrain.checkpoint.tensors import whole  # noqa: E402
+
+PROCESSES = {"native": 1, "accelerate": 1, "ddp": 2, "fsdp": 2, "zero1": 2, "zero2": 2, "zero3": 2}
+BACKENDS = tuple(PROCESSES)
+LAUNCHES = (("native", "accelerate"), ("ddp", "fsdp"), ("zero1", "zero2", "zero3"))
+"""Which backends share a launch."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> Any:
+    """Return a trainer of this backend; on two processes `batch_size` is that of each of them."""
+    options = {"progress_bar": False, "log_steps": 1, **options}
+    if backend == "native":
+        return Trainer(model, *data, device="cpu", **options)
+    from omnitrain import AccelerateTrainer
+
+    if backend == "fsdp":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        options.setdefault("fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
+    elif backend.startswith("zero"):
+        options["deepspeed_config"] = {"zero_optimization": {"stage": int(backend[-1])}}
+    return AccelerateTrainer(model, *data, **options)
+
+
+def dtype_of(*backends: str) -> str:
+    """Return the type in which these backends can be compared: DeepSpeed keeps its numbers in fp32."""
+    return "float32" if any(backend.startswith("zero") for backend in backends) else "float64"
+
+
+def bound(*backends: str) -> float:
+    """Return how far from each other runs on these backends may be."""
+    return 1e-5 if dtype_of(*backends) == "float32" else 1e-10
+
+
+# --- launching
+
+
+@dataclass(slots=True)
+class Job:
+    """One call on every process of a launch.
+
+    Attributes:
+        name: What the result comes under, unique in the launch.
+        backend: The function's first argument.
+        function: "module:function", of a module in this folder.
+        options: Its other arguments, as JSON types.
+    """
+
+    name: str
+    backend: str
+    function: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def launch(jobs: Sequence[Job], folder: Path, timeout: float = 150) -> dict[str, list[dict[str, Any]]]:
+    """Run the jobs one after the other on as many processes as their backends have; return results by name and rank.
+
+    An error that a job raises is its result: {"error": name of the class, "message": text}.
+    """
+    (processes,) = {PROCESSES[job.backend] for job in jobs}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [sys.executable, *([*torchrun, "--nproc_per_node", str(processes)] if processes > 1 else [])]
+    unwanted = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
+    with open(folder / "output.txt", "w") as output:
+        child = subprocess.Popen(
+            [*command, str(HERE / "backends.py"), str(folder), str(timeout - 10)],
+            env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    if code != 0:
+        tail = (folder / "output.txt").read_text()[-6000:]
+        raise RuntimeError(f"The launch {'did not end' if code is None else f'ended with {code}'}:\n{tail}")
+    return {job.name: [_read(folder / f"{job.name}.{rank}") for rank in range(processes)] for job in jobs}
+
+
+def launch_all(jobs: Iterable[Job], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run jobs of any backends, in as few launches as there can be."""
+    jobs, results = list(jobs), dict[str, list[dict[str, Any]]]()
+    for number, backends in enumerate(LAUNCHES):
+        share = [job for job in jobs if job.backend in backends]
+        if share:
+            results |= launch(share, folder / f"launch-{number}")
+    return results
+
+
+def _read(stem: Path) -> dict[str, Any]:
+    result = json.loads(Path(f"{stem}.json").read_text())
+    tensors = Path(f"{stem}.safetensors")
+    return {**result, "tensors": load_file(tensors)} if tensors.exists() else result
+
+
+def _write(stem: Path, result: dict[str, Any]) -> None:
+    tensors = result.pop("tensors", None)
+    if tensors is not None:
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, f"{stem}.safetensors")
+    Path(f"{stem}.json").write_text(json.dumps(result))
+
+
+def _main(folder: Path, seconds: float) -> None:
+    faulthandler.dump_traceback_later(seconds)  # a launch that hangs says where
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    for entry in json.loads((folder / "jobs.json").read_text()):
+        job = Job(**entry)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1000 + rank)  # as in a script that seeds nothing: no two processes are in the same state
+        module, _, function = job.function.partition(":")
+        try:
+            result = getattr(importlib.import_module(module), function)(job.backend, **job.options)
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": type(error).__name__, "message": str(error)}
+        _write(folder / f"{job.name}.{rank}", result)
+
+
+# --- a training run, and all that is to be the same about it
+
+
+class Net(nn.Module):
+    """4 -> 16 -> 1 over such rows."""
+
+    def __init__(self, dtype: torch.dtype, dropout: float) -> None:
+        super().__init__()
+        self.body = t16(dropout, dtype, seed=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x[:, :4])
+
+
+class Indices(Algorithm):
+    """Writes down epoch, step and indices of every batch that this process has trained on."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, list[int]]] = []
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        progress = trainer.progress
+        self.seen.append((progress.epoch, progress.step, batch[0][:, -1].int().tolist()))
+        return batch
+
+
+class StopAt(Callback):
+    """Asks for the end of the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == self.step:
+            trainer.stop()
+
+
+def masked_sentences(size: int) -> Sentences:
+    """Sentences of which two in five have no label at all."""
+    data = Sentences(size)
+    for index in range(size):
+        if index * 7 % 5 < 2:
+            data.labels[index] = -100
+    return data
+
+
+RECIPE: dict[str, Any] = {
+    "epochs": 3,
+    "learning_rate": 0.05,
+    "lr_scheduler": "cosine",
+    "warmup_steps": 2,
+    "max_grad_norm": 0.5,
+}
+"""What every run here has: clipping, warm-up and a schedule, for which every step counts."""
+
+
+def tags(backend: str, dtype: str, masked: bool = False, size: int = 29, **options: Any) -> dict[str, Any]:
+    """Train on tokens, of which each counts the same; steps of 16 sentences and one of 13 an epoch.
+
+    Every process makes its model from another seed.
+    """
+    model = Tagger(dtype=DTYPES[dtype], seed=int(os.environ.get("RANK", "0")))
+    data = masked_sentences(size) if masked else Sentences(size)
+    options = {**RECIPE, "batch_size": 1 if masked else 2, "global_batch_size": 16, **options}
+    return _trained(make_trainer(backend, model, data, Sentences(7), callbacks=[Trace()], **options))
+
+
+def regress(
+    backend: str, dtype: str, dropout: float = 0.0, noisy: bool = False, cut: int = 0, resume: str = "", **options: Any
+) -> dict[str, Any]:
+    """Train on 25 numbered rows in steps of 8, 8, 8 and 1 an epoch, evaluated every 3 steps; stop after step `cut`."""
+    import torch.nn.functional as F
+
+    number_type = DTYPES[dtype]
+    data = Numbered(25, noisy, number_type), Numbered(7, False, number_type)
+    defaults = {**RECIPE, "batch_size": 2, "global_batch_size": 8, "eval_steps": 3, "compute_metrics": "mae"}
+    trainer = make_trainer(
+        backend, Net(number_type, dropout), *data, loss_fn=F.mse_loss, algorithms=[Indices()],
+        callbacks=[Trace(), *([StopAt(cut)] if cut else [])], **{**defaults, **options},
+    )  # fmt: skip
+    return _trained(trainer, resume or None)
+
+
+def _trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
+    trainer.train(resume_from=resume)
+    noted = next(one for one in trainer.lifecycle.callbacks if isinstance(one, Trace))
+    speeds = ("samples_per_second", "tokens_per_second")
+    tensors = {f"weights/{name}": whole(one) for name, one in sorted(trainer._model_tensors().items())}
+    moments, _ = trainer._optimizer_state()
+    tensors |= {f"moments/{name}": whole(one) for name, one in sorted(moments.items())}
+    return {
+        "events": noted.events,
+        "logs": [{key: value for key, value in row.items() if key not in speeds} for row in noted.logs],
+        "rates": noted.learning_rates,
+        "metrics": trainer.metrics.to_dict(),
+        "indices": [batch for one in trainer.algorithms for batch in one.seen],
+        "progress": {**trainer.progress.state_dict(), "seconds": 0},
+        "saved": None if trainer.store is None else [path.name for path in trainer.store.checkpoints()],
+        "tensors": tensors,
+    }
+
+
+# --- comparing
+
+
+def indices_by_step(ranks: Sequence[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
+    """Return the samples of each step of `regress` over all processes.
+
+    A batch of one sample on the second process is a stand-in: 25 samples in turns of 4 leave one for the first.
+    """
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank, result in enumerate(ranks):
+        for epoch, step, indices in result["indices"]:
+            found.setdefault((epoch, step), []).extend(indices if rank == 0 or len(indices) > 1 else [])
+    return {step: sorted(indices) for step, indices in found.items()}
+
+
+def gap(a: Any, b: Any) -> float:
+    """Return the largest difference of any two numbers in two results of the same shape; NaN equals NaN.
+
+    Raises:
+        AssertionError: If they are not of the same shape, or differ in something that is no number.
+    """
+    if isinstance(a, torch.Tensor):
+        assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), f"only in one: {sorted(set(a) ^ set(b))}"
+        return max((gap(a[key], b[key]) for key in a), default=0.0)
+    if isinstance(a, list):
+        assert len(a) == len(b), f"{len(a)} and {len(b)} entries"
+        return max((gap(one, other) for one, other in zip(a, b, strict=True)), default=0.0)
+    if isinstance(a, float) and isinstance(b, float):
+        return 0.0 if a == b or (a != a and b != b) else abs(a - b) if abs(a - b) >= 0 else float("inf")
+    assert a == b, f"{a!r} and {b!r}"
+    return 0.0
+
+
+def named(result: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a result whose names begin so."""
+    return {name: one for name, one in result["tensors"].items() if name.startswith(prefix)}
+
+
+def parity(ranks: Sequence[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
+    """Return the largest differences between a run and the one it should equal; both ranks are looked at.
+
+    Raises:
+        AssertionError: If they differ in something that is no number, or a process failed.
+    """
+    found: dict[str, float] = {}
+    for result in (*ranks, reference):
+        assert "error" not in result, f"{result['error']}: {result['message']}"
+    for result in ranks:
+        assert result["saved"] or result["events"] == reference["events"], "other events"
+        now = {
+            "loss": (result["logs"], "loss"),
+            "learning rate": (result["logs"], "learning_rate"),
+            "gradient norm": (result["logs"], "grad_norm"),
+        }
+        then = reference["logs"][-len(result["logs"]) :]
+        apart = {name: gap([row[key] for row in rows], [row[key] for row in then]) for name, (rows, key) in now.items()}
+        apart["weights"] = gap(named(result, "weights"), named(reference, "weights"))
+        apart["moments"] = gap(named(result, "moments"), named(reference, "moments"))
+        apart["metrics"] = gap(result["metrics"], reference["metrics"])
+        assert result["progress"] == reference["progress"], "they end at other places"
+        found = {name: max(value, found.get(name, 0.0)) for name, value in apart.items()}
+    return found
+
+
+# --- every backend's numbers, and every way from one to another
+
+
+def parity_jobs(backends: Sequence[str], masked: bool) -> list[Job]:
+    """Return a run of each backend, and those of the native one that they are compared with."""
+    pairs = {(one, dtype_of(one)) for one in backends} | {("native", dtype_of(one)) for one in backends}
+    options = {"masked": masked}
+    return [Job(f"{one}-{dtype}-{masked}", one, "backends:tags", {"dtype": dtype, **options}) for one, dtype in pairs]
+
+
+def resume(
+    folder: Path, backends: Sequence[str], before: Iterable[Job] = (), after: Iterable[Job] = ()
+) -> dict[str, list[dict[str, Any]]]:
+    """Save on each backend in the middle of an epoch, and go on from there on each of them.
+
+    Args:
+        folder: The runs' own folders are made in it.
+        backends: From each to each.
+        before: Other jobs for the launches that save.
+        after: Other jobs for the launches that resume.
+
+    Returns:
+        By "<backend>-<dtype>" the runs that were cut short, by "straight-<dtype>" the native ones that were not, by
+        "<backend>-<backend>" those that were resumed, and the other jobs by their names.
+    """
+    pairs = [(one, other) for one in backends for other in backends]
+    options = {"save_steps": 5, "load_best_at_end": False}
+    cut = {f"{one}-{dtype_of(one, other)}": one for one, other in pairs}
+    jobs = [
+        Job(name, one, "backends:regress", {"dtype": name.split("-")[1], "cut": 5, **options})
+        for name, one in cut.items()
+    ]
+    for dtype in {dtype_of(*pair) for pair in pairs}:
+        jobs.append(Job(f"straight-{dtype}", "native", "backends:regress", {"dtype": dtype, **options}))
+    for job in jobs:
+        job.options["save_dir"] = str(folder / job.name)
+    results = launch_all([*jobs, *before], folder / "before")
+    jobs = []
+    for one, other in pairs:
+        dtype = dtype_of(one, other)
+        places = {
+            "resume": str(folder / f"{one}-{dtype}" / "checkpoint-000005"),
+            "save_dir": str(folder / f"{one}-{other}"),
+        }
+        jobs.append(Job(f"{one}-{other}", other, "backends:regress", {"dtype": dtype, **options, **places}))
+    return results | launch_all([*jobs, *after], folder / "after")
+
+
+def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, target: str) -> dict[str, float]:
+    """Return the largest differences between a run of `resume` and the straight native one.
+
+    Raises:
+        AssertionError: If they differ in something that is no number, such as which samples a step saw.
+    """
+    dtype = dtype_of(source, target)
+    cut, resumed, straight = results[f"{source}-{dtype}"], results[f"{source}-{target}"], results[f"straight-{dtype}"]
+    for result in cut:
+        assert "error" not in result, f"{result['error']}: {result['message']}"
+    found = parity(resumed, straight[0])
+    assert [row["step"] for row in resumed[0]["logs"]] == list(range(6, 13)), "other steps"
+    assert indices_by_step(cut) | indices_by_step(resumed) == indices_by_step(straight), "other samples"
+    return found
+
+
+if __name__ == "__main__":
+    import backends  # so that jobs find the same classes
+
+    backends._main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,250 @@
+"""Evaluation gives the numbers of one process: for any number of samples, any batches, any metric, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import PROCESSES, Job, gap, launch_all, make_trainer
+from recipes import Sentences, Tagger, Trace
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from omnitrain import Algorithm
+from omnitrain.distributed import ProcessRanks
+
+pytestmark = pytest.mark.timeout(150)
+
+SIZES = (1, 2, 3, 5, 8, 31)
+BATCHES = (1, 3, 4)
+SOURCES = ("map", "stream", "loader", "distributed loader")
+KINDS = ("names", "binary", "regression", "eval_pred", "y_true, y_pred", "torchmetrics", "torchmetrics list states")
+SCORED_BY = {"ddp": KINDS, "fsdp": ("names", "eval_pred"), "zero3": ("eval_pred",)}
+"""Evaluation is the same code under all of them, so the others are not asked for everything."""
+
+# --- what runs on every process
+
+
+def numbers(size: int, kind: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(size, 4, generator=generator)
+    if kind == "regression":
+        return TensorDataset(x, torch.randn(size, 1, generator=generator))
+    return TensorDataset(x, torch.randint(0, 2 if kind == "binary" else 3, (size,), generator=generator))
+
+
+def head(kind: str) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Linear(4, {"regression": 1, "binary": 2}.get(kind, 3))
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[i] for i in range(len(self.data)))
+
+
+def mean_of_classes(eval_pred: Any) -> dict[str, float]:
+    return {"hits": float((eval_pred.predictions.argmax(-1) == eval_pred.label_ids).mean()), "n": len(eval_pred[1])}
+
+
+def order_matters(y_true: Any, y_pred: Any) -> dict[str, float]:
+    return {"weighted": float((np.arange(1, len(y_true) + 1) * (y_true == y_pred)).sum())}
+
+
+def metric_of(kind: str) -> Any:
+    if kind.startswith("torchmetrics"):
+        import torchmetrics
+
+        if "list" in kind:
+            return torchmetrics.AUROC(task="multiclass", num_classes=3)
+        return torchmetrics.MetricCollection(
+            [
+                torchmetrics.Accuracy(task="multiclass", num_classes=3),
+                torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"),
+            ]
+        )
+    return {
+        "names": ["accuracy", "f1_macro", "log_loss", "cohen_kappa", "top2_accuracy"],
+        "binary": ["roc_auc", "average_precision", "f1"],
+        "regression": ["mse", "mae", "r2", "pearson", "max_error"],
+        "eval_pred": mean_of_classes,
+        "y_true, y_pred": order_matters,
+    }[kind]
+
+
+def source_of(name: str, data: TensorDataset, batch: int, backend: str) -> Any:
+    if name == "map":
+        return data
+    if name == "stream":
+        return Stream(data)
+    if name == "distributed loader" and PROCESSES[backend] > 1:
+        return DataLoader(data, batch, sampler=DistributedSampler(data, shuffle=False))
+    return DataLoader(data, batch)
+
+
+def score(backend: str, kind: str) -> dict[str, Any]:
+    """Evaluate, test and predict every set from every source in every batch size."""
+    loss = F.mse_loss if kind == "regression" else F.cross_entropy
+    found: dict[str, Any] = {}
+    for batch in (3,) if backend == "zero3" else BATCHES:
+        trainer = make_trainer(
+            backend, head(kind), numbers(4, kind),
+            loss_fn=loss, compute_metrics=metric_of(kind), eval_batch_size=batch,
+        )  # fmt: skip
+        for size, source in itertools.product(SIZES, SOURCES):
+            data = numbers(size, kind)
+            given = source_of(source, data, batch, backend)
+            case = f"{size} samples from a {source} by {batch}"
+            found[f"{case}: evaluate"] = trainer.evaluate(given)
+            if batch == 3:
+                found[f"{case}: test"] = trainer.test(given)
+                predictions, labels, metrics = trainer.predict(given)
+                found[f"{case}: predict"] = [predictions.tolist(), labels.tolist(), metrics]
+        found[f"named sets by {batch}"] = trainer.evaluate(
+            {"one": numbers(1, kind), "many": numbers(7, kind), "own": DataLoader(numbers(5, kind), batch)}
+        )
+    return found
+
+
+class Sorted(torch.utils.data.Dataset[Any]):
+    """Sentences of 1 to 6 tokens, and none at all of the labels in some."""
+
+    def __init__(self, size: int) -> None:
+        self.rows = Sentences(size)
+        self.rows.labels[1::3] = -100
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        length = 1 + index * 5 % 6
+        return {key: value[:length] for key, value in self.rows[index].items()}
+
+
+def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pad_sequence = torch.nn.utils.rnn.pad_sequence
+    return {
+        "ids": pad_sequence([one["ids"] for one in samples], batch_first=True),
+        "labels": pad_sequence([one["labels"] for one in samples], batch_first=True, padding_value=-100),
+    }
+
+
+def predict_ragged(backend: str) -> dict[str, Any]:
+    found = {}
+    for batch, size in itertools.product((1, 2, 3), (1, 2, 7)):
+        trainer = make_trainer(
+            backend,
+            Tagger(dtype=torch.float32),
+            Sorted(4),
+            data_collator=pad,
+            eval_batch_size=batch,
+            compute_metrics="accuracy",
+        )
+        predictions, labels, metrics = trainer.predict(Sorted(size))
+        # as wide as the widest sentence, whatever the batches; what a model says of padding depends on them
+        predictions[labels == -100] = 0.0
+        found[f"{size} by {batch}"] = [predictions.tolist(), labels.tolist(), metrics]
+    return found
+
+
+class Meetings(Algorithm):
+    """Counts what the processes come together for, step by step."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def transform_loss(self, trainer: Any, loss: Any) -> Any:
+        self.seen.append("micro-batch")
+        return loss
+
+
+def log_every(backend: str, steps: int, masked: bool = True) -> dict[str, Any]:
+    """Train with a log every so many steps, and write down all exchanges between processes."""
+    noted, trace = Meetings(), Trace()
+    trainer = make_trainer(
+        backend, Tagger(dtype=torch.float64), Sentences(24), algorithms=[noted], callbacks=[trace], batch_size=2,
+        global_batch_size=4, epochs=1, learning_rate=0.05, log_steps=steps,
+    )  # fmt: skip
+    meet = ProcessRanks._meet
+
+    def watched(self: ProcessRanks, what: str, *rest: Any, **options: Any) -> None:
+        noted.seen.append(what)
+        meet(self, what, *rest, **options)
+
+    ProcessRanks._meet = watched  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    finally:
+        ProcessRanks._meet = meet  # type: ignore[method-assign]
+    return {"losses": [row["loss"] for row in trace.logs], "seen": noted.seen}
+
+
+# --- what came of it
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    jobs = [Job(f"native-{kind}", "native", "test_same_metrics:score", {"kind": kind}) for kind in KINDS]
+    for backend, kinds in SCORED_BY.items():
+        jobs += [Job(f"{backend}-{kind}", backend, "test_same_metrics:score", {"kind": kind}) for kind in kinds]
+    for backend in ("native", "ddp"):
+        jobs.append(Job(f"{backend}-ragged", backend, "test_same_metrics:predict_ragged"))
+    for backend in ("native", "ddp", "fsdp"):
+        for steps in (1, 3):
+            jobs.append(Job(f"{backend}-log-{steps}", backend, "test_same_metrics:log_every", {"steps": steps}))
+    return launch_all(jobs, tmp_path_factory.mktemp("metrics"))
+
+
+def apart(a: Any, b: Any) -> str:
+    """Say how two results differ; empty if they do not."""
+    try:
+        found = gap(a, b)
+    except AssertionError as error:
+        return str(error)
+    return "" if found <= 1e-6 else f"by {found}"
+
+
+def assert_same(results: dict[str, list[dict[str, Any]]], backend: str, what: str) -> None:
+    reference, ranks = results[f"native-{what}"][0], results[f"{backend}-{what}"]
+    assert "error" not in reference, reference
+    assert "error" not in ranks[0], ranks[0]
+    assert gap(*ranks) == 0, "the ranks differ"
+    assert ranks[0].keys() <= reference.keys()
+    assert {case: found for case in ranks[0] if (found := apart(ranks[0][case], reference[case]))} == {}
+
+
+@pytest.mark.parametrize(("backend", "kind"), [(one, kind) for one, kinds in SCORED_BY.items() for kind in kinds])
+def test_metrics_and_predictions_are_those_of_one_process_on_every_rank(results: Any, backend: str, kind: str) -> None:
+    assert_same(results, backend, kind)
+
+
+def test_ragged_predictions_are_padded_alike_on_every_number_of_processes(results: Any) -> None:
+    assert_same(results, "ddp", "ragged")
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_logged_loss_is_the_weighted_mean_over_all_processes(results: Any, backend: str, steps: int) -> None:
+    ranks, reference = results[f"{backend}-log-{steps}"], results[f"native-log-{steps}"][0]
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    assert len(ranks[0]["losses"]) == 6 // steps
+    np.testing.assert_allclose(ranks[0]["losses"], reference["losses"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_the_loss_is_exchanged_at_logs_only(results: Any, backend: str) -> None:
+    often, seldom = (results[f"{backend}-log-{steps}"][0]["seen"] for steps in (1, 3))
+    assert often.count("the loss for a log") == 6
+    assert seldom.count("the loss for a log") == 2
+    rest = [[one for one in seen if one != "the loss for a log"] for seen in (often, seldom)]
+    assert rest[0] == rest[1]
+    steps = "/".join(rest[1]).split("the beginning of a step")[1:]
+    assert steps[:6] == ["/micro-batch/the end of a step/"] * 6

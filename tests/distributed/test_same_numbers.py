@@ -1,0 +1,340 @@
+"""Every backend takes the native trainer's steps: losses, rates, norms, weights, and what is random and what is not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from backends import (
+    BACKENDS,
+    DTYPES,
+    PROCESSES,
+    RECIPE,
+    Job,
+    bound,
+    dtype_of,
+    gap,
+    launch_all,
+    make_trainer,
+    masked_sentences,
+    named,
+    parity,
+    parity_jobs,
+)
+from recipes import Sentences, Tagger, Trace, rows, t16
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from omnitrain import Callback
+from omnitrain.checkpoint.tensors import whole
+from omnitrain.errors import NonFiniteError
+from omnitrain.sampling import EpochSampler
+
+pytestmark = pytest.mark.timeout(240)
+
+OTHERS = BACKENDS[1:]
+SPREAD = tuple(one for one in BACKENDS if PROCESSES[one] > 1)
+POISONED = {"first batch, second process": 10, "last batch, second process": 14, "first batch, first process": 8}
+"""Where in the second step, of 2 batches of 2 samples on each of two processes, a sample gives NaN."""
+
+# --- what runs on every process
+
+
+def poison(backend: str, dtype: str, place: str, policy: str, finite_gradient: bool) -> dict[str, Any]:
+    """Train on 24 rows of which one makes the loss NaN, and with it the gradient or not."""
+    data = rows(24, DTYPES[dtype])
+    data.tensors[1][int(EpochSampler(24, 8).order(0)[POISONED[place]])] = 1e3
+
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        is_bad = labels > 100
+        loss = F.mse_loss(outputs, torch.where(is_bad, 0.0, labels))
+        if not is_bad.any():
+            return loss
+        return loss + torch.tensor(float("nan")) if finite_gradient else loss * float("nan")
+
+    trace = Trace()
+    options = {**RECIPE, "epochs": 1, "batch_size": 2, "global_batch_size": 8, "on_nonfinite": policy}
+    trainer = make_trainer(backend, t16(dtype=DTYPES[dtype]), data, loss_fn=loss_fn, callbacks=[trace], **options)
+    raised = ""
+    try:
+        trainer.train()
+    except NonFiniteError as error:
+        raised = str(error)
+    return {
+        "raised": raised.replace("rank 1", "rank 0"),
+        "steps": [trainer.progress.step, trainer.progress.skipped_steps],
+        "losses": [row["loss"] for row in trace.logs],
+        "history": trainer.metrics["train_metrics_history"],
+        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())],
+    }
+
+
+class Logits(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tagger = Tagger(dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tagger.out(self.tagger.embed(ids))
+
+
+class SumOfTokens:
+    """A unit that returns (sum of losses, number of targets), of which a batch may have none."""
+
+    trainer: Any
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = batch["labels"] != -100
+        logits = self.trainer.model(batch["ids"])
+        return F.cross_entropy(logits[kept], batch["labels"][kept], reduction="sum"), kept.sum()
+
+
+def count_targets(backend: str, dtype: str, reduction: str) -> dict[str, Any]:
+    unit, trace = SumOfTokens(), Trace()
+    trainer = make_trainer(
+        backend, Logits(DTYPES[dtype]), masked_sentences(29), unit=unit, callbacks=[trace], grad_reduction=reduction,
+        batch_size=1, global_batch_size=16, **{**RECIPE, "epochs": 2},
+    )  # fmt: skip
+    unit.trainer = trainer
+    trainer.train()
+    return {
+        "logs": [[row["loss"], row["grad_norm"]] for row in trace.logs],
+        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())],
+    }
+
+
+def add_up(backend: str, dtype: str) -> dict[str, Any]:
+    """Train with grad_reduction="sum" on as many micro-batches of 2 a step, whatever the processes."""
+    trace = Trace()
+    options = {**RECIPE, "epochs": 2, "batch_size": 2, "gradient_accumulation_steps": 8 // PROCESSES[backend]}
+    trainer = make_trainer(
+        backend, Tagger(dtype=DTYPES[dtype]), Sentences(32), callbacks=[trace], grad_reduction="sum", **options
+    )
+    trainer.train()
+    return {"logs": [[row["loss"], row["grad_norm"]] for row in trace.logs]}
+
+
+class Reductions(Callback):
+    """Counts the exchanges of gradients in each step, and how often the schedule is stepped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen: list[list[int]] = []
+
+    def on_step_start(self, trainer: Any) -> None:
+        self.count, self.before = 0, trainer.lr_scheduler._step_count
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.seen.append([self.count, trainer.lr_scheduler._step_count - self.before])
+
+
+@contextlib.contextmanager
+def counted(counter: Reductions) -> Iterator[None]:
+    """Count the calls by which FSDP and DeepSpeed reduce gradients; of single numbers they reduce others too."""
+    names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
+    kept = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    depth = 0
+
+    def counting(call: Any) -> Any:
+        def counted_call(*args: Any, **options: Any) -> Any:
+            nonlocal depth
+            sizes = [one.numel() for one in (*args, *options.values()) if isinstance(one, torch.Tensor)]
+            counter.count += depth == 0 and max(sizes, default=0) > 40
+            depth += 1
+            try:
+                return call(*args, **options)
+            finally:
+                depth -= 1
+
+        return counted_call
+
+    for name, call in kept.items():
+        setattr(dist, name, counting(call))
+    try:
+        yield
+    finally:
+        for name, call in kept.items():
+            setattr(dist, name, call)
+
+
+def count_reductions(backend: str) -> dict[str, Any]:
+    """Train on 6 windows of 4 micro-batches and one shorter one, and look at how the parameters lie."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    counter = Reductions()
+    trainer = make_trainer(
+        backend, t16(dtype=DTYPES[dtype_of(backend)]), rows(52, DTYPES[dtype_of(backend)]), loss_fn=F.mse_loss,
+        callbacks=[counter], batch_size=1, gradient_accumulation_steps=4, epochs=1, lr_scheduler="linear",
+    )  # fmt: skip
+    if backend == "ddp":
+
+        def hook(state: Any, bucket: Any) -> Any:
+            counter.count += 1
+            return allreduce_hook(state, bucket)
+
+        hook.__annotations__.clear()  # DDP compares them with classes, not with their names
+        trainer.model.register_comm_hook(None, hook)
+        trainer.train()
+    else:
+        with counted(counter):
+            trainer.train()
+    parts = {
+        name: [list(one.shape), list(one.to_local().shape)]
+        for name, one in trainer.model.named_parameters()
+        if isinstance(one, DTensor)
+    }
+    held = sum(state["exp_avg"].to_local().numel() for state in trainer.optimizer.state.values()) if parts else 0
+    return {"seen": counter.seen, "parts": parts, "held": held, "class": trainer.get_model().__class__.__name__}
+
+
+class Drops(nn.Module):
+    """A linear layer behind a dropout whose masks are kept."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(4, 1)
+        self.masks: list[list[float]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = F.dropout(torch.ones(32), 0.5, self.training)
+        self.masks.append(mask.tolist())
+        return self.linear(x) * mask.mean()
+
+
+class Beginning(Callback):
+    """Keeps the weights that training begins with."""
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.weights = [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())]
+
+
+def draw(backend: str, seeds: list[int]) -> dict[str, Any]:
+    """Train a model that each process has made from a seed of its own."""
+    beginning = Beginning()
+    model = Drops(seeds[dist.get_rank() if dist.is_initialized() else 0])
+    trainer = make_trainer(
+        backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, callbacks=[beginning], batch_size=2, epochs=1,
+        learning_rate=0.05,
+    )  # fmt: skip
+    trainer.train()
+    last = [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())]
+    return {"masks": model.masks, "first": beginning.weights, "last": last}
+
+
+# --- what came of it
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    jobs = [*parity_jobs(BACKENDS, masked=False), *parity_jobs(BACKENDS, masked=True)]
+    for backend in BACKENDS:
+        for dtype in {dtype_of(backend)} if backend != "native" else {"float32", "float64"}:
+            for place, policy, finite in poisoned(backend):
+                options = {"dtype": dtype, "place": place, "policy": policy, "finite_gradient": finite}
+                jobs.append(Job(f"{backend}-{dtype}-{place}-{policy}-{finite}", backend, f"{HERE}:poison", options))
+            for reduction in ("mean", "sum"):
+                options = {"dtype": dtype, "reduction": reduction}
+                jobs.append(Job(f"{backend}-{dtype}-targets-{reduction}", backend, f"{HERE}:count_targets", options))
+            jobs.append(Job(f"{backend}-{dtype}-sum", backend, f"{HERE}:add_up", {"dtype": dtype}))
+        jobs.append(Job(f"{backend}-reductions", backend, f"{HERE}:count_reductions"))
+        jobs.append(Job(f"{backend}-draw", backend, f"{HERE}:draw", {"seeds": [1, 2]}))
+    return launch_all(jobs, tmp_path_factory.mktemp("numbers"))
+
+
+HERE = "test_same_numbers"
+
+
+def poisoned(backend: str) -> list[tuple[str, str, bool]]:
+    """Return the cases of a NaN: all of them under DDP, some under the others, which take seconds to start."""
+    places = list(POISONED) if backend in ("native", "accelerate", "ddp") else list(POISONED)[1:2]
+    return [(place, policy, finite) for place in places for policy in ("raise", "skip") for finite in (False, True)]
+
+
+def same_as_native(results: Any, backend: str, what: str) -> float:
+    dtype = dtype_of(backend)
+    reference, ranks = results[f"native-{dtype}-{what}"][0], results[f"{backend}-{dtype}-{what}"]
+    for result in (reference, *ranks):
+        assert "error" not in result, result
+    return max(gap(result, reference) for result in ranks)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["some labels", "sentences without labels"])
+@pytest.mark.parametrize("backend", OTHERS)
+def test_steps_are_those_of_one_process(results: Any, backend: str, masked: bool) -> None:
+    dtype = dtype_of(backend)
+    reference = results[f"native-{dtype}-{masked}"][0]
+    found = parity(results[f"{backend}-{dtype}-{masked}"], reference)
+    assert {name: value for name, value in found.items() if value > bound(backend)} == {}
+    assert len(reference["logs"]) == 6 and reference["progress"]["skipped_steps"] == 0
+
+
+def test_sentences_without_labels_make_batches_without_labels_on_one_process_alone() -> None:
+    labels = masked_sentences(29).labels
+    order = EpochSampler(29, 16).order(0)
+    pairs = [[bool((labels[int(i)] != -100).any()) for i in order[turn : turn + 2]] for turn in range(0, 28, 2)]
+    assert {(True, False), (False, True), (False, False), (True, True)} == {tuple(pair) for pair in pairs}
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+def test_a_loss_of_nan_on_one_process_is_raised_or_skipped_on_all(results: Any, backend: str) -> None:
+    for place, policy, finite in poisoned(backend):
+        case = f"{place}-{policy}-{finite}"
+        assert same_as_native(results, backend, case) <= bound(backend), case
+        result = results[f"{backend}-{dtype_of(backend)}-{case}"][-1]
+        assert result["steps"] == ([1, 0] if policy == "raise" else [2, 1]), case
+        assert ("not finite at step 2" in result["raised"]) == (policy == "raise"), case
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("backend", OTHERS)
+def test_a_unit_that_counts_its_targets_weighs_them_over_all_processes(
+    results: Any, backend: str, reduction: str
+) -> None:
+    assert same_as_native(results, backend, f"targets-{reduction}") <= bound(backend)
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+def test_sums_of_gradients_are_sums_over_all_processes(results: Any, backend: str) -> None:
+    assert same_as_native(results, backend, "sum") <= bound(backend)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero1"])
+def test_gradients_are_reduced_once_a_step_and_the_schedule_takes_one(results: Any, backend: str) -> None:
+    for result in results[f"{backend}-reductions"]:
+        assert result["seen"] == [[1, 1]] * 7, result
+
+
+def test_fsdp_leaves_each_process_half_of_the_rows(results: Any) -> None:
+    for rank, result in enumerate(results["fsdp-reductions"]):
+        rows_of = {0: 16, 2: 16, 3: 1}
+        assert result["parts"], result
+        for name, (shape, local) in result["parts"].items():
+            assert shape[0] in rows_of.values() and local[1:] == shape[1:], name
+            assert local[0] == (shape[0] // 2 if shape[0] > 1 else 1 - rank), name
+    assert sum(result["held"] for result in results["fsdp-reductions"]) == 4 * 16 + 16 + 16 + 1
+
+
+@pytest.mark.parametrize("backend", SPREAD)
+def test_dropout_differs_between_processes_and_the_weights_do_not(results: Any, backend: str) -> None:
+    first, second = results[f"{backend}-draw"]
+    assert "error" not in first, first
+    assert all(one != other for one, other in zip(first["masks"], second["masks"], strict=True))
+    assert first["first"] == second["first"] == results["native-draw"][0]["first"]
+    assert first["last"] == second["last"] != first["first"]
+
+
+def test_the_first_process_draws_what_a_single_one_draws(results: Any) -> None:
+    single, first = results["native-draw"][0], results["ddp-draw"][0]
+    assert single["masks"][:4] == first["masks"][:4]
+
+
+def test_weights_are_the_same_on_both_processes_to_the_bit(results: Any) -> None:
+    for backend in SPREAD:
+        first, second = results[f"{backend}-{dtype_of(backend)}-True"]
+        assert gap(named(first, ""), named(second, "")) == 0, backend

@@ -1,0 +1,215 @@
+"""What processes tell each other: exchanges, and what comes of those that not all of them make."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
+
+from nursery import Case, Outcome, mark, play  # noqa: E402
+
+from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402
+from omnitrain.errors import CheckpointError, DistributedError  # noqa: E402
+from omnitrain.lifecycle import Control  # noqa: E402
+
+
+def join() -> ProcessRanks:
+    dist.init_process_group("gloo")
+    return ProcessRanks()
+
+
+class Unsendable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+# --- what the processes of the cases do
+
+
+def exchange() -> dict[str, Any]:
+    ranks = join()
+    rank = ranks.rank
+    found: dict[str, Any] = {"who": [ranks.rank, ranks.world_size, ranks.is_main]}
+    found["sum"] = ranks.sum("a", rank + 1, 10.0, *range(12))
+    found["gather"] = ranks.gather("b", {"rank": rank, "long": "x" * rank * 100_000})[1]["rank"]
+    found["nothing"] = ranks.gather("b", None)
+    found["main"] = ranks.on_main("c", lambda: [rank, "done"])
+    tensor = torch.arange(6.0).reshape(2, 3) if rank == 0 else torch.zeros(2, 3)
+    found["broadcast"] = ranks.broadcast(tensor).tolist()
+    with ranks.calling("d"):
+        found["called"] = True
+    asked = Control(log=rank == 0, save=rank == 1, stop=["early_stopping", "max_steps"][rank])
+    agreed = ranks.agree("e", asked)
+    found["agreed"] = [agreed.log, agreed.evaluate, agreed.save, agreed.stop, agreed.signal]
+    asked = Control(stop="epochs") if rank else Control(stop="signal", signal=signal.SIGINT)
+    agreed = ranks.agree("e", asked)
+    found["signalled"] = [agreed.stop, agreed.signal]
+    return found
+
+
+def raise_on_main() -> list[list[str]]:
+    ranks, found = join(), []
+
+    def fail() -> None:
+        try:
+            raise OSError(28, "full")
+        except OSError as cause:
+            raise CheckpointError("cannot") from cause
+
+    def unsendable() -> None:
+        raise Unsendable("one", "two")
+
+    for work in (fail, unsendable, lambda: threading.Lock()):
+        try:
+            ranks.on_main("the work", work)
+        except Exception as error:
+            notes = "".join(getattr(error, "__notes__", []))
+            found.append([type(error).__name__, str(error), type(error.__cause__).__name__, notes])
+    assert ranks.sum("they go on", 1) == [2]
+    return found
+
+
+def wait_long() -> list[float]:
+    """One process works for longer than any wait is tried at once, the other waits for it."""
+    ranks = join()
+    if ranks.is_main:
+        time.sleep(3.5)
+    found = ranks.sum("late", 1)
+    return found + ranks.on_main("later", lambda: time.sleep(1.5) or [3.0])
+
+
+def survive_late() -> list[Any]:
+    """Come to the same error, one after the other has given up waiting: then it is the end for both."""
+    ranks = join()
+    found: list[Any] = []
+    for seconds in (0.5, 8.0):
+        mark()
+        try:
+            with ranks.calling("work"):
+                time.sleep(seconds * ranks.rank)
+                raise ValueError("of both")
+        except ValueError:
+            found.append("both")
+        if seconds > 1 and ranks.is_main:
+            time.sleep(5)  # it is still there when the other comes
+        try:
+            found += ranks.sum("after", 1)
+        except DistributedError as error:
+            found.append(str(error).partition(":")[2])
+    return found
+
+
+def differ() -> None:
+    ranks = join()
+    mark()
+    with ranks.calling("work"):
+        ranks.sum("this" if ranks.is_main else "that", 1)
+
+
+def fork_ends() -> list[Any]:
+    """A fork of a process ends in order, which is nobody else's business."""
+    ranks = join()
+    child = os.fork()
+    if not child:
+        import atexit
+
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return [ranks._has_left(), *ranks.sum("they go on", 1)]
+
+
+CASES = [
+    Case(name, f"test_distributed:{name}")
+    for name in ("exchange", "raise_on_main", "wait_long", "survive_late", "differ", "fork_ends")
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    return play(CASES, tmp_path_factory.mktemp("ranks"), 100)
+
+
+def results(outcomes: dict[str, list[Outcome]], name: str) -> list[Any]:
+    for outcome in outcomes[name]:
+        assert outcome.code == 0, outcome.output
+    return [outcome.result for outcome in outcomes[name]]
+
+
+# --- what must come of it
+
+
+def test_process_alone_answers_itself() -> None:
+    ranks = Ranks()
+    tensor, asked = torch.ones(2), Control(save=True)
+    assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
+    assert ranks.sum("a", 1, 2) == [1, 2] and ranks.gather("b", "x") == ["x"] and ranks.on_main("c", lambda: 3) == 3
+    assert ranks.agree("d", asked) is asked and ranks.broadcast(tensor) is tensor
+    with pytest.raises(KeyError), ranks.calling("e"):
+        raise KeyError
+
+
+@pytest.mark.distributed
+def test_exchanges_give_all_processes_the_same(outcomes: dict[str, list[Outcome]]) -> None:
+    first, second = results(outcomes, "exchange")
+    assert (first.pop("who"), second.pop("who")) == ([0, 2, True], [1, 2, False])
+    assert first == second
+    assert first["sum"] == [3.0, 20.0, *(2.0 * i for i in range(12))]
+    assert (first["gather"], first["nothing"], first["main"]) == (1, [None, None], [0, "done"])
+    assert first["broadcast"] == [[0, 1, 2], [3, 4, 5]] and first["called"]
+
+
+@pytest.mark.distributed
+def test_requests_of_all_are_taken_together_and_the_first_reason_to_stop_counts(
+    outcomes: dict[str, list[Outcome]],
+) -> None:
+    found = results(outcomes, "exchange")[0]
+    assert found["agreed"] == [True, False, True, "max_steps", 0]
+    assert found["signalled"] == ["signal", signal.SIGINT]
+
+
+@pytest.mark.distributed
+def test_error_of_the_main_process_is_raised_on_all_and_says_where_it_comes_from(
+    outcomes: dict[str, list[Outcome]],
+) -> None:
+    main, other = results(outcomes, "raise_on_main")
+    assert [entry[:3] for entry in main[:2]] == [
+        ["CheckpointError", "cannot", "OSError"], ["Unsendable", "one two", "NoneType"],
+    ]  # fmt: skip
+    assert other[0][:3] == main[0][:3] and other[1][:2] == ["RuntimeError", "Unsendable: one two"]
+    assert "Raised on rank 0, in the work:\nTraceback" in other[0][3] and "in fail\n" in other[0][3]
+    assert "lock" in main[2][1] and "lock" in other[2][1]  # a result that cannot be sent
+
+
+@pytest.mark.distributed
+def test_waiting_has_no_limit_while_the_others_are_well(outcomes: dict[str, list[Outcome]]) -> None:
+    assert results(outcomes, "wait_long") == [[2.0, 3.0], [2.0, 3.0]]
+
+
+@pytest.mark.distributed
+def test_processes_agree_on_whether_an_error_was_common(outcomes: dict[str, list[Outcome]]) -> None:
+    ended = " this run has ended by an error on one of its processes. Start it anew."
+    assert results(outcomes, "survive_late") == [["both", 2.0, "both", ended]] * 2
+
+
+@pytest.mark.distributed
+def test_processes_at_different_places_are_told_at_once_who_is_where(outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes["differ"]:
+        assert outcome.code == 1 and outcome.seconds < 10
+        assert "DistributedError: The processes of the run are at different places" in outcome.output
+        assert "rank 0: this; rank 1: that." in outcome.output
+
+
+@pytest.mark.distributed
+def test_end_of_a_forked_process_is_not_the_end_of_the_run(outcomes: dict[str, list[Outcome]]) -> None:
+    assert results(outcomes, "fork_ends") == [[False, 2.0]] * 2
