@@ -113,6 +113,7 @@ class BaseTrainer(Calls, ABC):
         load_best_at_end: bool | None = None,
         overwrite: bool = False,
         save_required: bool = False,
+        save_only_model: bool = False,
         async_save: bool = False,
         # precision and placement
         autocast: str | torch.dtype | None = None,

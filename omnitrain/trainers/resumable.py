@@ -207,9 +207,11 @@ class Resumable(TrainingLoop):
             "logged": list(self._logged),
             "grad_norm": self._read_grad_norm().get("grad_norm"),
         }
-        files, payload = self._capture_state()
+        only_model = self._given["save_only_model"]
+        files, payload = self._capture_model() if only_model else self._capture_state()
         payload |= {
             **history,
+            "only_model": only_model,
             "objective": state.to_json(history["objective"], "objective"),
             "callbacks": state.to_json(history["callbacks"], "callbacks"),
             "loop": state.to_json(loop, "loop"),
@@ -229,24 +231,28 @@ class Resumable(TrainingLoop):
         """Whether the latest evaluation is the best so far, and no checkpoint was saved since."""
         return self.lifecycle.objective.best_step == self.lifecycle.evaluated_step != self._credited_step
 
+    def _capture_model(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+        """Return what `save_only_model` keeps, in the form of `_capture_state`."""
+        return {state.WEIGHTS: self._model_tensors()}, {"extra_state": state.extra_state(self.model)}
+
     def _capture_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Return the tensors by file and name, and the rest as JSON types. What the lifecycle knows is added to it."""
         tensors, rest = self._optimizer_state()
         generators = self.ranks.gather("the random numbers for a checkpoint", state.rng_tensors(self.device))
         scaler = getattr(self, "scaler", None)
-        payload = {
+        weights, payload = self._capture_model()
+        payload |= {
             "optimizer": rest,
             "rng": [rest for _, rest in generators],
             "scheduler": None
             if self.lr_scheduler is None
             else state.to_json(self.lr_scheduler.state_dict(), "scheduler"),
             "scaler": state.to_json(scaler.state_dict(), "scaler") if scaler is not None else {},
-            "extra_state": state.extra_state(self.model),
             "algorithms": state.to_json([algorithm.state_dict() for algorithm in self.algorithms], "algorithms"),
             "drawn": self._drawn(),
         }
         files = {_rng_file(rank): tensors for rank, (tensors, _) in enumerate(generators)}
-        return {state.WEIGHTS: self._model_tensors(), OPTIMIZER: tensors, **files}, payload
+        return {**weights, OPTIMIZER: tensors, **files}, payload
 
     def _model_tensors(self) -> dict[str, Any]:
         """Return the weights by bare name; those in parts as they are."""
@@ -278,13 +284,21 @@ class Resumable(TrainingLoop):
             self._restore_random_numbers(folder, content)
         return folder
 
-    def _resolve(self, which: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    def _resolve(self, which: str | Path, whole: bool = True) -> tuple[Path, dict[str, Any]] | None:
+        """Return a verified checkpoint's folder and manifest; `whole` ones are those that a run can go on from."""
         if self.store is None and str(which) in ("auto", "last", "best"):
             raise ConfigError(
                 f"`resume_from={str(which)!r}` looks into `save_dir`, which is not given. Pass it, or a path."
             )
         store = self.store or Store(Path(which).parent)
-        return self.ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
+        found = self.ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
+        if whole and found is not None and found[1].get("only_model"):
+            raise CheckpointError(
+                f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
+                f"could go on from. Load its {state.WEIGHTS!r} into the model (safetensors.torch.load_model) and start "
+                "afresh in another `save_dir`, or name a checkpoint that was saved whole."
+            )
+        return found
 
     def _resume(self, which: str | Path, allow_change: Collection[str]) -> tuple[Path, dict[str, Any]] | None:
         """Restore the checkpoint that `which` names; None if "auto" finds none and the run starts afresh."""
@@ -436,11 +450,13 @@ class Resumable(TrainingLoop):
         """Find out before the first step what could not be saved, and whether there is room for the rest."""
         if self.store is None:
             return
-        files, _ = self._capture_state()
+        only_model = self._given["save_only_model"]
+        files, _ = self._capture_model() if only_model else self._capture_state()
         if not self.ranks.is_main:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
-        warning = check_free_space(self.store.root, self.store.newest_size() or 3 * sum(sizes))
+        needed = (1 if only_model else 3) * sum(sizes)  # with the two moments of Adam
+        warning = check_free_space(self.store.root, self.store.newest_size() or needed)
         if warning:
             logger.warning("%s", warning)
 
@@ -462,7 +478,7 @@ class Resumable(TrainingLoop):
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return
         try:
-            place = self._resolve(found)
+            place = self._resolve(found, whole=False)
             if place is None:
                 return
             folder, content = place

@@ -20,13 +20,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
 POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
             "keep_every")  # fmt: skip
 NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
-SWITCHES = ("shuffle", "pin_memory", "eval_on_start", "load_best_at_end", "overwrite", "save_required", "async_save",
-            "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
+SWITCHES = ("shuffle", "pin_memory", "eval_on_start", "load_best_at_end", "overwrite", "save_required",
+            "save_only_model", "async_save", "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
 NEEDS_EVALUATION = {"patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
                     "load_best_at_end": (None, False)}  # fmt: skip
 NEEDS_SAVE_DIR = {"save_steps": None, "save_total_limit": None, "keep_every": None, "load_best_at_end": None,
-                  "overwrite": False, "save_required": False, "async_save": False}  # fmt: skip
+                  "overwrite": False, "save_required": False, "save_only_model": False,
+                  "async_save": False}  # fmt: skip
 OF_A_LOADER = {"shuffle": True, "global_batch_size": None}
 """What has no effect on a `train_loader`, with its default."""
 

@@ -1491,3 +1491,45 @@ def test_checkpoint_of_another_model_is_refused_by_name(folder: Path) -> None:
     play(folder / "run", [{"cut": ("stop", 4)}])
     with pytest.raises(CheckpointError, match=r"does not fit the model.*body\.0"):
         build(folder / "run", model=Plain).train(resume_from="auto", allow_change={"model"})
+
+
+# --- weights alone
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_checkpoints_of_weights_alone_hold_what_whole_ones_do_of_the_model(in_background: bool, folder: Path) -> None:
+    options = scored(save_steps=2, save_total_limit=1, async_save=in_background)
+    whole = train(build(folder / "whole", **options))
+    alone = train(build(folder / "alone", **options, save_only_model=True))
+    assert not differences(dict(alone.model.state_dict()), dict(whole.model.state_dict()))  # the best ones
+    assert names_in(folder / "alone") == names_in(folder / "whole")
+    for path in Store(folder / "alone").checkpoints():
+        found = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        assert found == [state.WEIGHTS, MANIFEST]
+        assert not differences(weights_of(path), weights_of(folder / "whole" / path.name))
+        assert Store(folder / "alone").verify(path)["metrics"]
+
+
+def names_in(run: Path) -> list[str]:
+    return [path.name for path in Store(run).checkpoints()]
+
+
+@pytest.mark.parametrize("which", ["auto", "last", "best", "checkpoint-000006"])
+def test_checkpoint_of_weights_alone_is_no_place_to_go_on_from(which: str, folder: Path) -> None:
+    train(build(folder / "run", **scored(), save_only_model=True))
+    before = journal_of_files(folder / "run")
+    trainer = build(folder / "run", **scored())
+    for call in (trainer.train, trainer.load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"save_only_model=True: it holds weights, and nothing else"):
+            call(which)
+    assert trainer.progress.step == 0
+    assert journal_of_files(folder / "run") == before
+
+
+def journal_of_files(run: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_weights_alone_need_a_place() -> None:
+    with pytest.raises(ConfigError, match=r"save_only_model=True.*save_dir"):
+        build(None, save_only_model=True)
