@@ -59,9 +59,9 @@ class Ranks:
         """Return the sum of each value over all processes."""
         return list(values)
 
-    def agree(self, what: str, asked: Control) -> Control:
-        """Return what was asked for on any process."""
-        return asked
+    def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
+        """Return what was asked for on any process, and on the way the sum of each value over all of them."""
+        return asked, list(values)
 
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks; any plain object."""
@@ -81,7 +81,7 @@ class Ranks:
         yield
 
 
-_FIELDS = 16
+_FIELDS = 20
 _PATIENCE = datetime.timedelta(seconds=1)
 _SETTING_UP = datetime.timedelta(seconds=60)
 _LAST_WORDS = 5.0
@@ -127,19 +127,25 @@ class ProcessRanks(Ranks):
     # --- exchanges
 
     def sum(self, what: str, *values: float) -> list[float]:
-        """Return the sum of each value over all processes; at most 14 of them."""
+        """Return the sum of each value over all processes; at most 18 of them."""
         self._meet(what, values)
         return self._numbers[2 : 2 + len(values)].tolist()
 
-    def agree(self, what: str, asked: Control) -> Control:
-        """Return what was asked for on any process; of several reasons to stop, the first of `STOP_REASONS`."""
+    def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
+        """Return what was asked for on any process; of several reasons to stop, the first of `STOP_REASONS`.
+
+        With it comes the sum of each value over all processes; at most 7 of them.
+        """
         by_reason = [float(asked.stop == reason) for reason in STOP_REASONS]
         signals = [float(asked.signal == number) for number in _SIGNALS]
-        log, evaluate, save, *rest = self.sum(what, asked.log, asked.evaluate, asked.save, *signals, *by_reason)
-        found = [number for number, count in zip(_SIGNALS, rest, strict=False) if count]
+        requests = asked.log, asked.evaluate, asked.save, *signals, *by_reason
+        found = self.sum(what, *requests, *values)
+        log, evaluate, save, *rest = found[: len(requests)]
+        numbers = [number for number, count in zip(_SIGNALS, rest, strict=False) if count]
         reasons = [reason for reason, count in zip(STOP_REASONS, rest[len(_SIGNALS) :], strict=True) if count]
         stop = "signal" if "signal" in reasons else reasons[0] if reasons else ""
-        return Control(bool(log), bool(evaluate), bool(save), stop, found[0] if found else 0)
+        agreed = Control(bool(log), bool(evaluate), bool(save), stop, numbers[0] if numbers else 0)
+        return agreed, found[len(requests) :]
 
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks."""

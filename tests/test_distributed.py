@@ -49,10 +49,12 @@ def exchange() -> dict[str, Any]:
     with ranks.calling("d"):
         found["called"] = True
     asked = Control(log=rank == 0, save=rank == 1, stop=["early_stopping", "max_steps"][rank])
-    agreed = ranks.agree("e", asked)
+    agreed, totals = ranks.agree("e", asked, 2.0)
+    assert totals == [2.0 * ranks.world_size]
     found["agreed"] = [agreed.log, agreed.evaluate, agreed.save, agreed.stop, agreed.signal]
     asked = Control(stop="epochs") if rank else Control(stop="signal", signal=signal.SIGINT)
-    agreed = ranks.agree("e", asked)
+    agreed, totals = ranks.agree("e", asked, 2.0)
+    assert totals == [2.0 * ranks.world_size]
     found["signalled"] = [agreed.stop, agreed.signal]
     return found
 
@@ -154,7 +156,7 @@ def test_process_alone_answers_itself() -> None:
     tensor, asked = torch.ones(2), Control(save=True)
     assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
     assert ranks.sum("a", 1, 2) == [1, 2] and ranks.gather("b", "x") == ["x"] and ranks.on_main("c", lambda: 3) == 3
-    assert ranks.agree("d", asked) is asked and ranks.broadcast(tensor) is tensor
+    assert ranks.agree("d", asked) == (asked, []) and ranks.broadcast(tensor) is tensor
     with pytest.raises(KeyError), ranks.calling("e"):
         raise KeyError
 

@@ -5,7 +5,7 @@ Where batches come from is in `omnitrain/loaders.py`; what is done with a window
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,15 @@ from omnitrain.workers import until_signal
 
 __all__ = ["Feeding"]
 
+Weighed = tuple[Any, float, int, int]
+"""A micro-batch, its weight in the loss, and its samples and tokens."""
+
+
+def _part(group: list[Weighed]) -> tuple[float, ...]:
+    """Return what the processes add up of a window: weight, samples, tokens, micro-batches, and their square."""
+    size = len(group)
+    return *(sum(one[i] for one in group) for i in (1, 2, 3)), size, size * size
+
 
 class Feeding(Hooks):
     """What feeds a training loop."""
@@ -29,6 +38,12 @@ class Feeding(Hooks):
     train_loader: Any
     gradient_accumulation_steps: int
     grad_reduction: str
+    _groups: Iterator[list[Weighed]] | None = None
+    """Where the next window comes from, if it may be read ahead."""
+    _ahead: list[Weighed] | Exception | None = None
+    """The next window, or what its reading raised."""
+    _totals_ahead: Sequence[float] = ()
+    """What `_part` of it is over all processes."""
 
     @property
     def progress(self) -> Progress:
@@ -61,26 +76,49 @@ class Feeding(Hooks):
         """Yield the windows of an epoch, from the present position on, weighed while they are on the host."""
         batches = self.train_loader.batches(epoch, self.progress.samples_in_epoch)
         groups, last = windows(self._weighed(batches), self.gradient_accumulation_steps), None
+        # a sample's random numbers are its own, so only those of data by index may be read before their time
+        self._groups = groups if self.world_size > 1 and isinstance(self.train_loader, MapLoader) else None
+        self._ahead, self._totals_ahead = None, []
         while True:
-            group = next(groups, [])
+            group, self._ahead = self._ahead if self._ahead is not None else next(groups, []), None
+            if isinstance(group, Exception):
+                raise group
             last = group[-1] if group else last
-            window = self._window_of(group, last)
+            window = self._window_of(group, last, self._totals_ahead)
+            self._totals_ahead = []
             if window is None:
+                self._groups = None
                 return
             yield window
 
-    def _window_of(self, group: list[tuple[Any, float, int, int]], last: Any = None) -> Window | None:
-        """Return the window of these micro-batches and those of the other processes; None if nobody has one."""
+    def _read_ahead(self) -> Sequence[float]:
+        """Read the next window at the end of a step, and return what the other processes are to know of it."""
+        if self._groups is None or self._ahead is not None:
+            return ()
+        try:
+            self._ahead = next(self._groups, [])
+        except Exception as error:  # of the next step: what this one asked for comes first
+            self._ahead = error
+        return () if isinstance(self._ahead, Exception) else _part(self._ahead)
+
+    def _window_of(self, group: list[Weighed], last: Any = None, totals: Sequence[float] = ()) -> Window | None:
+        """Return the window of these micro-batches and those of the other processes; None if nobody has one.
+
+        Args:
+            group: The micro-batches.
+            last: One to go on with where others have more.
+            totals: What `_part` is over all processes, if they have been told.
+        """
         size = len(group)
-        own = (sum(one[i] for one in group) for i in (1, 2, 3))
-        weight, samples, tokens, sizes, squares = self.ranks.sum("the beginning of a step", *own, size, size * size)
+        totals = totals or self.ranks.sum("the beginning of a step", *_part(group))
+        weight, samples, tokens, sizes, squares = totals
         if not sizes:
             return None
         if squares * self.world_size != sizes * sizes:  # then they are not all of one size
             group = group + self._stand_ins(size, last)
         return Window([one[0] for one in group], [one[1] for one in group], weight, int(samples), int(tokens))
 
-    def _stand_ins(self, size: int, last: Any) -> list[tuple[Any, float, int, int]]:
+    def _stand_ins(self, size: int, last: Any) -> list[Weighed]:
         """Return what brings a window to as many micro-batches as any process has: in each of them all wait for all."""
         sizes = self.ranks.gather("the micro-batches of a step", None if last is None else size)
         self._refuse_empty(sizes)
@@ -112,7 +150,7 @@ class Feeding(Hooks):
                 "them, or the same data, of which each then takes its share."
             )
 
-    def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float, int, int]]:
+    def _weighed(self, batches: Iterator[Any]) -> Iterator[Weighed]:
         pairs = ((batch, batch) for batch in batches)
         if self.device.type == "cuda" and type(self)._prepare_batch is Hooks._prepare_batch:
             pairs = copied_ahead(batches, self.device)

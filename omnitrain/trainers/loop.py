@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ class TrainingLoop(Feeding):
 
     def _answer_requests(self) -> None:
         """Do what callbacks have asked for: the only place where a run logs, evaluates or saves."""
-        asked = self._agree("the end of a step", "log", "evaluate", "save")
+        asked = self._agree("the end of a step", "log", "evaluate", "save", ahead=self._read_ahead())
         if asked.log:
             self._log()
         if asked.evaluate and self.lifecycle.evaluated_step != self.progress.step:
@@ -171,9 +171,13 @@ class TrainingLoop(Feeding):
             self._agree("the end of a save")
         self._await_background(wait=False)
 
-    def _agree(self, where: str, *requests: str) -> Control:
-        """Return which of these requests any process has made, and note the end of the run if one asked for it."""
-        asked = self.ranks.agree(where, self.control.taken(*requests))
+    def _agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
+        """Return which of these requests any process has made, and note the end of the run if one asked for it.
+
+        What is known of the next step goes along, as every exchange costs about as much as a small model's forward.
+        """
+        asked, totals = self.ranks.agree(where, self.control.taken(*requests), *ahead)
+        self._totals_ahead = totals or self._totals_ahead
         if asked.stop and not self.lifecycle.stop:
             self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
         return asked

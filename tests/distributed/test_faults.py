@@ -30,6 +30,7 @@ from recipes import rows, t16  # noqa: E402
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError  # noqa: E402
 from omnitrain.checkpoint import state  # noqa: E402
+from omnitrain.checkpoint.store import Store  # noqa: E402
 from omnitrain.errors import ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -198,6 +199,7 @@ FAILING = [
     fail("item:5", "error in __getitem__ of rank 1 in the first batch"),
     fail("item:41", "error in __getitem__ of rank 0", rank=0),
     fail("item:45", "error in __getitem__ of a worker process", num_workers=2),
+    fail("item:21", "error in __getitem__ of the step after a save", folder="save"),
     *(fail(f"callback:{event}", folder="save") for event in EVENTS),
     fail("callback:step_end", "error in callback:step_end of rank 0", rank=0),
     fail("snapshot", folder="save"),
@@ -589,6 +591,14 @@ def test_error_on_one_process_ends_all_within_seconds_and_all_say_which_and_why(
         call = "predict()" if where.startswith("predict") else "train()"
         assert f"DistributedError: Rank {rank} failed in {call}, and so the run ends on all 2" in other.output
         assert f"--- rank {rank}\nTraceback (most recent call last)" in other.output and text in other.output
+
+
+def test_sample_that_cannot_be_read_ahead_costs_nothing_of_the_step_before(
+    outcomes: dict[str, list[Outcome]], folder: Path
+) -> None:
+    assert outcomes["error in __getitem__ of the step after a save"][1].code == 1
+    (case,) = (case for case in FAILING if case.name.endswith("of the step after a save"))
+    assert [path.name for path in Store(case.options["folder"]).checkpoints()] == ["checkpoint-000002"]
 
 
 @pytest.mark.parametrize("case", LIVING_ON, ids=lambda case: case.name)

@@ -192,6 +192,27 @@ def count_reductions(backend: str) -> dict[str, Any]:
     return {"seen": counter.seen, "parts": parts, "held": held, "class": trainer.get_model().__class__.__name__}
 
 
+def count_exchanges(backend: str) -> dict[str, Any]:
+    """Train for 6 steps, and for 12, and count how often the processes wait for each other beside the gradients."""
+    counts = []
+    for steps in (6, 12):
+        trainer = make_trainer(
+            backend, t16(), rows(52), loss_fn=F.mse_loss, batch_size=1, gradient_accumulation_steps=2, max_steps=steps,
+            epochs=None, log_steps=100,
+        )  # fmt: skip
+        counts.append(0)
+        meet = trainer.ranks._meet
+
+        def counting(*args: Any, meet: Any = meet, **options: Any) -> None:
+            counts[-1] += 1
+            meet(*args, **options)
+
+        trainer.ranks._meet = counting
+        trainer.train()
+        del trainer.ranks._meet  # all trainers have the same ranks
+    return {"per step": (counts[1] - counts[0]) / 6}
+
+
 class Drops(nn.Module):
     """A linear layer behind a dropout whose masks are kept."""
 
@@ -244,6 +265,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             jobs.append(Job(f"{backend}-{dtype}-sum", backend, f"{HERE}:add_up", {"dtype": dtype}))
         jobs.append(Job(f"{backend}-reductions", backend, f"{HERE}:count_reductions"))
         jobs.append(Job(f"{backend}-draw", backend, f"{HERE}:draw", {"seeds": [1, 2]}))
+    jobs.append(Job("ddp-exchanges", "ddp", f"{HERE}:count_exchanges"))
     return launch_all(jobs, tmp_path_factory.mktemp("numbers"))
 
 
@@ -308,6 +330,10 @@ def test_sums_of_gradients_are_sums_over_all_processes(results: Any, backend: st
 def test_gradients_are_reduced_once_a_step_and_the_schedule_takes_one(results: Any, backend: str) -> None:
     for result in results[f"{backend}-reductions"]:
         assert result["seen"] == [[1, 1]] * 7, result
+
+
+def test_processes_wait_for_each_other_once_a_step_beside_the_gradients(results: Any) -> None:
+    assert [result["per step"] for result in results["ddp-exchanges"]] == [1, 1]
 
 
 def test_fsdp_leaves_each_process_half_of_the_rows(results: Any) -> None:
