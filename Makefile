@@ -39,7 +39,7 @@ $(VENV)/.has-%: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 venv: $(VENV)/.has-dev ## .venv with all that a developer needs
 
-demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native or accelerate, DATA=digits or stdlib), results in runs/demo
+demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, accelerate or hf; DATA=digits or stdlib), results in runs/demo
 	$(call limit,900) $(BIN)/omnitrain $(ON_TWO) demo --trainer $(TRAINER) --data $(DATA)
 
 test: $(VENV)/.has-test ## the whole test suite, the examples in docstrings included

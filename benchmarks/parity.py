@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed")]
 
 import backends as on  # noqa: E402
 
-QUICK = ("native", "accelerate", "ddp", "fsdp")
+QUICK = ("native", "accelerate", "hf", "ddp", "fsdp", "hf2")
 
 
 def parity_rows(backends: tuple[str, ...], folder: Path) -> list[list[str]]:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,13 +25,12 @@ from omnitrain.sampling import (
     Collate,
     EpochSampler,
     Fetch,
-    StandIn,
     dealt,
     filled_up,
-    share,
     tensor_columns,
     without_padding,
 )
+from omnitrain.streams import Mark, Stream
 from omnitrain.workers import outlive_signals, start_workers, stop_workers
 
 __all__ = [
@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("omnitrain")
+
+_MARKS = 256
+"""How many batches back a stream knows where it was: more than a step has, and those that were read ahead of it."""
 
 
 class Loader:
@@ -211,57 +214,11 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-class _Stream(IterableDataset[Any]):
-    """The batches of an epoch of an iterable dataset.
-
-    Random numbers drawn by the stream are keyed by (seed, epoch, sample), and training's generators are left alone.
-    """
-
-    def __init__(
-        self, dataset: Any, batch_size: int, collate: Collate, seed: int, rank: int = 0, world_size: int = 1
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.collate = collate
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.position = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
-        samples = self._samples(self.epoch)
-        with isolated_rng():
-            for _ in itertools.islice(samples, self.position):
-                pass
-        while True:
-            with isolated_rng():
-                taken = list(itertools.islice(samples, self.batch_size * self.world_size))
-                own = share(taken, self.rank, self.world_size)
-                # what collation draws goes on from the last sample's seed
-                batch = self.collate(own) if own else StandIn(self.collate(taken[:1])) if taken else None
-            if not taken:
-                return
-            yield batch
-
-    def _samples(self, epoch: int) -> Iterator[Any]:
-        samples = None
-        for number in itertools.count():
-            seed = derive_seed(self.seed, epoch, number)
-            for generator in GENERATORS:
-                generator.seed(seed)
-            samples = iter(self.dataset) if samples is None else samples
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
-            yield sample
-
-
 class StreamLoader(Loader):
     """Batches an iterable dataset. Its order is its own; the samples before a position are read again and dropped.
+
+    A dataset with `state_dict()` and `load_state_dict()` need not be read again: its state is kept with each of the
+    latest batches, and `mark_at` has that of a position.
 
     A stream is read by one worker at most: only then is a stream that shares itself out among workers (as PyTorch's
     documentation advises, and as Hugging Face's do) and one that does not each read once, in one and the same order.
@@ -286,7 +243,7 @@ class StreamLoader(Loader):
         self.batch_size = batch_size * world_size
         self.seed = seed
         self.size = len(dataset) if has_length(dataset) else None
-        self._stream = _Stream(dataset, batch_size, collate, seed, rank, world_size)
+        self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size)
         if num_workers > 1:
             logger.warning(
                 "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
@@ -297,11 +254,25 @@ class StreamLoader(Loader):
         workers = min(num_workers, 1)
         self._workers = {"num_workers": workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
         self._iterator: Any = None
+        self._marks: deque[Mark] = deque(maxlen=_MARKS)
+        self._start: Mark | None = None
 
     def __len__(self) -> int:
         if self.size is None:
             raise TypeError("This stream has no length.")
         return math.ceil(self.size / self.batch_size)
+
+    def mark_at(self, epoch: int, position: int) -> Mark | None:
+        """Return the latest mark that is not behind a position, if there is one; at 0, the end of the epoch before."""
+        if not position and self._workers["num_workers"]:
+            return None  # a worker reads a fresh copy in every epoch
+        last = epoch if position else epoch - 1
+        found = (mark for mark in reversed(self._marks) if mark.epoch == last)
+        return next((mark for mark in found if not position or mark.position <= position), None)
+
+    def start_from(self, mark: Mark | None) -> None:
+        """Begin the next pass at a mark, if that leads to where it is to begin."""
+        self._start = mark
 
     def close(self) -> None:
         stop_workers(self._iterator)
@@ -309,9 +280,19 @@ class StreamLoader(Loader):
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch; to get to `position`, the samples before it are read and dropped."""
-        if position:
-            logger.warning("Reading %d samples of the stream again to get to where the run was.", position)
-        self._stream.epoch, self._stream.position = epoch, position
+        start, self._start = self._start, None
+        if start is not None and (start.epoch, start.position) > (epoch, position):
+            start = None
+        again = position - (start.position if start is not None and start.epoch == epoch else 0)
+        if again:
+            logger.warning("Reading %d samples of the stream again to get to where the run was.", again)
+        self._stream.epoch, self._stream.position, self._stream.start = epoch, position, start
+        for batch, mark in self._read():
+            if mark is not None:
+                self._marks.append(mark)
+            yield batch
+
+    def _read(self) -> Iterator[tuple[Any, Mark | None]]:
         if self._workers["num_workers"]:
             loader = DataLoader(
                 self._stream,
@@ -327,7 +308,8 @@ class StreamLoader(Loader):
             finally:
                 stop_workers(iterator)
         else:
-            yield from map(pinned, self._stream) if self._workers["pin_memory"] else self._stream
+            pin = self._workers["pin_memory"]
+            yield from ((pinned(batch), mark) for batch, mark in self._stream) if pin else self._stream
 
 
 class GivenLoader(Loader):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import omnitrain
-from omnitrain import BaseTrainer, ConfigError, DataError, MetricsDict, Trainer, demo
+from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer, demo
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
@@ -60,6 +60,18 @@ def test_stdlib_learns_more_than_how_often_each_character_occurs(
     shares = characters[characters > 0] / characters.sum()
     assert trainer.metrics["test"][-1]["loss"] < -(shares * shares.log()).sum() - 0.3
     assert "what it writes after 'def ':\n\ndef " in capsys.readouterr().out
+
+
+def test_hf_trainer_gives_the_numbers_of_the_native_one(tmp_path: Path) -> None:
+    runs = [
+        demo.digits(trainer_class, tmp_path / trainer_class.__name__, **SHORT | {"epochs": 2})
+        for trainer_class in (Trainer, HFTrainer)
+    ]
+    assert runs[0].metrics == runs[1].metrics
+    weights = [trainer.get_model().state_dict() for trainer in runs]
+    assert all(torch.equal(weights[0][name].cpu(), weights[1][name].cpu()) for name in weights[0])
+    assert json.loads((tmp_path / "HFTrainer" / "demo.json").read_text())["trainer"] == "HFTrainer"
+    assert {"curves.png", "model", "metrics.json"} <= {path.name for path in (tmp_path / "HFTrainer").iterdir()}
 
 
 @pytest.mark.distributed

@@ -19,6 +19,7 @@ import pytest
 import omnitrain
 from omnitrain import BaseTrainer, Trainer, objective
 from omnitrain.streaming import names
+from omnitrain.trainers import hf_arguments, huggingface
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -48,7 +49,7 @@ def test_every_python_example_runs(page: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_readme_and_guides_have_examples() -> None:
-    guides = ["quickstart", "the-loop", "metrics-and-direction", "extending", "arguments"]
+    guides = ["quickstart", "the-loop", "metrics-and-direction", "extending", "arguments", "choosing", "huggingface"]
     for page in ("README.md", *(f"docs/{name}.md" for name in guides)):
         assert list(fences(PAGES[page].read_text(encoding="utf-8"), "python")), page
 
@@ -84,8 +85,9 @@ def constructor_arguments() -> dict[str, inspect.Parameter]:
 
 def documented_arguments(chapter: str = "") -> dict[str, str]:
     """Return what docs/arguments.md has as the default of each argument, of all trainers or those of a chapter."""
-    shared, *chapters = PAGES["docs/arguments.md"].read_text(encoding="utf-8").split("\n## AccelerateTrainer\n")
-    text = chapters[0] if chapter == "AccelerateTrainer" else shared
+    text = PAGES["docs/arguments.md"].read_text(encoding="utf-8")
+    shared, accelerate, hf = re.split("\n## AccelerateTrainer\n|\n## HFTrainer\n", text)
+    text = {"": shared, "AccelerateTrainer": accelerate, "HFTrainer": hf}[chapter]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+?) \| [^|]+ \|[^|]*\|$", text, re.MULTILINE)
     assert len({name for name, _ in rows}) == len(rows)
     return dict(rows)
@@ -103,6 +105,40 @@ def test_the_page_of_arguments_has_those_of_accelerate_trainer() -> None:
     own = inspect.signature(omnitrain.AccelerateTrainer.__init__).parameters.values()
     defaults = {one.name: f"`{one.default!r}`" for one in own if one.kind is one.KEYWORD_ONLY}
     assert documented_arguments("AccelerateTrainer") == defaults
+
+
+def test_the_page_of_arguments_has_those_of_hf_trainer() -> None:
+    shared = {"self", "model", "args", "callbacks", "kwargs"}
+    own = inspect.signature(omnitrain.HFTrainer.__init__).parameters.values()
+    defaults = {one.name: f"`{one.default!r}`" for one in own if one.name not in shared}
+    assert documented_arguments("HFTrainer") == defaults
+
+
+def named_in(page: str, title: str) -> set[str]:
+    """Return what stands in code in the first column of the tables of a chapter, less the values given."""
+    chapter = PAGES[page].read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    first = "".join(row.split("|")[1] for row in chapter.splitlines() if row.startswith("|"))
+    return set(re.findall(r"`(\w+)[`=]", first))
+
+
+def test_the_page_for_users_of_transformers_has_all_that_is_refused() -> None:
+    assert set(hf_arguments.UNSUPPORTED) <= named_in("docs/huggingface.md", "What is refused")
+
+
+def test_the_page_for_users_of_transformers_has_all_older_names() -> None:
+    older = {*hf_arguments.RENAMED, *hf_arguments.MOVED, *hf_arguments.WITHOUT_EFFECT}
+    assert named_in("docs/huggingface.md", "Older names") == older
+
+
+def test_the_page_for_users_of_transformers_has_all_hooks_that_are_never_called() -> None:
+    text = PAGES["docs/huggingface.md"].read_text(encoding="utf-8").split("\n## Overriding\n")[1]
+    assert not [hook for hook in huggingface.NEVER_CALLED if f"`{hook}`" not in text]
+
+
+def test_the_layout_in_contributing_has_every_file_of_the_package() -> None:
+    layout = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("| in `omnitrain/` | files |")[1]
+    files = {path.stem for path in (ROOT / "omnitrain").rglob("*.py")} - {"__init__"}
+    assert not [name for name in sorted(files) if f"`{name}`" not in layout]
 
 
 def test_the_native_trainer_takes_the_arguments_of_the_base() -> None:

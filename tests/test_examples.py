@@ -125,6 +125,43 @@ def test_a_task_is_standardized_by_its_training_samples_alone() -> None:
     assert len(train) + len(valid) == 178
 
 
+# three_trainers.py
+
+
+def test_the_three_trainers_agree_and_hand_a_run_on_in_the_middle_of_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    losses_apart, weights_apart = names_of("three_trainers.py")["main"](epochs=2)
+    assert losses_apart < 1e-6
+    assert weights_apart < 1e-6
+    steps = [line for line in capsys.readouterr().out.splitlines() if "took it to step" in line]
+    assert [line.split(" ")[0] for line in steps] == ["Trainer", "AccelerateTrainer", "HFTrainer"]
+    assert [line.split("step ")[1].split(",")[0] for line in steps] == ["33 of 94", "65 of 94", "94 of 94"]
+
+
+# hf_text_classification.py
+
+
+def test_hf_text_classification_resumes_and_leaves_a_model_that_transformers_opens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    example = names_of("hf_text_classification.py")
+    metrics = example["main"](size=120, epochs=2, out=tmp_path / "run")
+    assert [row["epoch"] for row in metrics["valid"]] == [1.0, 2.0]
+    assert "eval_accuracy" in metrics["best_valid"]
+    printed = capsys.readouterr().out
+    assert "accuracy on 18 pieces that it has not seen" in printed
+    assert (tmp_path / "run" / "test_results.json").exists()
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.id2label == dict(enumerate(example["PACKAGES"]))
+    assert tokenizer("import asyncio")["input_ids"][0] == tokenizer.cls_token_id
+
+    again = example["main"](size=120, epochs=2, out=tmp_path / "run")  # nothing is left to train
+    assert again["valid"] == metrics["valid"]
+
+
 # notebooks
 
 

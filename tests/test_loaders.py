@@ -627,3 +627,57 @@ def test_the_sampler_of_a_map_loader_is_what_was_asked_for() -> None:
     loader = MapLoader(Rows(), EpochSampler(11, 4, shuffle=False), Collator())
     assert (len(loader), loader.size) == (3, 11)
     assert [int(index) for index, _ in flat(read(loader))] == list(range(11))
+
+
+@WORKERS
+@pytest.mark.parametrize("position", [0, 2, 7])
+def test_a_hugging_face_stream_goes_on_from_its_state(hf: Any, position: int, workers: int) -> None:
+    def stream() -> Any:
+        rows = hf.Dataset.from_dict({"x": list(range(11))}).to_iterable_dataset(num_shards=3)
+        return rows.map(lambda row: {"x": 10 * row["x"]})
+
+    first = make_loader(stream(), 1, name="d", num_workers=workers)
+    whole = values(first)
+    mark = first.mark_at(0, position)
+    assert (mark is None) == (position == 0)
+    second = make_loader(stream(), 1, name="d", num_workers=workers)
+    second.start_from(mark)
+    assert values(second, 0, position) == whole[position:]
+    assert values(second, 1) == whole  # and an epoch later it is as if nothing had been
+
+
+def test_a_hugging_face_stream_that_shuffles_is_read_again(hf: Any, caplog: pytest.LogCaptureFixture) -> None:
+    stream = hf.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset().shuffle(seed=0, buffer_size=8)
+    loader = make_loader(stream.map(lambda row: row), 1, name="d")
+    whole = values(loader)
+    assert loader.mark_at(0, 5) is None
+    assert values(loader, 0, 5) == whole[5:]
+    assert "Reading 5 samples of the stream again" in caplog.text
+
+
+def test_a_stream_that_is_far_ahead_of_its_marks_is_read_again() -> None:
+    loader = StreamLoader(Counting(2000), 1, Collator(None), 0)
+    assert len(values(loader)) == 2000
+    assert loader.mark_at(0, 5) is None
+    mark = loader.mark_at(0, 1999)
+    assert mark is not None
+    assert mark.position == 1999
+
+
+class Counting(IterableDataset[Any]):
+    """A stream that can say where it is."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.size:
+            self.place += 1
+            yield {"x": self.place - 1}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]

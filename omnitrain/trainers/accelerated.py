@@ -14,13 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from omnitrain.checkpoint import state
 from omnitrain.errors import ConfigError
 from omnitrain.optimization import build_optimizer
 from omnitrain.precision import precision_name
-from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.sampling import Window
-from omnitrain.trainers.accelerators import find_ranks, make_accelerator, refuse_lost_processes
+from omnitrain.trainers.accelerators import find_ranks, make_accelerator, refuse_lost_processes, start_from_main
 from omnitrain.trainers.native import Trainer
 from omnitrain.trainers.zero import ZeroEngine, adopt_config, deepspeed_plugin, fill_config
 
@@ -119,7 +117,7 @@ class AccelerateTrainer(Trainer):
                 f"`async_save=True` cannot be had with {kind}, whose weights lie in parts on the processes: all of "
                 "them put these together at once, which a thread beside the training cannot do. Leave it out."
             )
-        self._start_from_main()
+        start_from_main(self.model, self.ranks)  # before it is cut up
         if kind == "DEEPSPEED":
             self.scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed scales by itself
             plugin = self.accelerator.state.deepspeed_plugin
@@ -139,17 +137,6 @@ class AccelerateTrainer(Trainer):
 
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return DummyOptim(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)  # type: ignore[arg-type]
-
-    def _start_from_main(self) -> None:
-        """Give every process the main one's weights before they are cut up, as DDP does by itself."""
-        for tensor in state.model_tensors(self.model).values():
-            if tensor.device.type != "meta" and tensor.numel():
-                with torch.no_grad():
-                    tensor.copy_(self.ranks.broadcast(tensor.detach().cpu().contiguous()))
-
-    def _seed(self) -> None:
-        """Draw different numbers on each process from here on: dropout on one must not repeat that on another."""
-        seed_everything(self.seed if self.rank == 0 else derive_seed(self.seed, self.rank) & 0x7FFFFFFF)
 
     # --- a step
 

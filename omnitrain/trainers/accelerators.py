@@ -10,13 +10,15 @@ import os
 from typing import Any
 
 import torch
+from torch import nn
 
+from omnitrain.checkpoint.state import model_tensors
 from omnitrain.distributed import ProcessRanks, Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
 from omnitrain.rendezvous import init_method
 
-__all__ = ["find_ranks", "make_accelerator", "refuse_lost_processes"]
+__all__ = ["find_ranks", "make_accelerator", "refuse_lost_processes", "start_from_main"]
 
 logger = logging.getLogger("omnitrain")
 
@@ -81,9 +83,9 @@ def make_accelerator(
             cpu=not has_gpu and deepspeed_plugin is None,
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin if has_gpu else None,
-            parallelism_config=parallelism_config,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             kwargs_handlers=handlers,
+            **({} if parallelism_config is None else {"parallelism_config": parallelism_config}),  # accelerate >= 1.10
         )
         if wants_fsdp and not has_gpu:
             _shard_on_cpu(accelerator, fsdp_plugin, precision)
@@ -135,6 +137,14 @@ def find_ranks(accelerator: Any) -> Ranks:
 
 
 _found: dict[str, Any] = {}
+
+
+def start_from_main(model: nn.Module, ranks: Ranks) -> None:
+    """Give every process the main one's weights, as DDP does when it wraps a model."""
+    for tensor in model_tensors(model).values():
+        if tensor.device.type != "meta" and tensor.numel():
+            with torch.no_grad():
+                tensor.copy_(ranks.broadcast(tensor.detach().cpu().contiguous()))
 
 
 def refuse_lost_processes(world_size: int) -> None:

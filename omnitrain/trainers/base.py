@@ -30,7 +30,7 @@ from omnitrain.loaders import GivenLoader, make_loader
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler
 from omnitrain.precision import Precision, choose_device
-from omnitrain.reproducibility import seed_everything
+from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.scoring import make_scorer
 from omnitrain.trainers.calls import Calls
 from omnitrain.trainers.settings import check_settings, describe, describe_data, refuse_unknown, resolve_accumulation
@@ -340,8 +340,8 @@ class BaseTrainer(Calls, ABC):
         return choose_device(device)
 
     def _seed(self) -> None:
-        """Seed the generators that training draws from."""
-        seed_everything(self.seed)
+        """Seed the generators that training draws from; dropout on one process must not repeat that on another."""
+        seed_everything(self.seed if self.rank == 0 else derive_seed(self.seed, self.rank) & 0x7FFFFFFF)
 
     def _setup_training_components(self) -> None:
         """Put the model in place. `self.optimizer` is built afterwards, unless this sets it."""

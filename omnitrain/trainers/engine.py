@@ -16,9 +16,10 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from transformers.trainer_callback import ExportableState
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.errors import DataError
+from omnitrain.errors import ConfigError, DataError
 from omnitrain.loaders import MapLoader
 from omnitrain.sampling import Window, windows
 from omnitrain.workers import outlive_signals
@@ -26,7 +27,7 @@ from omnitrain.workers import outlive_signals
 if TYPE_CHECKING:
     from omnitrain.trainers.huggingface import HFTrainer
 
-__all__ = ["Bridge", "Engine"]
+__all__ = ["Bridge", "Engine", "Schedule"]
 
 
 class Engine(transformers.Trainer):
@@ -36,8 +37,12 @@ class Engine(transformers.Trainer):
     """
 
     owner: HFTrainer
+    is_asked_for = False
+    """Whether it is our trainer that has their loop run."""
     has_ended = False
     """Whether the present epoch is over."""
+    stops: bool | None = None
+    """Whether transformers' callbacks had asked for the end of the run when the data of an epoch ended."""
     rate: float | None = None
     """The learning rate of the latest update, which transformers logs; the schedule has moved on by then."""
     _window: Window
@@ -47,6 +52,19 @@ class Engine(transformers.Trainer):
     def __init__(self, owner: HFTrainer, *args: Any, **kwargs: Any) -> None:
         self.owner = owner
         super().__init__(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Run their loop, for `HFTrainer.train`.
+
+        Raises:
+            ConfigError: If somebody else asks for it.
+        """
+        if not self.is_asked_for:
+            raise ConfigError(
+                "`engine.train()` would train without checkpoints, history and limits. Call HFTrainer.train()."
+            )
+        self.is_asked_for = False
+        return super().train(*args, **kwargs)
 
     # --- data
 
@@ -61,7 +79,8 @@ class Engine(transformers.Trainer):
         self._last = group[-1] if group else self._last
         window, self._turn = owner._window_of(group, self._last), 0
         if window is None:
-            self.control.should_epoch_stop = True  # their loop goes by a length, which data need not have
+            # their loop goes by a length, which data need not have, and ends the run over an epoch without a step
+            self.control.should_epoch_stop, self.stops = True, self.control.should_training_stop
             return [], None
         self._window = window
         return [window.batches] if by_window else window.batches, None
@@ -178,14 +197,29 @@ class Engine(transformers.Trainer):
 
     def write_own_files(self, folder: Path) -> None:
         """Write what a stock `transformers.Trainer` resumes from beside our files; none of it is read by us."""
-        where = str(folder)
-        self._save_optimizer_and_scheduler(where)
-        torch.save(self._optimizer_as_theirs(), folder / "optimizer.pt")
-        self._save_rng_state(where)
+        where, owner = str(folder), self.owner
+        if not owner._given["save_only_model"]:
+            torch.save(self._optimizer_as_theirs(), folder / "optimizer.pt")
+            torch.save(Schedule(owner).state_dict(), folder / "scheduler.pt")
+            self._save_rng_state(where)
+        if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
+            self.state = owner._engine_state()  # their loop has yet to begin
+        held: dict[str, Any] = {}
+        for one in [*self._stateful_callbacks(), self.control]:
+            held.setdefault(type(one).__name__, []).append(one.state())
+        vars(self.state)["stateful_callbacks"] = held
+        best = (
+            f"checkpoint-{owner.progress.step:06d}"
+            if owner._has_uncredited_best
+            else owner.metrics.get("best_checkpoint")
+        )
+        self.state.best_model_checkpoint = best and str(owner.store.root / best)  # type: ignore[union-attr]
         self.state.save_to_json(str(folder / "trainer_state.json"))
         torch.save(self.args, folder / "training_args.bin")
         if self.processing_class is not None:
             self.processing_class.save_pretrained(where)
+        if hasattr(unwrap(owner.model), "peft_config"):
+            owner._save_adapters(folder, overwrite=True)
 
     def _optimizer_as_theirs(self) -> dict[str, Any]:
         """Return the optimizer's state in the two groups that a stock Trainer makes, if it is in one of ours."""
@@ -204,6 +238,17 @@ class Engine(transformers.Trainer):
         state = {new: content["state"][old] for new, old in enumerate(order) if old in content["state"]}
         numbers = range(len(halves[0])), range(len(halves[0]), len(order))
         return {"state": state, "param_groups": [{**content["param_groups"][0], "params": [*one]} for one in numbers]}
+
+    def _stateful_callbacks(self) -> list[Any]:
+        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    def _load_callback_state(self) -> None:
+        """Give transformers' callbacks back what they keep, by default and to the very objects that the user has."""
+        states: Any = self.state.stateful_callbacks
+        for name, kept in states.items():
+            own = [one for one in self._stateful_callbacks() if type(one).__name__ == name]
+            for callback, held in zip(own, kept if isinstance(kept, list) else [kept], strict=False):
+                vars(callback).update(held.get("attributes", {}))
 
     # Whatever is to be restored has been restored from our files, or is in `_load_rng_state`.
 
@@ -231,6 +276,7 @@ class Bridge(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Say how long the run is, which only our limits know."""
         owner = self.owner
+        owner.model = owner.engine.model_wrapped or owner.model  # as a unit of the user's own is to see it
         state.max_steps = owner.total_steps or state.max_steps
         state.num_train_epochs = math.ceil(owner.epochs or state.num_train_epochs)
         state.global_step = owner.progress.step + owner.progress.skipped_steps
@@ -285,7 +331,9 @@ class Bridge(transformers.TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch is over, or the run."""
-        owner = self.owner
+        owner, engine = self.owner, self.owner.engine
+        if engine.stops is not None:
+            control.should_training_stop, engine.stops = engine.stops, None
         if owner.world_size == 1 and owner.control.stop == "signal":
             owner._agree("the end of the data")  # which may have come with the signal
         stops = bool(owner.lifecycle.stop)
@@ -293,7 +341,7 @@ class Bridge(transformers.TrainerCallback):
         if not owner.progress.samples_in_epoch and not stops:
             raise DataError(f"Epoch {owner.progress.epoch + 1} has no samples: the training data yielded none.")
         owner._end_epoch(owner._loss.mean())
-        control.should_epoch_stop, owner.engine.has_ended = False, True
+        control.should_epoch_stop, engine.has_ended = False, True
         return self._ask(control)
 
     def _ask(self, control: Any) -> Any:
@@ -305,6 +353,29 @@ class Bridge(transformers.TrainerCallback):
         control.should_training_stop |= bool(asked.stop or lifecycle.stop)
         asked.log = asked.evaluate = asked.save = False
         return control
+
+
+class Schedule:
+    """Our schedule as transformers' loop may see it: it reads the rate and saves the state; we step."""
+
+    def __init__(self, trainer: HFTrainer) -> None:
+        self._trainer = trainer
+
+    def step(self, *args: Any) -> None:
+        """Do nothing: the trainer has stepped its schedule already, if the update was made."""
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rates in force."""
+        return [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the real schedule."""
+        trainer = self._trainer
+        if trainer.lr_scheduler is not None:
+            return trainer.lr_scheduler.state_dict()
+        rates, step = self.get_last_lr(), trainer.progress.step  # what transformers' constant schedule would keep
+        steps = {"last_epoch": step, "_step_count": step + 1}
+        return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}
 
 
 # --- our order of samples in a DataLoader that transformers and accelerate know how to wind forward

@@ -128,6 +128,9 @@ UNSUPPORTED = {
     "predict_with_generate": (False,),
     "sortish_sampler": (False,),
     "include_for_metrics": (None, [], ()),
+    "eval_do_concat_batches": (True,),
+    "parallelism_config": (None,),
+    "save_on_each_node": (False,),
 }
 """What a run here would not honour, with the values that ask for nothing."""
 
@@ -148,11 +151,25 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             raise ConfigError(
                 f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
             )
-    if word_of(args.eval_strategy) == "no" and given.get("eval_steps") is not None:
+    if args.data_seed not in (None, args.seed):
         raise ConfigError(
-            f"`eval_steps={given['eval_steps']!r}` contradicts the training arguments, which say eval_strategy='no'. "
-            "Set their eval_strategy and eval_steps instead."
+            f"`training_args.data_seed={args.data_seed!r}` and their `seed={args.seed!r}` differ, but one seed is for "
+            "all here. Leave data_seed out."
         )
+    if getattr(args.accelerator_config, "split_batches", False):
+        raise ConfigError(
+            "`training_args.accelerator_config` has split_batches=True, but a batch size here is always that of one "
+            "process. Leave it out, and set `global_batch_size`."
+        )
+    for strategy, names in (("eval_strategy", ["eval_steps"]), ("save_strategy", ["save_steps", "save_dir"])):
+        meant = [name for name in names if given.get(name) is not None]
+        if meant and word_of(getattr(args, strategy)) == "no":
+            raise ConfigError(
+                f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say "
+                f"{strategy}='no'. Set their {strategy} instead."
+            )
+    if args.prediction_loss_only:
+        given["compute_metrics"] = None
     adopt(_translated(args), given, "the training arguments")
 
 
@@ -178,6 +195,8 @@ _ADVICE = {
     "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
     "label_smoothing_factor": "Pass `algorithms=[LabelSmoothing(...)]`.",
     "predict_with_generate": "Call `model.generate` in a callback's on_eval_end, or through `trainer.engine`.",
+    "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
+    "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read.",
     "auto_find_batch_size": "Set `global_batch_size` and a smaller `batch_size`: the numbers stay the same.",
 }
 
@@ -209,6 +228,7 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["save_dir"] = args.output_dir
         found["save_total_limit"] = args.save_total_limit
         found["overwrite"] = getattr(args, "overwrite", False)
+        found["save_only_model"] = args.save_only_model
         if saves != "best":
             found["save_steps"] = _interval(saves, args.save_steps)
     if args.metric_for_best_model is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,9 +21,9 @@ from omnitrain.events import Callback
 from omnitrain.loaders import MapLoader
 from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
-from omnitrain.trainers.accelerators import find_ranks, refuse_lost_processes
+from omnitrain.trainers.accelerators import find_ranks, refuse_lost_processes, start_from_main
 from omnitrain.trainers.base import BaseTrainer
-from omnitrain.trainers.engine import Bridge, Engine
+from omnitrain.trainers.engine import Bridge, Engine, Schedule
 from omnitrain.trainers.hf_arguments import HFTrainingArguments, adopt, adopt_arguments, engine_arguments, word_of
 from omnitrain.units import StepOutput, without_effect
 
@@ -117,17 +118,26 @@ class HFTrainer(BaseTrainer):
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
-        super().__init__(model, *args, callbacks=[*own, *self._policies()], **kwargs)
+        with self.ranks.calling(f"{type(self).__name__}()"):
+            super().__init__(model, *args, callbacks=[*own, *self._policies()], **kwargs)
 
     def _adopt(self, kwargs: dict[str, Any], compute_loss_func: Any, optimizers: tuple[Any, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
+        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+            if os.environ.get(name, "").lower() in ("true", "1", "yes"):
+                raise ConfigError(f"{name} is set by `accelerate launch`. Use AccelerateTrainer, which does that.")
         if compute_loss_func is not None:
+            if kwargs.get("loss_fn") is not None:
+                raise ConfigError(
+                    "`loss_fn` and `compute_loss_func` are two names for one thing. Leave one of them out."
+                )
             kwargs["loss_fn"] = lambda outputs, labels: compute_loss_func(outputs, labels, num_items_in_batch=None)
-        for name, value in zip(("optimizer", "lr_scheduler"), optimizers, strict=True):
-            if value is not None:
-                kwargs[name] = value
+        adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), kwargs, "`optimizers`")
+        launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if self.training_args is not None:
             adopt_arguments(self.training_args, kwargs)
+        elif kwargs.get("autocast") is None and launched != "no":
+            kwargs["autocast"] = launched
         if isinstance(self.processing_class, _PADS) and kwargs.get("data_collator") is None:
             padding: Any = transformers.DataCollatorWithPadding
             kwargs["data_collator"] = padding(self.processing_class)
@@ -222,6 +232,8 @@ class HFTrainer(BaseTrainer):
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
         self.model.to(self.device)
+        if self.world_size > 1:
+            start_from_main(self.model, self.ranks)  # DDP comes with the loop, and an evaluation may come before it
         if args is not None and given["optimizer"] is None and self._can_train:
             self.engine.args.learning_rate = self.learning_rate
             self.optimizer = self.engine.create_optimizer()
@@ -253,9 +265,9 @@ class HFTrainer(BaseTrainer):
             self._end_epoch(self._loss.mean())
             self._answer_requests()
         if not self.lifecycle.stop:
-            self.engine.optimizer, self.engine.lr_scheduler = self.optimizer, _Schedule(self)
+            self.engine.optimizer, self.engine.lr_scheduler = self.optimizer, Schedule(self)
             self.engine.accelerator.scaler = self.scaler if self.scaler.is_enabled() else None
-            self.engine.has_ended = False
+            self.engine.has_ended, self.engine.is_asked_for = False, True
             self.engine.train(resume_from_checkpoint=self._start_of_engine())
         if not self.lifecycle.is_closing:
             self._close()
@@ -266,18 +278,23 @@ class HFTrainer(BaseTrainer):
         if not (progress.epoch or progress.samples_in_epoch):
             return None
         share = self.batch_size * self.world_size * self.gradient_accumulation_steps
-        state = transformers.TrainerState()
-        left = None if self._resumed is None else self._resumed[0] / "trainer_state.json"
-        if left is not None and left.exists():  # their history and what their callbacks keep; no state of ours
-            state = transformers.TrainerState.load_from_json(str(left))
+        state = self._engine_state()
         # it tells their loop where the data are; the Bridge says which step it is
         state.global_step = progress.epoch * (self.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
-        state.epoch = progress.epochs
-        state.train_batch_size = self.batch_size
         folder = Path(self._scratch.name) / "start"
         folder.mkdir(exist_ok=True)
         state.save_to_json(str(folder / "trainer_state.json"))
         return str(folder)
+
+    def _engine_state(self) -> transformers.TrainerState:
+        """Return what transformers is to know of the run so far: its own history, and what its callbacks keep."""
+        state = transformers.TrainerState()
+        left = None if self._resumed is None else self._resumed[0] / "trainer_state.json"
+        if left is not None and left.exists():
+            state = transformers.TrainerState.load_from_json(str(left))
+        state.global_step = self.progress.step + self.progress.skipped_steps
+        state.epoch, state.train_batch_size = self.progress.epochs, self.batch_size
+        return state
 
     def _restore_generators(self) -> None:
         if self._resumed is not None:
@@ -321,7 +338,12 @@ class HFTrainer(BaseTrainer):
 
     def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
         output = super()._forward(model, batch)
-        if self._preprocess is not None and not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            return output
+        names = self.engine.label_names
+        if isinstance(batch, Mapping) and len(names) > 1 and all(name in batch for name in names):
+            output.labels = tuple(batch[name] for name in names)  # as of answers: where they begin, where they end
+        if self._preprocess is not None:
             output.outputs = self._preprocess(output.outputs, output.labels)
         return output
 
@@ -366,11 +388,26 @@ class HFTrainer(BaseTrainer):
             self.save_dir = None
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one."""
-        folder = super().save_model(path, overwrite)
+        """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one.
+
+        Of a model with adapters of PEFT, these are written, in PEFT's own form.
+        """
+        if hasattr(unwrap(self.model), "peft_config"):
+            with self.ranks.calling("save_model()"):
+                self.ranks.on_main("the writing of adapters", lambda: self._save_adapters(Path(path), overwrite))
+        else:
+            super().save_model(path, overwrite)
         if self.processing_class is not None and self.is_main_process:
-            self.processing_class.save_pretrained(folder)
-        return folder
+            self.processing_class.save_pretrained(path)
+        return Path(path)
+
+    def _save_adapters(self, folder: Path, overwrite: bool) -> None:
+        if (folder / "adapter_config.json").exists() and not overwrite:
+            raise ConfigError(
+                f"{str(folder)!r} holds adapters already. Pass overwrite=True to replace them, or give another path."
+            )
+        model: Any = unwrap(self.model)
+        model.save_pretrained(folder)
 
 
 _ENDLESS = 1 << 40
@@ -385,29 +422,6 @@ class _Processes:
 
 def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("Engine.compute_loss computes the loss")
-
-
-class _Schedule:
-    """Our schedule as transformers' loop may see it: it reads the rate and saves the state; we step."""
-
-    def __init__(self, trainer: HFTrainer) -> None:
-        self._trainer = trainer
-
-    def step(self, *args: Any) -> None:
-        """Do nothing: the trainer has stepped its schedule already, if the update was made."""
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rates in force."""
-        return [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the real schedule."""
-        trainer = self._trainer
-        if trainer.lr_scheduler is not None:
-            return trainer.lr_scheduler.state_dict()
-        rates, step = self.get_last_lr(), trainer.progress.step  # what transformers' constant schedule would keep
-        steps = {"last_epoch": step, "_step_count": step + 1}
-        return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}
 
 
 class _LogsFirstStep(Callback):

@@ -344,7 +344,7 @@ class TrainingLoop(Feeding):
         if self.progress.step == before:
             self.progress.step += taken[0]
 
-    # --- where there are checkpoints; see resumable.py
+    # --- where there are checkpoints; see saving.py and resumable.py
 
     store: Any = None
     seed: int

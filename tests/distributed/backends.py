@@ -35,9 +35,11 @@ from torch import nn  # noqa: E402
 from omnitrain import Algorithm, Callback, Trainer  # noqa: E402
 from omnitrain.checkpoint.tensors import whole  # noqa: E402
 
-PROCESSES = {"native": 1, "accelerate": 1, "ddp": 2, "fsdp": 2, "zero1": 2, "zero2": 2, "zero3": 2}
+PROCESSES = {
+    "native": 1, "accelerate": 1, "hf": 1, "ddp": 2, "fsdp": 2, "hf2": 2, "zero1": 2, "zero2": 2, "zero3": 2,
+}  # fmt: skip
 BACKENDS = tuple(PROCESSES)
-LAUNCHES = (("native", "accelerate"), ("ddp", "fsdp"), ("zero1", "zero2", "zero3"))
+LAUNCHES = (("native", "accelerate", "hf"), ("ddp", "fsdp", "hf2"), ("zero1", "zero2", "zero3"))
 """Which backends share a launch."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -47,6 +49,10 @@ def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> 
     options = {"progress_bar": False, "log_steps": 1, **options}
     if backend == "native":
         return Trainer(model, *data, device="cpu", **options)
+    if backend.startswith("hf"):
+        from omnitrain import HFTrainer
+
+        return HFTrainer(model, None, *data, **options)
     from omnitrain import AccelerateTrainer
 
     if backend == "fsdp":

@@ -95,6 +95,32 @@ class Endless(IterableDataset[Any]):
         return iter([Numbered()[i] for i in range(22)])
 
 
+class Seekable(IterableDataset[Any]):
+    """A stream that draws its order from a generator of its own, and can be put back; it counts what is read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.generator = torch.Generator().manual_seed(7)
+        self.order: list[int] = []
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.order:
+            self.order = torch.randperm(22, generator=self.generator).tolist()
+        while self.place < 22:
+            self.place, self.read = self.place + 1, self.read + 1
+            yield Numbered()[self.order[self.place - 1]]
+        self.order, self.place = [], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        words = self.generator.get_state().tolist()
+        return {"order": list(self.order), "place": self.place, "generator": words}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.place = list(state["order"]), state["place"]
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
 class Moody(Callback):
     """Keeps a history of its own, asks for saves after some evaluations, and for evaluations after some steps."""
 
@@ -149,6 +175,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "bf16": {"autocast": "bf16", "model": lambda: Net(torch.float32), "save_steps": 2},
     "a stream without length": {"dataset": Endless, "save_steps": 2, "eval_steps": 2},
+    "a stream that can be put back": {"dataset": Seekable, "save_steps": 2, "eval_steps": 2},
     "a stream without length, saved at its end": {"dataset": Endless, "save_steps": 3, "eval_steps": 3},
     "a loader of the user's own": {
         "train_loader": lambda: DataLoader(Numbered(), batch_size=4, shuffle=True), "save_steps": 2,
@@ -1533,3 +1560,40 @@ def journal_of_files(run: Path) -> dict[str, int]:
 def test_weights_alone_need_a_place() -> None:
     with pytest.raises(ConfigError, match=r"save_only_model=True.*save_dir"):
         build(None, save_only_model=True)
+
+
+# --- streams
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 8])
+def test_stream_that_can_be_put_back_is_not_read_again(
+    cut: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """3 windows of 8, 8 and 6 samples an epoch, 3 epochs: an epoch's end is after steps 3 and 6."""
+    straight = play(folder / "straight", dataset=Seekable, load_best_at_end=False)
+    play(folder / "run", [{"cut": ("stop", cut)}], dataset=Seekable, load_best_at_end=False)
+    resumed = build(folder / "run", dataset=Seekable, load_best_at_end=False)
+    caplog.clear()
+    train(resumed, resume_from="auto")
+    assert "again" not in caplog.text
+    done = cut // 3 * 22 + cut % 3 * 8
+    assert resumed.train_dataset.read == 3 * 22 - done
+    assert not differences(dict(resumed.model.state_dict()), without_prefix(straight["tensors"], "model/"))
+
+
+class Opaque(Seekable):
+    """A stream whose state is no JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"what": object()}
+
+
+def test_stream_whose_state_cannot_be_kept_is_read_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    play(folder / "run", [{"cut": ("stop", 2)}], dataset=Opaque, load_best_at_end=False)
+    assert "will read the stream again" in caplog.text
+    resumed = train(build(folder / "run", dataset=Opaque, load_best_at_end=False), resume_from="auto")
+    assert (resumed.progress.step, resumed.train_dataset.read) == (9, 66)
+
+
+def without_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}

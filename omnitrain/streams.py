@@ -1,0 +1,110 @@
+"""An iterable dataset as batches: what it draws, its share for each process, and where it is and was.
+
+The loader around it is in `loaders.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+
+from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
+from omnitrain.sampling import Collate, StandIn, share
+
+__all__ = ["Mark", "Stream"]
+
+
+class Mark(NamedTuple):
+    """Where a stream was: the samples before it in the epoch, and the dataset's own `state_dict()` there."""
+
+    epoch: int
+    position: int
+    state: Any
+    has_ended: bool
+    """Whether the dataset had come to its end, and its state is what the next epoch begins with."""
+
+
+class Stream(IterableDataset[Any]):
+    """The batches of an epoch of an iterable dataset, each with the mark behind it if the dataset can make one.
+
+    Random numbers drawn by the stream are keyed by (seed, epoch, sample), and training's generators are left alone.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, collate: Collate, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.collate = collate
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.position = 0
+        self.start: Mark | None = None
+        """Where the next pass begins: in its epoch, or at the end of the one before."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Mark | None]]:
+        start, self.start = self.start, None
+        if start is not None and start.has_ended:
+            self.dataset.load_state_dict(start.state)
+            if start.epoch == self.epoch:
+                return
+            start = None
+        if start is not None and start.epoch < self.epoch:  # at its end, which the dataset has not noticed yet
+            with isolated_rng():
+                for _ in self._samples(start.epoch, start):
+                    pass
+            start = None
+        number = 0 if start is None else start.position
+        samples = self._samples(self.epoch, start)
+        with isolated_rng():
+            for _ in itertools.islice(samples, self.position - number):
+                pass
+        number, marks = self.position, can_seek(self.dataset)
+        while True:
+            with isolated_rng():
+                taken = list(itertools.islice(samples, self.batch_size * self.world_size))
+                own = share(taken, self.rank, self.world_size)
+                # what collation draws goes on from the last sample's seed
+                batch = self.collate(own) if own else StandIn(self.collate(taken[:1])) if taken else None
+            if not taken:
+                return
+            number += len(taken)
+            has_ended = len(taken) < self.batch_size * self.world_size
+            yield batch, Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if marks else None
+
+    def _samples(self, epoch: int, start: Mark | None) -> Iterator[Any]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        if start is not None:
+            self.dataset.load_state_dict(start.state)
+        samples = None
+        for number in itertools.count(0 if start is None else start.position):
+            seed = derive_seed(self.seed, epoch, number)
+            for generator in GENERATORS:
+                generator.seed(seed)
+            samples = iter(self.dataset) if samples is None else samples
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            yield sample
+
+
+def can_seek(dataset: Any) -> bool:
+    """Whether a stream can say where it is, and be put back there.
+
+    Hugging Face's that shuffle cannot: their state leaves out the samples in the buffer, which would be lost.
+    """
+    if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
+        return False
+    return not _has_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _has_buffer(part: Any) -> bool:
+    inner = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+    return "BufferShuffled" in type(part).__name__ or any(_has_buffer(one) for one in inner if one is not None)
