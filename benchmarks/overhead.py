@@ -16,6 +16,7 @@ import math
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -56,10 +57,12 @@ class WithLoss(nn.Module):
 class Encoder(nn.Module):
     """A small transformer that classifies a sequence by the mean of its positions."""
 
-    def __init__(self, layers: int = 4, width: int = 128, words: int = 1000, length: int = 64) -> None:
+    def __init__(
+        self, layers: int = 4, width: int = 128, words: int = 1000, length: int = 64, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Parameter(torch.zeros(length, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=dropout, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 2)
 
@@ -288,13 +291,86 @@ def short_epochs(quick: bool) -> list[Row]:
     return training("short-epochs", work, 1 if quick else 7, naive=False)
 
 
-def transformer(quick: bool) -> list[Row]:
+def encoding(quick: bool, dropout: float) -> Training:
     generator = torch.Generator().manual_seed(SEED)
     rows = 3 * 16 if quick else 60 * 16
     words, labels = torch.randint(0, 1000, (rows, 64), generator=generator), points(rows)[1]
-    model = WithLoss(Encoder(1 if quick else 4), cross_entropy)
-    work = Training(model, Samples(words, labels), batch_size=16, epochs=1, log_every=3 if quick else 20, stretch=1)
-    return training("transformer", work, 1 if quick else 9, naive=False)
+    model = WithLoss(Encoder(1 if quick else 4, dropout=dropout), cross_entropy)
+    return Training(model, Samples(words, labels), batch_size=16, epochs=1, log_every=3 if quick else 20, stretch=1)
+
+
+def transformer(quick: bool) -> list[Row]:
+    return training("transformer", encoding(quick, dropout=0.1), 1 if quick else 9, naive=False)
+
+
+# --- the same with transformers' loop: without dropout, as its DataLoader draws from the generator of the training
+
+
+def by_transformers(work: Training, *, ours: bool) -> Callable[[], nn.Module]:
+    """Prepare `transformers.Trainer`, or HFTrainer with the same arguments; only the order of samples is set."""
+    import transformers
+
+    model = copy.deepcopy(work.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    made = (optimizer, work.schedule(optimizer))
+    arguments = transformers.TrainingArguments(
+        str(Path(tempfile.gettempdir(), "unused")),  # nothing is written
+        per_device_train_batch_size=work.batch_size,
+        num_train_epochs=work.epochs,
+        logging_steps=work.log_every,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=SEED,
+        dataloader_pin_memory=False,
+    )
+    if ours:
+        from omnitrain import HFTrainer
+
+        mine = HFTrainer(model, arguments, work.dataset, optimizers=made)
+
+        def run_ours() -> nn.Module:
+            mine.train()
+            return mine.get_model()
+
+        return run_ours
+
+    class Stock(transformers.Trainer):
+        def _get_train_sampler(self, *_: Any) -> SameOrder:
+            return SameOrder(len(work.dataset))  # type: ignore[arg-type]
+
+    stock = Stock(model, arguments, train_dataset=work.dataset, optimizers=made)
+    stock.remove_callback(transformers.PrinterCallback)
+
+    def run() -> nn.Module:
+        stock.train()
+        return model
+
+    return run
+
+
+def with_transformers(name: str, work: Training, rounds: int) -> list[Row]:
+    same = SameWork()
+    ways = {"transformers.Trainer": False, "transformers.Trainer again (A/A)": False, "omnitrain.HFTrainer": True}
+    variants = {
+        label: timed(
+            functools.partial(by_transformers, work, ours=ours), lambda model: same((model, []), 1e-5), work.stretches
+        )
+        for label, ours in ways.items()
+    }
+    return summarize(name, interleaved(variants, rounds), "us/step", 1e6 / work.steps)
+
+
+def hf(quick: bool) -> list[Row]:
+    data = Samples(*points(400 if quick else 8000))
+    work = Training(WithLoss(mlp(), cross_entropy), data, batch_size=8, epochs=1, log_every=10 if quick else 100)
+    return with_transformers("hf", work, 1 if quick else 7)
+
+
+def hf_transformer(quick: bool) -> list[Row]:
+    work = encoding(quick, dropout=0.0)
+    return with_transformers("hf-transformer", work, 1 if quick else 9)
 
 
 # --- evaluation
@@ -488,6 +564,8 @@ CASES: dict[str, Callable[[bool], list[Row]]] = {
     "dicts": dicts,
     "short-epochs": short_epochs,
     "transformer": transformer,
+    "hf": hf,
+    "hf-transformer": hf_transformer,
     "evaluation": evaluation,
     "eval-memory": memory,
     "imports": imports,

@@ -33,7 +33,9 @@ def run(*command: str | Path, cwd: Path) -> str:
 def test_overhead_measures_every_case(tmp_path: Path) -> None:
     run(BENCHMARKS / "overhead.py", "--quick", "--json", "out.json", cwd=tmp_path)
     figures = json.loads((tmp_path / "out.json").read_text())
-    assert {"tensors", "dicts", "transformer", "evaluation", "imports"} <= {row["case"] for row in figures["rows"]}
+    assert {"tensors", "dicts", "transformer", "hf", "hf-transformer", "evaluation", "imports"} <= {
+        row["case"] for row in figures["rows"]
+    }
 
 
 @pytest.mark.slow

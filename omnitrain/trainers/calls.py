@@ -1,6 +1,7 @@
 """The calls that a user makes on a trainer: train, evaluate, test, predict, and what can be asked for during a run.
 
-Saving is in `saving.py`, loading in `resumable.py`, the loop that `train` starts in `loop.py`, the arguments in `base.py`.
+Saving is in `saving.py`, loading in `resumable.py`, the loop that `train` starts in `loop.py`, the arguments in
+`base.py`.
 """
 
 from __future__ import annotations

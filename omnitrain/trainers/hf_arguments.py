@@ -170,7 +170,10 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             )
     if args.prediction_loss_only:
         given["compute_metrics"] = None
-    adopt(_translated(args), given, "the training arguments")
+    said = _translated(args)
+    if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
+        del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
+    adopt(said, given, "the training arguments")
 
 
 def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
@@ -229,8 +232,7 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["save_total_limit"] = args.save_total_limit
         found["overwrite"] = getattr(args, "overwrite", False)
         found["save_only_model"] = args.save_only_model
-        if saves != "best":
-            found["save_steps"] = _interval(saves, args.save_steps)
+        found["save_steps"] = _interval(saves, args.save_steps)
     if args.metric_for_best_model is not None:
         found["optimization_metric"] = args.metric_for_best_model
     if args.greater_is_better is False and args.metric_for_best_model is not None:
@@ -255,7 +257,7 @@ def _interval(strategy: str, steps: Any) -> Any:
     """Return an interval in our words; a fraction of the run is one of ours too."""
     if strategy == "epoch":
         return "1ep"
-    if strategy == "no":
+    if strategy in ("no", "best"):  # of `best`, see HFTrainer
         return "1dur"
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
 

@@ -433,15 +433,9 @@ class _LogsFirstStep(Callback):
 
 
 class _SavesBest(Callback):
-    """Saves after an evaluation that was the best so far, and never else."""
+    """Saves after an evaluation that was the best so far."""
 
     order = 20
-
-    def on_step_end(self, trainer: Any) -> None:
-        trainer.control.save = False
-
-    def on_epoch_end(self, trainer: Any) -> None:
-        trainer.control.save = False
 
     def on_eval_end(self, trainer: Any, metrics: Any) -> None:
         if trainer.lifecycle.improved:
