@@ -54,6 +54,19 @@ def test_checkpoint_measures_saves_files_and_seeking_and_leaves_nothing_behind(t
     assert "x ref" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_distributed_measures_both_models_on_two_processes(tmp_path: Path) -> None:
+    run(BENCHMARKS / "distributed.py", "--quick", "--json", "out.json", cwd=tmp_path)
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert {(row["case"], row["variant"]) for row in figures["rows"]} >= {
+        ("tiny MLP", "accelerate by hand"),
+        ("tiny MLP", "AccelerateTrainer"),
+        ("small transformer", "AccelerateTrainer"),
+    }
+
+
 # the probes of other trainers
 
 

@@ -288,13 +288,14 @@ def restore_optimizer(
     """
     names = parameter_names(model)
     parameters = {names.get(id(one), ""): one for group in optimizer.param_groups for one in group["params"]}
+    now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
+    then = [group["params"] for group in saved["groups"]]
+    check_groups(now, then, where)
+    optimizer.state.clear()  # before the new state is read: there need not be room for both
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
     for key in tensors:
         name, _, entry = key.rpartition("/")
         state.setdefault(name, {})[entry] = placed_like(tensors[key], parameters.get(name))
-    now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
-    then = [group["params"] for group in saved["groups"]]
-    check_groups(now, then, where)
     order = [name for group in now for name in group]
     groups, start = [], 0
     for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
