@@ -27,7 +27,7 @@ from omnitrain.workers import outlive_signals
 if TYPE_CHECKING:
     from omnitrain.trainers.huggingface import HFTrainer
 
-__all__ = ["Bridge", "Engine", "Schedule"]
+__all__ = ["Boundary", "Bridge", "Engine", "Schedule"]
 
 
 class Engine(transformers.Trainer):
@@ -199,8 +199,12 @@ class Engine(transformers.Trainer):
         """Write what a stock `transformers.Trainer` resumes from beside our files; none of it is read by us."""
         where, owner = str(folder), self.owner
         if not owner._given["save_only_model"]:
-            torch.save(self._optimizer_as_theirs(), folder / "optimizer.pt")
-            torch.save(Schedule(owner).state_dict(), folder / "scheduler.pt")
+            optimizer, schedule = self._optimizer_as_theirs(), Schedule(owner).state_dict()
+            if len(optimizer["param_groups"]) > len(owner.optimizer.param_groups):
+                lists = ("base_lrs", "_last_lr", "lr_lambdas")  # an entry for each group
+                schedule |= {name: 2 * list(schedule[name]) for name in lists if name in schedule}
+            torch.save(optimizer, folder / "optimizer.pt")
+            torch.save(schedule, folder / "scheduler.pt")
             self._save_rng_state(where)
         if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
             self.state = owner._engine_state()  # their loop has yet to begin
@@ -322,13 +326,6 @@ class Bridge(transformers.TrainerCallback):
             state.epoch = owner.progress.epochs
         return self._ask(control)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Between two micro-batches nothing ends here: a stop waits for the end of the step."""
-        if control.should_training_stop:
-            self.owner.stop()
-        control.should_training_stop = control.should_epoch_stop = False
-        return control
-
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch is over, or the run."""
         owner, engine = self.owner, self.owner.engine
@@ -376,6 +373,28 @@ class Schedule:
         rates, step = self.get_last_lr(), trainer.progress.step  # what transformers' constant schedule would keep
         steps = {"last_epoch": step, "_step_count": step + 1}
         return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}
+
+
+class Boundary(transformers.TrainerCallback):
+    """Comes after the user's callbacks: what they end between two micro-batches ends with the step."""
+
+    def __init__(self, owner: HFTrainer) -> None:
+        self.owner = owner
+        self._ends_epoch = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """A micro-batch is done, and the step is not."""
+        if control.should_training_stop:
+            self.owner.stop()
+        self._ends_epoch |= control.should_epoch_stop
+        control.should_training_stop = control.should_epoch_stop = False
+        return control
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """The step is done."""
+        control.should_epoch_stop |= self._ends_epoch
+        self._ends_epoch = False
+        return control
 
 
 # --- our order of samples in a DataLoader that transformers and accelerate know how to wind forward

@@ -16,8 +16,9 @@ import transformers
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from omnitrain.errors import ConfigError, did_you_mean
+from omnitrain.events import Callback
 
-__all__ = ["HFTrainingArguments", "adopt", "adopt_arguments", "engine_arguments", "word_of"]
+__all__ = ["HFTrainingArguments", "adopt", "adopt_arguments", "engine_arguments", "policies_of", "word_of"]
 
 logger = logging.getLogger("omnitrain")
 
@@ -257,9 +258,37 @@ def _interval(strategy: str, steps: Any) -> Any:
     """Return an interval in our words; a fraction of the run is one of ours too."""
     if strategy == "epoch":
         return "1ep"
-    if strategy in ("no", "best"):  # of `best`, see HFTrainer
+    if strategy in ("no", "best"):  # `best` saves by a callback, see `policies_of`
         return "1dur"
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
+
+
+def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
+    """Return what transformers' arguments ask for beside intervals."""
+    found: list[Callback] = []
+    if args is not None and args.logging_first_step:
+        found.append(_LogsFirstStep())
+    if args is not None and word_of(args.save_strategy) == "best":
+        found.append(_SavesBest())
+    return found
+
+
+class _LogsFirstStep(Callback):
+    order = 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 1:
+            trainer.request_log()
+
+
+class _SavesBest(Callback):
+    """Saves after an evaluation that was the best so far."""
+
+    order = 20
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        if trainer.lifecycle.improved:
+            trainer.request_save()
 
 
 def engine_arguments(

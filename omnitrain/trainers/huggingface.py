@@ -23,8 +23,15 @@ from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
 from omnitrain.trainers.accelerators import find_ranks, refuse_lost_processes, start_from_main
 from omnitrain.trainers.base import BaseTrainer
-from omnitrain.trainers.engine import Bridge, Engine, Schedule
-from omnitrain.trainers.hf_arguments import HFTrainingArguments, adopt, adopt_arguments, engine_arguments, word_of
+from omnitrain.trainers.engine import Boundary, Bridge, Engine, Schedule
+from omnitrain.trainers.hf_arguments import (
+    HFTrainingArguments,
+    adopt,
+    adopt_arguments,
+    engine_arguments,
+    policies_of,
+    word_of,
+)
 from omnitrain.units import StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
@@ -119,7 +126,7 @@ class HFTrainer(BaseTrainer):
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
         with self.ranks.calling(f"{type(self).__name__}()"):
-            super().__init__(model, *args, callbacks=[*own, *self._policies()], **kwargs)
+            super().__init__(model, *args, callbacks=[*own, *policies_of(training_args)], **kwargs)
 
     def _adopt(self, kwargs: dict[str, Any], compute_loss_func: Any, optimizers: tuple[Any, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
@@ -160,16 +167,6 @@ class HFTrainer(BaseTrainer):
                     "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
                 )
         return own
-
-    def _policies(self) -> list[Callback]:
-        """Return what transformers' arguments ask for beside intervals."""
-        args = self.training_args
-        found: list[Callback] = []
-        if args is not None and args.logging_first_step:
-            found.append(_LogsFirstStep())
-        if args is not None and word_of(args.save_strategy) == "best":
-            found.append(_SavesBest())
-        return found
 
     # --- setting up
 
@@ -225,7 +222,7 @@ class HFTrainer(BaseTrainer):
             eval_dataset=self.eval_dataset,
             processing_class=self.processing_class,
             compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
-            callbacks=[Bridge(self), *self._foreign],
+            callbacks=[Bridge(self), *self._foreign, Boundary(self)],
         )
         for callback in (transformers.PrinterCallback, transformers.ProgressCallback, transformers.DefaultFlowCallback):
             self.engine.remove_callback(callback)
@@ -422,21 +419,3 @@ class _Processes:
 
 def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("Engine.compute_loss computes the loss")
-
-
-class _LogsFirstStep(Callback):
-    order = 0
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 1:
-            trainer.request_log()
-
-
-class _SavesBest(Callback):
-    """Saves after an evaluation that was the best so far."""
-
-    order = 20
-
-    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-        if trainer.lifecycle.improved:
-            trainer.request_save()

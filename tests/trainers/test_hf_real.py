@@ -1,0 +1,518 @@
+"""The ways of working that users of transformers know: real models, tokenizers, collators, datasets and reports."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from recipes import distance, same, weights
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
+
+from omnitrain import Callback, HFTrainer, Trainer
+from omnitrain.errors import ConfigError
+
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.timeout(120)
+
+SIZE = 400
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """Lines of the standard library's source, which are of many lengths."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    texts = [(folder / name).read_text(encoding="utf-8") for name in ("abc.py", "bisect.py", "heapq.py", "queue.py")]
+    found = [line for text in texts for line in text.splitlines() if len(line.split()) > 2]
+    return random.Random(0).sample(found, 300)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(lines: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that has been trained on these lines."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["[PAD]", "[CLS]", "[SEP]"]
+    tokenizer.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=SIZE, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )  # fmt: skip
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", bos_token="[CLS]",
+        eos_token="[SEP]", model_max_length=24,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts(lines: list[str], tokenizer: Any) -> Any:
+    """Lines to train on and to evaluate on, of which the label says whether they define or return something."""
+    datasets.disable_progress_bars()
+    rows = {"text": lines[:48], "label": [int("def" in line or "return" in line) for line in lines[:48]]}
+    whole = datasets.Dataset.from_dict({**rows, "number": list(range(48))})  # a column that no model takes
+    whole = whole.map(lambda row: tokenizer(row["text"], truncation=True))
+    return whole.select(range(35)), whole.select(range(35, 48))
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Any:
+    def make(kind: Any = TrainingArguments, **options: Any) -> Any:
+        defaults = {
+            "output_dir": str(tmp_path / "run"), "num_train_epochs": 2, "per_device_train_batch_size": 8,
+            "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 2, "use_cpu": True, "report_to": "none",
+            "disable_tqdm": True,
+        }  # fmt: skip
+        return kind(**{**defaults, **options})
+
+    return make
+
+
+def bert(kind: Any = BertForSequenceClassification, dropout: float = 0.0, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(
+        BertConfig(
+            vocab_size=SIZE, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **options,
+        )
+    )  # fmt: skip
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=SIZE, n_embd=16, n_layer=1, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=1, eos_token_id=2,
+        )
+    ).double()  # fmt: skip
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )
+    ).double()  # fmt: skip
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=SIZE, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0,
+            decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+        )
+    ).double()  # fmt: skip
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    assert isinstance(prediction.predictions, np.ndarray)
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+# --- classification
+
+
+@pytest.fixture(scope="module")
+def classifier(parts: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A classifier that has been trained as a script for transformers.Trainer does it."""
+    folder = tmp_path_factory.mktemp("classifier")
+    args = TrainingArguments(
+        output_dir=str(folder / "run"), num_train_epochs=4, per_device_train_batch_size=8, learning_rate=1e-2,
+        per_device_eval_batch_size=5, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+        metric_for_best_model="eval_accuracy", use_cpu=True, report_to=["tensorboard"], logging_steps=4,
+        disable_tqdm=True,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "logs"))
+        if "logging_dir" in vars(args) and args.logging_dir:
+            args.logging_dir = str(folder / "logs")
+        trainer = HFTrainer(
+            model=bert(), training_args=args, train_dataset=parts[0], eval_dataset=parts[1],
+            processing_class=tokenizer, compute_metrics=accuracy,
+        )  # fmt: skip
+        trainer.train()
+    return trainer, folder
+
+
+def test_a_classifier_is_trained_evaluated_and_selected_as_by_transformers(classifier: Any, parts: Any) -> None:
+    trainer, _ = classifier
+    best = trainer.metrics["best_valid"]
+    assert best["eval_accuracy"] == max(row["eval_accuracy"] for row in trainer.metrics["valid"])
+    assert trainer.evaluate()["eval_accuracy"] == best["eval_accuracy"]  # the best weights are in the model
+    losses = [row["train_loss"] for row in trainer.metrics["train_metrics_history"]]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    predictions = trainer.predict(parts[1])
+    assert predictions.predictions.shape == (13, 2) and predictions.labels.tolist() == parts[1]["label"]
+
+
+def test_reports_to_tensorboard_write_an_event_file(classifier: Any) -> None:
+    pytest.importorskip("tensorboard")
+    _, folder = classifier
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = min(folder.rglob("events.out.tfevents*"), key=lambda path: path.name)  # the others are of later calls
+    events = EventAccumulator(str(first))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/accuracy")] == [5, 10, 15, 20]
+    assert [event.step for event in events.Scalars("train/loss")] == [4, 8, 12, 16, 20]
+
+
+def test_a_checkpoint_opens_with_from_pretrained_tokenizer_and_all(classifier: Any, parts: Any) -> None:
+    trainer, folder = classifier
+    best = folder / "run" / trainer.metrics["best_checkpoint"]
+    model = BertForSequenceClassification.from_pretrained(best)
+    assert same(weights(model), weights(trainer.get_model()))
+    assert len(PreTrainedTokenizerFast.from_pretrained(best)) == len(trainer.processing_class)
+    saved = trainer.save_model(folder / "final")
+    assert same(weights(BertForSequenceClassification.from_pretrained(saved)), weights(trainer.get_model()))
+    assert PreTrainedTokenizerFast.from_pretrained(saved)("return x") == trainer.processing_class("return x")
+
+
+def test_pushing_to_the_hub_is_the_engines(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _ = classifier
+    sent: dict[str, Any] = {}
+    hub = SimpleNamespace(upload_folder=lambda **options: sent.update(options))
+    for name, value in (("upload_folder", hub.upload_folder), ("hf_api", lambda: hub)):  # older, newer
+        if hasattr(transformers.trainer, name):
+            monkeypatch.setattr(transformers.trainer, name, value)
+    trainer.engine.hub_model_id = "me/mine"
+    try:
+        trainer.engine.push_to_hub()
+    finally:
+        trainer.engine.hub_model_id = None
+    assert sent["repo_id"] == "me/mine"
+    model = BertForSequenceClassification.from_pretrained(sent["folder_path"])
+    assert same(weights(model), weights(trainer.get_model()))
+
+
+def test_checkpoints_are_pushed_to_the_hub_from_where_they_are_written(
+    parts: Any, tokenizer: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[tuple[str, bool]] = []
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(
+        transformers.Trainer, "_push_from_checkpoint",
+        lambda self, folder: pushed.append((Path(folder).name, (Path(folder) / "omnitrain.json").exists())),
+    )  # fmt: skip
+    args = arguments(push_to_hub=True, hub_model_id="me/mine", save_strategy="steps", save_steps=2, max_steps=4)
+    HFTrainer(bert(), args, parts[0], processing_class=tokenizer).train()
+    assert pushed == [("checkpoint-000002", True), ("checkpoint-000004", True)]
+
+
+def test_a_search_for_hyperparameters_is_refused_and_not_done_wrongly(classifier: Any) -> None:
+    trainer, _ = classifier
+    with pytest.raises((RuntimeError, ConfigError)):
+        trainer.engine.hyperparameter_search(n_trials=1)
+
+
+def test_columns_that_the_model_does_not_take_are_left_out_or_left_in_as_asked(
+    parts: Any, tokenizer: Any, arguments: Any
+) -> None:
+    seen = []
+
+    def collate(samples: list[dict[str, Any]]) -> Any:
+        seen.append(set(samples[0]))
+        kept = [{name: value for name, value in one.items() if name not in ("text", "number")} for one in samples]
+        return DataCollatorWithPadding(tokenizer)(kept)
+
+    for removes in (True, False):
+        args = arguments(remove_unused_columns=removes, max_steps=1)
+        HFTrainer(bert(), args, parts[0], data_collator=collate).train()
+    assert {"text", "number"} & seen[0] == set() and {"text", "number"} <= seen[1]
+
+
+def test_logits_are_preprocessed_before_the_metrics_see_them(parts: Any, tokenizer: Any, arguments: Any) -> None:
+    shapes = []
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
+
+    def first(logits: Any, labels: Any) -> torch.Tensor:
+        return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+    trainer = HFTrainer(
+        bert(output_hidden_states=True), arguments(), parts[0], parts[1], processing_class=tokenizer,
+        compute_metrics=metrics, preprocess_logits_for_metrics=first,
+    )  # fmt: skip
+    assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
+    assert shapes == [(13,)]
+
+
+def test_recomputing_activations_gives_the_same_numbers(parts: Any, tokenizer: Any, arguments: Any) -> None:
+    found = []
+    for recomputes in (False, True):
+        trainer = HFTrainer(
+            bert(dropout=0.1), arguments(gradient_checkpointing=recomputes, max_steps=4), parts[0],
+            processing_class=tokenizer,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.model.is_gradient_checkpointing is recomputes
+        found.append(weights(trainer.model))
+    assert same(*found)
+
+
+def test_a_run_with_dropout_and_padding_is_resumed_to_the_bit(parts: Any, tokenizer: Any, arguments: Any) -> None:
+    class StopAt(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 7:
+                trainer.stop()
+
+    def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
+        args = arguments(save_strategy="steps", save_steps=3, output_dir=folder, warmup_steps=2)
+        trainer = HFTrainer(bert(dropout=0.1), args, parts[0], processing_class=tokenizer, callbacks=callbacks)
+        trainer.train(resume_from=resume)
+        return trainer
+
+    folder = Path(arguments().output_dir)
+    straight = run(str(folder / "straight"))
+    run(str(folder / "cut"), StopAt())
+    resumed = run(str(folder / "cut"), resume="auto")
+    assert resumed.progress.step == 10 and same(weights(straight.model), weights(resumed.model))
+
+
+def test_the_native_trainer_takes_the_same_steps_with_the_same_model(parts: Any, tokenizer: Any) -> None:
+    found = []
+    columns = ["input_ids", "attention_mask", "label"]
+    for kind in (Trainer, HFTrainer):
+        trainer = kind(
+            bert(), train_dataset=parts[0].select_columns(columns), data_collator=DataCollatorWithPadding(tokenizer),
+            epochs=1, learning_rate=1e-2, progress_bar=False, **({"device": "cpu"} if kind is Trainer else {}),
+        )  # fmt: skip
+        trainer.train()
+        found.append(weights(trainer.model))
+    assert same(*found)
+
+
+def test_answers_to_questions_are_scored_on_both_of_their_labels(parts: Any, tokenizer: Any, arguments: Any) -> None:
+    spans = parts[0].map(lambda row: {"start_positions": 1, "end_positions": len(row["input_ids"]) - 2})
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        start, end = prediction.predictions
+        first, last = prediction.label_ids
+        assert start.shape[0] == end.shape[0] == len(first) == len(last) == 35
+        return {"exact": float(((start.argmax(-1) == first) & (end.argmax(-1) == last)).mean())}
+
+    trainer = HFTrainer(
+        bert(BertForQuestionAnswering), arguments(num_train_epochs=1), spans, spans, processing_class=tokenizer,
+        compute_metrics=metrics,
+    )  # fmt: skip
+    trainer.train()
+    assert 0 <= trainer.evaluate()["eval_exact"] <= 1
+
+
+# --- language models
+
+
+@pytest.fixture(scope="module")
+def texts(parts: Any) -> Any:
+    """Tokens alone, of which the labels are made by a collator."""
+    return parts[0].remove_columns(["text", "label", "number"])
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("split", [(4, 2), (1, 8)], ids=str)
+def test_a_language_model_gets_the_same_weights_however_a_step_is_split(
+    build: Any, split: tuple[int, int], texts: Any, tokenizer: Any, arguments: Any
+) -> None:
+    found = []
+    for batch, accumulation in ((8, 1), split):
+        args = arguments(
+            num_train_epochs=1, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+            optim="sgd", learning_rate=0.5, max_grad_norm=0.0, logging_steps=1,
+        )  # fmt: skip
+        trainer = HFTrainer(build(), args, texts, data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+        trainer.train()
+        found.append((weights(trainer.model), [r["loss"] for r in trainer.engine.state.log_history if "loss" in r]))
+    assert distance(found[0][0], found[1][0]) <= 1e-7  # transformers takes the loss in float32
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-6)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.Trainer, "_get_num_items_in_batch")
+    or "_loss_shifts_labels" not in inspect.getsource(transformers.Trainer),
+    reason="this version of transformers divides by the first labels too, which nothing predicts",
+)
+def test_a_language_model_takes_the_steps_of_a_stock_trainer(texts: Any, tokenizer: Any, arguments: Any) -> None:
+    from omnitrain.sampling import EpochSampler
+
+    order = [int(i) for i in EpochSampler(35, 8, seed=42).order(0)]
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return order
+
+    found = []
+    for kind in (InOrder, HFTrainer):
+        trainer: Any = kind(
+            llama(), arguments(  # of GPT-2, stock counts the first labels, which nothing predicts
+                num_train_epochs=1, gradient_accumulation_steps=2, per_device_train_batch_size=4, optim="sgd",
+                learning_rate=0.5,
+            ), train_dataset=texts, data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        )  # fmt: skip
+        trainer.train()
+        found.append(weights(trainer.model))
+    assert distance(*found) <= 1e-7
+
+
+def test_metrics_of_a_language_model_see_the_labels_that_transformers_counts(
+    texts: Any, tokenizer: Any, arguments: Any
+) -> None:
+    seen = []
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append(
+            (prediction.predictions.shape, prediction.label_ids.shape, int((prediction.label_ids != -100).sum()))
+        )
+        return {"x": 1.0}
+
+    trainer = HFTrainer(
+        gpt2(), arguments(), texts, texts, compute_metrics=metrics,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )  # fmt: skip
+    loss = trainer.evaluate()["eval_loss"]
+    longest = max(map(len, texts["input_ids"]))
+    assert seen[0][0] == seen[0][1] == (35, longest)
+    model, total, count = trainer.get_model().eval(), 0.0, 0
+    with torch.no_grad():
+        for row in texts:
+            ids = torch.tensor([row["input_ids"]])
+            total += float(model(ids, labels=ids).loss) * (ids.numel() - 1)
+            count += ids.numel() - 1
+    assert loss == pytest.approx(total / count, abs=1e-6)  # of each token once, not of each batch
+
+
+# --- sequence to sequence
+
+
+def best_tokens(logits: Any, labels: Any) -> torch.Tensor:
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def test_a_model_of_two_sequences_is_trained_and_scored_token_by_token(
+    texts: Any, tokenizer: Any, arguments: Any
+) -> None:
+    pairs = texts.map(lambda row: {"labels": row["input_ids"][: 3 + len(row["input_ids"]) // 2]})
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        kept = prediction.label_ids != -100
+        assert prediction.predictions.shape == prediction.label_ids.shape
+        return {"token_accuracy": float((prediction.predictions == prediction.label_ids)[kept].mean())}
+
+    found = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        model = t5()
+        args = arguments(
+            Seq2SeqTrainingArguments, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+            eval_strategy="epoch", metric_for_best_model="token_accuracy", optim="sgd", learning_rate=0.1,
+        )  # fmt: skip
+        trainer = HFTrainer(
+            model, args, pairs, pairs.select(range(9)), data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+            compute_metrics=metrics, preprocess_logits_for_metrics=best_tokens,
+        )  # fmt: skip
+        row = trainer.train()["best_valid"]
+        assert trainer.objective.direction == "max" and 0 <= row["eval_token_accuracy"] <= 1
+        found.append(weights(trainer.model))
+    assert distance(*found) <= 1e-8
+    assert trainer.predict(pairs.select(range(5))).predictions.shape[0] == 5
+
+
+def test_generating_in_an_evaluation_is_refused_with_the_remedy(texts: Any, arguments: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model\.generate"):
+        HFTrainer(t5(), arguments(Seq2SeqTrainingArguments, predict_with_generate=True), texts)
+
+
+# --- adapters
+
+
+@pytest.fixture
+def adapted() -> Iterator[Any]:
+    peft = pytest.importorskip("peft")
+
+    def make() -> Any:
+        base = bert(dropout=0.1)
+        torch.manual_seed(1)
+        return peft.get_peft_model(
+            base, peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+        )
+
+    return make
+
+
+def test_of_a_model_with_adapters_only_these_are_trained_and_the_run_is_resumed_to_the_bit(
+    adapted: Any, parts: Any, tokenizer: Any, arguments: Any, tmp_path: Path
+) -> None:
+    class StopAt(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 4:
+                trainer.stop()
+
+    def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
+        args = arguments(save_strategy="steps", save_steps=3, output_dir=str(tmp_path / folder))
+        trainer = HFTrainer(adapted(), args, parts[0], processing_class=tokenizer, callbacks=callbacks)
+        trainer.train(resume_from=resume)
+        return trainer
+
+    straight = run("straight")
+    before, after = dict(adapted().named_parameters()), dict(straight.model.named_parameters())
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name, parameter in before.items() if parameter.requires_grad}
+    assert len(straight.optimizer.state) == len(changed)
+    run("cut", StopAt())
+    assert same(weights(run("cut", resume="auto").model), weights(straight.model))
+
+
+def test_adapters_are_saved_where_peft_finds_them(adapted: Any, parts: Any, tokenizer: Any, arguments: Any) -> None:
+    import peft
+
+    trainer = HFTrainer(adapted(), arguments(max_steps=2), parts[0], processing_class=tokenizer)
+    trainer.train()
+    folder = Path(arguments().output_dir) / "final"
+    trainer.save_model(folder)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+    again = peft.PeftModel.from_pretrained(bert(dropout=0.1), folder)
+    assert same(weights(again), weights(trainer.get_model()))
+
+
+def test_the_settings_in_a_checkpoint_are_json(parts: Any, tokenizer: Any, arguments: Any, tmp_path: Path) -> None:
+    args = arguments(save_strategy="epoch", num_train_epochs=1)
+    HFTrainer(bert(), args, parts[0], processing_class=tokenizer).train()
+    content = json.loads((tmp_path / "run" / "checkpoint-000005" / "omnitrain.json").read_text())
+    assert content["settings"]["trainer"].endswith("HFTrainer")
+    assert content["settings"]["learning_rate"] == 0.01
