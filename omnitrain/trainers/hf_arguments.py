@@ -132,6 +132,8 @@ UNSUPPORTED = {
     "eval_do_concat_batches": (True,),
     "parallelism_config": (None,),
     "save_on_each_node": (False,),
+    "ignore_data_skip": (False,),
+    "average_tokens_across_devices": (True,),
 }
 """What a run here would not honour, with the values that ask for nothing."""
 
@@ -197,7 +199,9 @@ _ADVICE = {
     "deepspeed": "Use AccelerateTrainer with `deepspeed_config`: its checkpoints and numbers are the same.",
     "fsdp": "Use AccelerateTrainer with `fsdp_plugin`: its checkpoints and numbers are the same.",
     "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
-    "label_smoothing_factor": "Pass `algorithms=[LabelSmoothing(...)]`.",
+    "label_smoothing_factor": "Pass a `loss_fn` that smooths, such as torch's cross_entropy with label_smoothing.",
+    "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",
+    "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is.",
     "predict_with_generate": "Call `model.generate` in a callback's on_eval_end, or through `trainer.engine`.",
     "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
     "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read.",

@@ -85,6 +85,13 @@ class HFTrainer(BaseTrainer):
                 raise TypeError(
                     f"{cls.__name__} overrides {name}, which transformers' loop never calls. Use {instead} instead."
                 )
+        for name in vars(cls):
+            if hasattr(transformers.Trainer, name) and not hasattr(HFTrainer, name):
+                other = "Pass `loss_fn` or `unit`, or put it" if name == "compute_loss" else "Put it"
+                raise TypeError(
+                    f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here. "
+                    f"{other} into a subclass of omnitrain.trainers.engine.Engine, and name that as `engine_class`."
+                )
 
     def __init__(
         self,

@@ -124,6 +124,16 @@ def state_of(trainer: Any) -> list[torch.Tensor]:
 # --- loud limits
 
 
+@pytest.mark.parametrize("name", ["compute_loss", "training_step", "get_train_dataloader", "_prepare_inputs"])
+def test_a_subclass_that_overrides_what_only_transformers_has_is_told_where_to_put_it(name: str) -> None:
+    with pytest.raises(TypeError, match=f"overrides {name} of transformers.Trainer.*engine_class"):
+        type("Mine", (HFTrainer,), {name: lambda self, *args: None})
+
+
+def test_a_subclass_may_have_methods_of_its_own() -> None:
+    assert issubclass(type("Mine", (HFTrainer,), {"my_own": lambda self: None, "engine_class": Engine}), HFTrainer)
+
+
 @pytest.mark.parametrize("name", NEVER_CALLED)
 def test_a_hook_that_is_never_called_cannot_be_overridden(name: str) -> None:
     with pytest.raises(TypeError, match=f"Mine overrides {name}, which transformers' loop never calls. Use .* instead"):
