@@ -326,6 +326,7 @@ class ProcessRanks(Ranks):
         while len(at) < self.world_size and time.monotonic() < end:
             time.sleep(0.02)
             at = self._places()
+        at[self.rank] = what
         places = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(at.items()))
         return DistributedError(
             f"The processes of the run are at different places, where they would have waited for each other for ever: "
@@ -369,10 +370,10 @@ class ProcessRanks(Ranks):
         except RuntimeError:
             return True
 
-    @staticmethod
-    def _end_now(error: DistributedError) -> None:
+    def _end_now(self, error: DistributedError) -> None:
         sys.stdout.flush()
         print(f"omnitrain.errors.DistributedError: {error}", file=sys.stderr, flush=True)
+        self._part()
         os._exit(1)
 
     def _leave(self) -> None:
@@ -381,9 +382,11 @@ class ProcessRanks(Ranks):
         if os.getpid() != self._process or dist.group.WORLD is not self._world:
             return  # a fork of the process, or the user has closed the group
         if self._ends:
-            is_store_here = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            time.sleep(1.5 * _PATIENCE.total_seconds() * is_store_here)  # the others are to hear it
+            self._part()
             return
+        with contextlib.suppress(ValueError):  # not the main thread
+            # torchrun sends it to all that have not ended yet when the first one has, with a code of its own or not
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._meet(_AT_THE_END, seconds=_FAREWELL)
             dist.destroy_process_group()
@@ -394,6 +397,16 @@ class ProcessRanks(Ranks):
         except DistributedError as error:
             if not self._has_left():  # another has come to the end long before
                 self._end_now(error)
+
+    def _part(self) -> None:
+        """After an error, keep the store, if it is here, until the others have heard what they are to say of it."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"parted/{self.rank}", "")
+            end = time.monotonic() + _FAREWELL
+            is_store_here = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            keys = [f"parted/{rank}" for rank in range(self.world_size)]
+            while is_store_here and time.monotonic() < end and not self._store.check(keys):
+                time.sleep(0.02)
 
     def _portable(self, error: BaseException | None, what: str) -> Any:
         """Return the error as it can be sent to another process, with the word where it comes from."""

@@ -246,5 +246,5 @@ def test_the_loss_is_exchanged_at_logs_only(results: Any, backend: str) -> None:
     assert seldom.count("the loss for a log") == 2
     rest = [[one for one in seen if one != "the loss for a log"] for seen in (often, seldom)]
     assert rest[0] == rest[1]
-    steps = "/".join(rest[1]).split("the beginning of a step")[1:]
-    assert steps[:6] == ["/micro-batch/the end of a step/"] * 6
+    steps = "/".join(rest[1]).split("the beginning of a step/")[1]  # of the first one; the others' come with an end
+    assert steps.startswith("micro-batch/the end of a step/" * 6)
