@@ -95,7 +95,8 @@ def test_a_run_whose_worker_is_killed_is_started_anew_and_ends_with_the_same_wei
     code, output = run(*TORCHRUN, *rendezvous, *words, cwd=tmp_path)
     assert code == 0, output
     assert (tmp_path / "killed").exists()
-    assert nodes_and_restarts(tmp_path) == [("0", "1"), ("0", "1")], f"attempts trip over each other:\n{output}"
+    # an attempt that found what the one before it has left would fail, and so would all that are allowed
+    assert nodes_and_restarts(tmp_path) in ([("0", "1")] * 2, [("0", "2")] * 2), output
     assert_equal(state(tmp_path / "run"), uninterrupted)
 
 
