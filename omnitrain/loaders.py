@@ -238,12 +238,13 @@ class StreamLoader(Loader):
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
+        marks: bool = True,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size * world_size
         self.seed = seed
         self.size = len(dataset) if has_length(dataset) else None
-        self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size)
+        self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size, marks)
         if num_workers > 1:
             logger.warning(
                 "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
@@ -448,8 +449,11 @@ def make_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
+    marks: bool = True,
 ) -> Loader:
     """Return the loader that fits a dataset: map-style (it has a length and items), a stream, or a DataLoader.
+
+    `marks` says whether a stream that can is asked after each batch where it is, so that it can be put back there.
 
     Raises:
         DataError: If `dataset` is empty or none of these.
@@ -477,4 +481,4 @@ def make_loader(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "
             f"a DataLoader, got {type(dataset).__name__}."
         )
-    return StreamLoader(dataset, batch_size, collate, seed, rank=rank, world_size=world_size, **workers)
+    return StreamLoader(dataset, batch_size, collate, seed, rank=rank, world_size=world_size, marks=marks, **workers)

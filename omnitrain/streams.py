@@ -34,7 +34,14 @@ class Stream(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, collate: Collate, seed: int, rank: int = 0, world_size: int = 1
+        self,
+        dataset: Any,
+        batch_size: int,
+        collate: Collate,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        marks: bool = True,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
@@ -42,6 +49,7 @@ class Stream(IterableDataset[Any]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.marks = marks and can_seek(dataset)
         self.epoch = 0
         self.position = 0
         self.start: Mark | None = None
@@ -64,7 +72,7 @@ class Stream(IterableDataset[Any]):
         with isolated_rng():
             for _ in itertools.islice(samples, self.position - number):
                 pass
-        number, marks = self.position, can_seek(self.dataset)
+        number = self.position
         while True:
             with isolated_rng():
                 taken = list(itertools.islice(samples, self.batch_size * self.world_size))
@@ -75,7 +83,7 @@ class Stream(IterableDataset[Any]):
                 return
             number += len(taken)
             has_ended = len(taken) < self.batch_size * self.world_size
-            yield batch, Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if marks else None
+            yield batch, Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None
 
     def _samples(self, epoch: int, start: Mark | None) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):

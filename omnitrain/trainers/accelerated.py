@@ -18,7 +18,13 @@ from omnitrain.errors import ConfigError
 from omnitrain.optimization import build_optimizer
 from omnitrain.precision import precision_name
 from omnitrain.sampling import Window
-from omnitrain.trainers.accelerators import find_ranks, make_accelerator, refuse_lost_processes, start_from_main
+from omnitrain.trainers.accelerators import (
+    adopt_precision,
+    find_ranks,
+    make_accelerator,
+    refuse_lost_processes,
+    start_from_main,
+)
 from omnitrain.trainers.native import Trainer
 from omnitrain.trainers.zero import ZeroEngine, adopt_config, deepspeed_plugin, fill_config
 
@@ -107,7 +113,6 @@ class AccelerateTrainer(Trainer):
 
     def _setup_training_components(self) -> None:
         """Wrap the model; FSDP and DeepSpeed take the optimizer with it."""
-        self.scaler = self.precision.grad_scaler(self.fp16_loss_scale[0])
         kind = str(self.accelerator.distributed_type.value)
         if kind not in ("FSDP", "DEEPSPEED"):
             self.model = self.accelerator.prepare_model(self.model)
@@ -166,9 +171,6 @@ class AccelerateTrainer(Trainer):
         norm = super()._gradient_norm()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _finite_evidence(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm if self.world_size > 1 and not self.scaler.is_enabled() else super()._finite_evidence(norm)
-
     def _leave_evaluation(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -205,9 +207,7 @@ class AccelerateTrainer(Trainer):
 
 def _adopt_launcher(given: dict[str, Any]) -> None:
     """Take over what `accelerate launch` or its config file said, where the user's program says nothing."""
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if given.get("autocast") is None and precision != "no":
-        given["autocast"] = precision
+    adopt_precision(given)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps.isdigit() and int(steps) > 1 and not {"gradient_accumulation_steps", "global_batch_size"} & given.keys():
         given["gradient_accumulation_steps"] = int(steps)

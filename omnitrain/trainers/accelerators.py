@@ -18,7 +18,7 @@ from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
 from omnitrain.rendezvous import init_method
 
-__all__ = ["find_ranks", "make_accelerator", "refuse_lost_processes", "start_from_main"]
+__all__ = ["adopt_precision", "find_ranks", "is_set", "make_accelerator", "refuse_lost_processes", "start_from_main"]
 
 logger = logging.getLogger("omnitrain")
 
@@ -59,7 +59,7 @@ def make_accelerator(
     _check_dimensions(parallelism_config)
     AcceleratorState._reset_state()  # one trainer after another, each with its own settings; the processes stay
     has_gpu = choose_device(None).type != "cpu" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
-    wants_fsdp = fsdp_plugin is not None or _flag("ACCELERATE_USE_FSDP")
+    wants_fsdp = fsdp_plugin is not None or is_set("ACCELERATE_USE_FSDP")
     if wants_fsdp and fsdp_plugin is None:
         fsdp_plugin = FullyShardedDataParallelPlugin()
     if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
@@ -112,7 +112,15 @@ def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:
     accelerator.state.fsdp_plugin = plugin
 
 
-def _flag(name: str) -> bool:
+def adopt_precision(given: dict[str, Any]) -> None:
+    """Take over the precision that `accelerate launch` or its config file named, where the program names none."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if given.get("autocast") is None and precision != "no":
+        given["autocast"] = precision
+
+
+def is_set(name: str) -> bool:
+    """Return whether a variable of the environment says yes."""
     return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 

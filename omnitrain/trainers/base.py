@@ -187,8 +187,9 @@ class BaseTrainer(Calls, ABC):
             self.train_loader = GivenLoader(given["train_loader"], self.seed, self.rank, self.world_size)
         elif self.train_dataset is not None:
             self.train_loader = make_loader(
-                self.train_dataset, self.batch_size, name="train_dataset", shuffle=given["shuffle"], **self._loading
-            )
+                self.train_dataset, self.batch_size, name="train_dataset", shuffle=given["shuffle"],
+                marks=self.store is not None, **self._loading,
+            )  # fmt: skip
         self.eval_loader = self._evaluation_loader(self.eval_dataset, given["eval_loader"], "eval_dataset")
         self.test_loader = self._evaluation_loader(self.test_dataset, given["test_loader"], "test_dataset")
 
@@ -199,7 +200,9 @@ class BaseTrainer(Calls, ABC):
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:
             return GivenLoader(loader, self.seed, self.rank, self.world_size)
-        return dataset if dataset is None else make_loader(dataset, self.eval_batch_size, name=name, **self._loading)
+        if dataset is None:
+            return None
+        return make_loader(dataset, self.eval_batch_size, name=name, marks=False, **self._loading)
 
     def _new_run(self) -> None:
         """Start counting from nothing: progress, history, best."""

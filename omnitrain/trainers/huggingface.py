@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,13 +15,18 @@ from torch import nn
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError, NonFiniteError
+from omnitrain.errors import ConfigError
 from omnitrain.events import Callback
 from omnitrain.loaders import MapLoader
 from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
-from omnitrain.trainers.accelerators import find_ranks, refuse_lost_processes, start_from_main
-from omnitrain.trainers.base import BaseTrainer
+from omnitrain.trainers.accelerators import (
+    adopt_precision,
+    find_ranks,
+    is_set,
+    refuse_lost_processes,
+    start_from_main,
+)
 from omnitrain.trainers.engine import Boundary, Bridge, Engine, Schedule
 from omnitrain.trainers.hf_arguments import (
     HFTrainingArguments,
@@ -32,6 +36,7 @@ from omnitrain.trainers.hf_arguments import (
     policies_of,
     word_of,
 )
+from omnitrain.trainers.scaling import LossScaling
 from omnitrain.units import StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
@@ -51,7 +56,7 @@ NEVER_CALLED = {
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
 
-class HFTrainer(BaseTrainer):
+class HFTrainer(LossScaling):
     """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
 
     Takes the arguments of `BaseTrainer` except `device`, and those below. `trainer.engine` is the real
@@ -75,8 +80,6 @@ class HFTrainer(BaseTrainer):
 
     engine_class: type[Engine] = Engine
     engine: Engine
-    scaler: torch.amp.GradScaler
-    """As in `Trainer`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -138,7 +141,7 @@ class HFTrainer(BaseTrainer):
     def _adopt(self, kwargs: dict[str, Any], compute_loss_func: Any, optimizers: tuple[Any, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
-            if os.environ.get(name, "").lower() in ("true", "1", "yes"):
+            if is_set(name):
                 raise ConfigError(f"{name} is set by `accelerate launch`. Use AccelerateTrainer, which does that.")
         if compute_loss_func is not None:
             if kwargs.get("loss_fn") is not None:
@@ -147,11 +150,10 @@ class HFTrainer(BaseTrainer):
                 )
             kwargs["loss_fn"] = lambda outputs, labels: compute_loss_func(outputs, labels, num_items_in_batch=None)
         adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), kwargs, "`optimizers`")
-        launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if self.training_args is not None:
             adopt_arguments(self.training_args, kwargs)
-        elif kwargs.get("autocast") is None and launched != "no":
-            kwargs["autocast"] = launched
+        else:
+            adopt_precision(kwargs)
         if isinstance(self.processing_class, _PADS) and kwargs.get("data_collator") is None:
             padding: Any = transformers.DataCollatorWithPadding
             kwargs["data_collator"] = padding(self.processing_class)
@@ -215,7 +217,6 @@ class HFTrainer(BaseTrainer):
         given, args = self._given, self.training_args
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
-        self.scaler = self.precision.grad_scaler(self.fp16_loss_scale[0])
         if self._by_window:  # of any length: the lifecycle ends the run, and the data an epoch
             self._engine_args.gradient_accumulation_steps = 1
             self._engine_args.max_steps = _ENDLESS
@@ -307,7 +308,6 @@ class HFTrainer(BaseTrainer):
     def _finish_gradients(self, window: Window) -> bool:
         """Do what comes between the last backward pass and the update; return whether it may be made."""
         self._divide_by_targets(self._divisor(window))
-        self.scaler.unscale_(self.optimizer)
         self._grad_norm = self._clip_gradients()
         self.lifecycle.before_optimizer_step()
         admitted = self._is_admitted(self._grad_norm, window)
@@ -318,27 +318,6 @@ class HFTrainer(BaseTrainer):
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch
-
-    @property
-    def _must_undo(self) -> bool:
-        return super()._must_undo or self.scaler.is_enabled()
-
-    def _finite_evidence(self, norm: torch.Tensor) -> torch.Tensor:
-        if self.scaler.is_enabled():
-            return self._loss.sum  # an infinite gradient is the scaler's ordinary business
-        return norm if self.world_size > 1 else super()._finite_evidence(norm)
-
-    def _check_loss_scale(self, applied: bool) -> None:
-        """Refuse to go on where the gradients overflow whatever the scale."""
-        if not applied and self.scaler.is_enabled() and self.scaler.get_scale() < self.fp16_loss_scale[1]:
-            raise NonFiniteError(
-                f"The fp16 loss scale fell to {self.scaler.get_scale():g}, below its minimum "
-                f"{self.fp16_loss_scale[1]:g}, at step {self.progress.step + 1}. Lower the learning rate, use bf16, "
-                "or lower the minimum in `fp16_loss_scale`."
-            )
-
-    def _backend_logs(self) -> dict[str, float]:
-        return {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
 
     def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
         output = super()._forward(model, batch)
@@ -357,13 +336,15 @@ class HFTrainer(BaseTrainer):
             self._evaluate_in_run()
         if self.lifecycle.evaluated_step != self.progress.step:
             return {}  # a signal has cut it short
-        return {key: value for key, value in self.metrics["valid"][-1].items() if key not in ("epoch", "step")}
+        return self._latest_metrics()
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
         super()._evaluate_in_run(counts)
         if self.lifecycle.evaluated_step == self.progress.step and self.engine.is_in_train:
-            row = self.metrics["valid"][-1]
-            self.engine.tell_evaluation({key: row[key] for key in row if key not in ("epoch", "step")})
+            self.engine.tell_evaluation(self._latest_metrics())
+
+    def _latest_metrics(self) -> dict[str, float]:
+        return {key: value for key, value in self.metrics["valid"][-1].items() if key not in ("epoch", "step")}
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         metrics = super().evaluate(dataset, prefix)

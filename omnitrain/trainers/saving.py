@@ -194,11 +194,9 @@ class Saving(TrainingLoop):
             "logged": list(self._logged),
             "grad_norm": self._read_grad_norm().get("grad_norm"),
         }
-        only_model = self._given["save_only_model"]
-        files, payload = self._capture_model() if only_model else self._capture_state()
+        files, payload = self._capture()
         payload |= {
             **history,
-            "only_model": only_model,
             "objective": state.to_json(history["objective"], "objective"),
             "callbacks": state.to_json(history["callbacks"], "callbacks"),
             "loop": state.to_json(loop, "loop"),
@@ -218,16 +216,16 @@ class Saving(TrainingLoop):
         """Whether the latest evaluation is the best so far, and no checkpoint was saved since."""
         return self.lifecycle.objective.best_step == self.lifecycle.evaluated_step != self._credited_step
 
-    def _capture_model(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-        """Return what `save_only_model` keeps, in the form of `_capture_state`."""
-        return {state.WEIGHTS: self._model_tensors()}, {"extra_state": state.extra_state(self.model)}
-
-    def _capture_state(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    def _capture(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Return the tensors by file and name, and the rest as JSON types. What the lifecycle knows is added to it."""
+        only_model = self._given["save_only_model"]
+        weights = {state.WEIGHTS: self._model_tensors()}
+        payload = {"only_model": only_model, "extra_state": state.extra_state(self.model)}
+        if only_model:
+            return weights, payload
         tensors, rest = self._optimizer_state()
         generators = self.ranks.gather("the random numbers for a checkpoint", state.rng_tensors(self.device))
         scaler = getattr(self, "scaler", None)
-        weights, payload = self._capture_model()
         payload |= {
             "optimizer": rest,
             "rng": [rest for _, rest in generators],
@@ -271,12 +269,11 @@ class Saving(TrainingLoop):
         """Find out before the first step what could not be saved, and whether there is room for the rest."""
         if self.store is None:
             return
-        only_model = self._given["save_only_model"]
-        files, _ = self._capture_model() if only_model else self._capture_state()
+        files, _ = self._capture()
         if not self.ranks.is_main:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
-        needed = (1 if only_model else 3) * sum(sizes)  # with the two moments of Adam
+        needed = (1 if self._given["save_only_model"] else 3) * sum(sizes)  # with the two moments of Adam
         warning = check_free_space(self.store.root, self.store.newest_size() or needed)
         if warning:
             logger.warning("%s", warning)
