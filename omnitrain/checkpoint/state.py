@@ -93,8 +93,8 @@ def class_of(model: nn.Module) -> type:
 
 
 def bare_name(name: str) -> str:
-    """Return a parameter's name without what `torch.compile` of a submodule puts into it."""
-    return name.replace("_orig_mod.", "")
+    """Return a parameter's name without what `torch.compile` or activation checkpointing of a submodule put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -116,23 +116,32 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
         write: Writes them. Whatever it raises is raised on all processes, none of which is left waiting.
     """
     parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_in_parts(tensor)]
-    done = 0
+    done, lost = 0, False
 
     def gather(tensor: Any) -> torch.Tensor:
-        nonlocal done
+        nonlocal done, lost
         done += is_in_parts(tensor)
-        return whole(tensor)
+        lost = is_in_parts(tensor)
+        result = whole(tensor)
+        lost = False
+        return result
 
     def work() -> T:
-        try:
-            return write(gather)
-        finally:
-            for tensor in parts[done:]:
-                whole(tensor)
+        if failed is not None:
+            raise failed
+        return result
 
-    if not ranks.is_main:
-        for tensor in parts:
-            whole(tensor)
+    result: Any = None
+    failed: Exception | None = None
+    if ranks.is_main:
+        try:
+            result = write(gather)
+        except Exception as error:
+            if lost:
+                raise  # the others are in the middle of a tensor, and would not hear of it
+            failed = error
+    for tensor in parts[done:]:
+        whole(tensor)
     return ranks.on_main("the writing of a checkpoint or model", work)
 
 

@@ -46,9 +46,10 @@ def make_accelerator(
     """
     try:
         from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
+        from accelerate.state import AcceleratorState, PartialState
         from accelerate.utils import (
             DistributedDataParallelKwargs,
+            DistributedType,
             FullyShardedDataParallelPlugin,
             GradientAccumulationPlugin,
             InitProcessGroupKwargs,
@@ -57,7 +58,9 @@ def make_accelerator(
         raise MissingExtraError("AccelerateTrainer", "accelerate", "accelerate") from None
 
     _check_dimensions(parallelism_config)
-    AcceleratorState._reset_state()  # one trainer after another, each with its own settings; the processes stay
+    # One trainer after another, each with its own settings; the processes stay.
+    kind = PartialState._shared_state.get("distributed_type")
+    AcceleratorState._reset_state(deepspeed_plugin is None and kind == DistributedType.DEEPSPEED)
     has_gpu = choose_device(None).type != "cpu" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
     wants_fsdp = fsdp_plugin is not None or is_set("ACCELERATE_USE_FSDP")
     if wants_fsdp and fsdp_plugin is None:

@@ -274,7 +274,15 @@ class BaseTrainer(Calls, ABC):
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer: the user's, or one that is built when it is first looked at, once the model is in place."""
+        return self._build_optimizer()
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer that was asked for, of the model as it is now."""
         return build_optimizer(self._given["optimizer"], self.model, self.learning_rate, self.weight_decay)
+
+    def _renew_optimizer(self) -> None:
+        """Have an optimizer without a past, for another run."""
+        del self.optimizer  # it is built when it is next looked at
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -304,7 +312,7 @@ class BaseTrainer(Calls, ABC):
         if self.progress.step or self.metrics["train_metrics_history"]:
             self._new_run()
             if self._given["optimizer"] is None or not hasattr(self._given["optimizer"], "param_groups"):
-                del self.optimizer
+                self._renew_optimizer()
             self._finish_setup()
         self._seed()
         self.optimizer.zero_grad()

@@ -6,9 +6,11 @@ requests onto their flags. What the user says is in `huggingface.py`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers.trainer_callback import ExportableState
 
-from omnitrain.checkpoint.state import unwrap
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.loaders import MapLoader
 from omnitrain.sampling import Window, windows
+from omnitrain.trainers.hf_files import write_model_files, write_optimizer, write_state
 from omnitrain.workers import outlive_signals
 
 if TYPE_CHECKING:
@@ -66,6 +68,19 @@ class Engine(transformers.Trainer):
         self.is_asked_for = False
         return super().train(*args, **kwargs)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make accelerate's `Accelerator`, unless the trainer has one to cut up the weights with."""
+        if self.owner.accelerator is None:
+            super().create_accelerator_and_postprocess()
+            return
+        self.accelerator = Wrapped(self.owner)  # type: ignore[assignment]
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False  # so it is no business of theirs
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        if not self.owner._sharded_by:
+            super()._move_model_to_device(model, device)
+
     # --- data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -92,14 +107,15 @@ class Engine(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a micro-batch forward and backward; where data have no length, all those of a window in turn."""
-        if not self.owner._by_window:
-            return super().training_step(model, inputs, num_items_in_batch)
-        *others, last = inputs
+        owner, last = self.owner, len(self._window.batches) - 1
+        if not owner._by_window:
+            with owner._accumulating(last=self._turn == last):
+                return super().training_step(model, inputs, num_items_in_batch)
         total = torch.zeros((), device=self.args.device)
-        for batch in others:
-            with self.accelerator.no_sync(model):
+        for turn, batch in enumerate(inputs):
+            with owner._accumulating(last=turn == last):
                 total += super().training_step(model, batch, num_items_in_batch)
-        return total + super().training_step(model, last, num_items_in_batch)
+        return total
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return how many there are in a micro-batch, or in those of a window."""
@@ -187,8 +203,10 @@ class Engine(transformers.Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         owner = self.owner
-        if owner.store is None:
+        if owner.store is None and not owner._sharded_by:
             super()._save_checkpoint(model, trial)  # asked for by a callback of transformers' kind
+        elif owner.store is None:
+            owner.request_save()  # which says why that cannot be
         elif owner.lifecycle.saved_at != owner.progress.position:
             owner._save()
             if self.args.push_to_hub and owner.lifecycle.saved_at is not None:
@@ -197,51 +215,11 @@ class Engine(transformers.Trainer):
 
     def write_own_files(self, folder: Path) -> None:
         """Write what a stock `transformers.Trainer` resumes from beside our files; none of it is read by us."""
-        where, owner = str(folder), self.owner
-        if not owner._given["save_only_model"]:
-            optimizer, schedule = self._optimizer_as_theirs(), Schedule(owner).state_dict()
-            if len(optimizer["param_groups"]) > len(owner.optimizer.param_groups):
-                lists = ("base_lrs", "_last_lr", "lr_lambdas")  # an entry for each group
-                schedule |= {name: 2 * list(schedule[name]) for name in lists if name in schedule}
-            torch.save(optimizer, folder / "optimizer.pt")
-            torch.save(schedule, folder / "scheduler.pt")
-            self._save_rng_state(where)
-        if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
-            self.state = owner._engine_state()  # their loop has yet to begin
-        held: dict[str, Any] = {}
-        for one in [*self._stateful_callbacks(), self.control]:
-            held.setdefault(type(one).__name__, []).append(one.state())
-        vars(self.state)["stateful_callbacks"] = held
-        best = (
-            f"checkpoint-{owner.progress.step:06d}"
-            if owner._has_uncredited_best
-            else owner.metrics.get("best_checkpoint")
-        )
-        self.state.best_model_checkpoint = best and str(owner.store.root / best)  # type: ignore[union-attr]
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-        torch.save(self.args, folder / "training_args.bin")
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(where)
-        if hasattr(unwrap(owner.model), "peft_config"):
-            owner._save_adapters(folder, overwrite=True)
-
-    def _optimizer_as_theirs(self) -> dict[str, Any]:
-        """Return the optimizer's state in the two groups that a stock Trainer makes, if it is in one of ours."""
-        owner = self.owner
-        content: dict[str, Any] = owner.optimizer.state_dict()
-        if owner._given["optimizer"] is not None or len(content["param_groups"]) != 1:
-            return content
-        (group,) = owner.optimizer.param_groups
-        places = {id(parameter): place for place, parameter in enumerate(group["params"])}
-        decaying = set(self.get_decay_parameter_names(unwrap(owner.model)))
-        halves: tuple[list[int], list[int]] = ([], [])
-        for name, parameter in unwrap(owner.model).named_parameters():
-            if id(parameter) in places:
-                halves[name not in decaying].append(places[id(parameter)])
-        order = halves[0] + halves[1]
-        state = {new: content["state"][old] for new, old in enumerate(order) if old in content["state"]}
-        numbers = range(len(halves[0])), range(len(halves[0]), len(order))
-        return {"state": state, "param_groups": [{**content["param_groups"][0], "params": [*one]} for one in numbers]}
+        if not self.owner._given["save_only_model"]:
+            write_optimizer(self, Schedule(self.owner), folder)
+            self._save_rng_state(str(folder))
+        write_state(self, folder)
+        write_model_files(self, folder)
 
     def _stateful_callbacks(self) -> list[Any]:
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
@@ -350,6 +328,40 @@ class Bridge(transformers.TrainerCallback):
         control.should_training_stop |= bool(asked.stop or lifecycle.stop)
         asked.log = asked.evaluate = asked.save = False
         return control
+
+
+class Wrapped:
+    """accelerate's Accelerator as transformers' loop may see it where our trainer has wrapped the model already."""
+
+    def __init__(self, trainer: HFTrainer) -> None:
+        self._trainer = trainer
+        self._optimizer: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer.accelerator, name)
+
+    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        """Return the model as it is, and the optimizer in accelerate's wrapper, whose step the loop takes."""
+        zero = self._trainer._zero
+        self._optimizer = self._trainer.accelerator.prepare_optimizer(objects[-1]) if zero is None else zero.prepared
+        return (*objects[:-1], self._optimizer) if len(objects) > 1 else self._optimizer
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the latest step of the optimizer was left out."""
+        return self._optimizer.step_was_skipped
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Do nothing: `Engine.training_step` says to the model which micro-batch is the last."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward as the model's wrapper wants it."""
+        self._trainer._backward(loss)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Keep what there is: it is still needed."""
+        return objects
 
 
 class Schedule:

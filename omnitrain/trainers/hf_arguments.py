@@ -13,12 +13,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.events import Callback
+from omnitrain.precision import precision_name
+from omnitrain.trainers.accelerators import is_set, make_accelerator
+from omnitrain.trainers.zero import adopt_config, deepspeed_plugin
 
-__all__ = ["HFTrainingArguments", "adopt", "adopt_arguments", "engine_arguments", "policies_of", "word_of"]
+__all__ = [
+    "HFTrainingArguments",
+    "adopt",
+    "adopt_arguments",
+    "engine_arguments",
+    "policies_of",
+    "sharding_accelerator",
+    "word_of",
+]
 
 logger = logging.getLogger("omnitrain")
 
@@ -115,8 +127,6 @@ class HFTrainingArguments(transformers.TrainingArguments):
 
 
 UNSUPPORTED = {
-    "deepspeed": (None, "", {}),
-    "fsdp": (None, "", [], False),
     "dataloader_drop_last": (False,),
     "train_sampling_strategy": ("random", "sequential"),
     "auto_find_batch_size": (False,),
@@ -196,8 +206,6 @@ def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
 
 
 _ADVICE = {
-    "deepspeed": "Use AccelerateTrainer with `deepspeed_config`: its checkpoints and numbers are the same.",
-    "fsdp": "Use AccelerateTrainer with `fsdp_plugin`: its checkpoints and numbers are the same.",
     "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
     "label_smoothing_factor": "Pass a `loss_fn` that smooths, such as torch's cross_entropy with label_smoothing.",
     "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",
@@ -251,6 +259,40 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
     if args.dataloader_prefetch_factor is not None:
         found["prefetch_factor"] = args.dataloader_prefetch_factor
     return found
+
+
+def sharding_accelerator(args: transformers.TrainingArguments | None, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Return an `Accelerator` that cuts the weights up, and DeepSpeed's schedule; None where none is asked for.
+
+    Args:
+        args: The user's; `accelerate launch` may ask for it too.
+        given: The keyword arguments for our trainer; what only DeepSpeed's configuration says is filled in.
+
+    Raises:
+        ConfigError: If they contradict each other, or ask for FSDP 1 or compilation.
+    """
+    config = getattr(args, "hf_deepspeed_config", None)  # with "auto" filled in from the arguments
+    zero = deepspeed_plugin(None if config is None else config.config)
+    options, schedule, fsdp = getattr(args, "fsdp_plugin_args", None), None, None
+    if zero is None and options is None and not is_set("ACCELERATE_USE_FSDP"):
+        return None, None
+    if args is not None and args.torch_compile:
+        raise ConfigError("`training_args.torch_compile=True` is not supported beside FSDP or DeepSpeed. Leave it out.")
+    if zero is not None:
+        if args is not None and given.get("lr_scheduler") is None:
+            schedule = zero.deepspeed_config.pop("scheduler", None)
+        adopt_config(zero, given)
+    elif options is not None and args is not None:
+        if options["fsdp_version"] != 2:
+            raise ConfigError(
+                f"`training_args.fsdp_config` asks for FSDP {options['fsdp_version']}, by default or in words; PyTorch "
+                "has replaced it. Say fsdp_config={'version': 2}."
+            )
+        settings: Any = args.fsdp_config  # of which transformers 5.0 does not give everything to the plugin
+        kept = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
+        fsdp = FullyShardedDataParallelPlugin(**{**options, **kept})
+    precision = precision_name(given.get("autocast"))
+    return make_accelerator(precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp), schedule
 
 
 def word_of(choice: Any) -> Any:
@@ -319,6 +361,11 @@ def engine_arguments(
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
         "mixed_precision": "no",  # autocast and loss scaling are the trainer's
         "enable_jit_checkpoint": False,  # a signal saves anyway
+        # who cuts up the weights is the trainer's to say, too
+        "fsdp": "",
+        "fsdp_plugin_args": None,
+        "deepspeed": None,
+        "deepspeed_plugin": None,
     }
     for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)

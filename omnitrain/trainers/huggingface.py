@@ -13,20 +13,15 @@ import torch
 import transformers
 from torch import nn
 
-from omnitrain.checkpoint.state import unwrap
+from omnitrain.checkpoint.state import bare_name, unwrap
+from omnitrain.checkpoint.tensors import load_tensors, save_tensors, whole
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback
 from omnitrain.loaders import MapLoader
 from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
-from omnitrain.trainers.accelerators import (
-    adopt_precision,
-    find_ranks,
-    is_set,
-    refuse_lost_processes,
-    start_from_main,
-)
+from omnitrain.trainers.accelerators import adopt_precision, find_ranks, refuse_lost_processes, start_from_main
 from omnitrain.trainers.engine import Boundary, Bridge, Engine, Schedule
 from omnitrain.trainers.hf_arguments import (
     HFTrainingArguments,
@@ -34,9 +29,11 @@ from omnitrain.trainers.hf_arguments import (
     adopt_arguments,
     engine_arguments,
     policies_of,
+    sharding_accelerator,
     word_of,
 )
-from omnitrain.trainers.scaling import LossScaling
+from omnitrain.trainers.sharding import Sharding
+from omnitrain.trainers.zero import schedule_of
 from omnitrain.units import StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
@@ -56,11 +53,12 @@ NEVER_CALLED = {
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
 
-class HFTrainer(LossScaling):
+class HFTrainer(Sharding):
     """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
 
     Takes the arguments of `BaseTrainer` except `device`, and those below. `trainer.engine` is the real
     `transformers.Trainer`, for everything that is not ours (`engine.push_to_hub()`, `engine.add_callback(...)`, ...).
+    FSDP and DeepSpeed are asked for by the training arguments or by `accelerate launch`, as in transformers.
 
     Args:
         model: As in `BaseTrainer`.
@@ -133,6 +131,9 @@ class HFTrainer(LossScaling):
         self._engine_args = engine_arguments(training_args, str(self._output_dir or self._scratch.name), **ours)
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
+        self.accelerator, self._scheduler_config = sharding_accelerator(training_args, kwargs)
+        if not self._sharded_by:
+            self.accelerator = None
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
         with self.ranks.calling(f"{type(self).__name__}()"):
@@ -140,9 +141,6 @@ class HFTrainer(LossScaling):
 
     def _adopt(self, kwargs: dict[str, Any], compute_loss_func: Any, optimizers: tuple[Any, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
-        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
-            if is_set(name):
-                raise ConfigError(f"{name} is set by `accelerate launch`. Use AccelerateTrainer, which does that.")
         if compute_loss_func is not None:
             if kwargs.get("loss_fn") is not None:
                 raise ConfigError(
@@ -213,8 +211,7 @@ class HFTrainer(LossScaling):
         return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
 
     def _setup_training_components(self) -> None:
-        """Build the engine around the model, with our optimizer, or the one that its arguments ask for."""
-        given, args = self._given, self.training_args
+        """Build the engine around the model; FSDP and DeepSpeed take the optimizer with it."""
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
         if self._by_window:  # of any length: the lifecycle ends the run, and the data an epoch
@@ -236,12 +233,22 @@ class HFTrainer(LossScaling):
             self.engine.remove_callback(callback)
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
+        if self.accelerator is not None:
+            self._shard()
+            self.engine.model_wrapped = self.model
+            return
+        self.accelerator = self.engine.accelerator
         self.model.to(self.device)
         if self.world_size > 1:
             start_from_main(self.model, self.ranks)  # DDP comes with the loop, and an evaluation may come before it
-        if args is not None and given["optimizer"] is None and self._can_train:
-            self.engine.args.learning_rate = self.learning_rate
-            self.optimizer = self.engine.create_optimizer()
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        if self.training_args is None or self._given["optimizer"] is not None:
+            return super()._build_optimizer()
+        self.engine.args.learning_rate, self.engine.optimizer = self.learning_rate, None
+        optimizer = self.engine.create_optimizer()
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
 
     def _finish_setup(self) -> None:
         args = self.training_args
@@ -249,7 +256,12 @@ class HFTrainer(LossScaling):
             total = self.total_steps
             warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
             options: Any = args.lr_scheduler_kwargs or {}
-            if not options and (total is None or warmup < total):
+            if self._scheduler_config is not None:
+                self._given["lr_scheduler"] = schedule_of(
+                    self._scheduler_config, warmup_min_lr=0, warmup_max_lr=self.learning_rate,
+                    warmup_num_steps=warmup, total_num_steps=total,
+                )  # fmt: skip
+            elif not options and (total is None or warmup < total):
                 self._given["lr_scheduler"] = word_of(args.lr_scheduler_type)
                 self.warmup_steps = self._given["warmup_steps"] = warmup
             else:  # what a name alone does not say, and a warm-up that is longer than the run
@@ -271,7 +283,7 @@ class HFTrainer(LossScaling):
             self._answer_requests()
         if not self.lifecycle.stop:
             self.engine.optimizer, self.engine.lr_scheduler = self.optimizer, Schedule(self)
-            self.engine.accelerator.scaler = self.scaler if self.scaler.is_enabled() else None
+            self.accelerator.scaler = self.scaler if self.scaler.is_enabled() else None
             self.engine.has_ended, self.engine.is_asked_for = False, True
             self.engine.train(resume_from_checkpoint=self._start_of_engine())
         if not self.lifecycle.is_closing:
@@ -306,8 +318,13 @@ class HFTrainer(LossScaling):
             self._restore_random_numbers(*self._resumed)
 
     def _finish_gradients(self, window: Window) -> bool:
-        """Do what comes between the last backward pass and the update; return whether it may be made."""
+        """Do what comes between the last backward pass and the update; return whether it may be made.
+
+        DeepSpeed makes it here, at once with the rest.
+        """
         self._divide_by_targets(self._divisor(window))
+        if self._zero is not None:
+            return self._update_by_zero(self._zero, window)
         self._grad_norm = self._clip_gradients()
         self.lifecycle.before_optimizer_step()
         admitted = self._is_admitted(self._grad_norm, window)
@@ -379,20 +396,37 @@ class HFTrainer(LossScaling):
         """
         if hasattr(unwrap(self.model), "peft_config"):
             with self.ranks.calling("save_model()"):
-                self.ranks.on_main("the writing of adapters", lambda: self._save_adapters(Path(path), overwrite))
+                adapters = {name: whole(tensor) for name, tensor in self._adapters().items()}
+                self.ranks.on_main(
+                    "the writing of adapters", lambda: self._save_adapters(Path(path), adapters, overwrite)
+                )
         else:
             super().save_model(path, overwrite)
         if self.processing_class is not None and self.is_main_process:
             self.processing_class.save_pretrained(path)
         return Path(path)
 
-    def _save_adapters(self, folder: Path, overwrite: bool) -> None:
+    def _adapters(self) -> dict[str, Any]:
+        """Return the tensors of PEFT's adapters, and what else is trained, by name; those in parts as they are."""
+        model: Any = unwrap(self.model)
+        trained = {bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+        marks = [f".{name}." for name in model.peft_config]
+        tensors = self._model_tensors().items()
+        return {name: one for name, one in tensors if name in trained or any(mark in name for mark in marks)}
+
+    def _save_adapters(self, folder: Path, tensors: Mapping[str, torch.Tensor], overwrite: bool) -> None:
         if (folder / "adapter_config.json").exists() and not overwrite:
             raise ConfigError(
                 f"{str(folder)!r} holds adapters already. Pass overwrite=True to replace them, or give another path."
             )
         model: Any = unwrap(self.model)
-        model.save_pretrained(folder)
+        # PEFT looks for its tensors under the names of the wrapped modules
+        wrapped = {bare_name(name): name for name, _ in model.named_parameters()}
+        model.save_pretrained(folder, state_dict={wrapped.get(name, name): one for name, one in tensors.items()})
+        if any(name != bare for bare, name in wrapped.items()):
+            file = folder / "adapter_model.safetensors"
+            # copied out of the file first, which its tensors are views of
+            save_tensors({bare_name(name): one.clone() for name, one in load_tensors(file).items()}, file)
 
 
 _ENDLESS = 1 << 40

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from omnitrain.trainers.scaling import LossScaling
 
 __all__ = ["Trainer"]
@@ -23,9 +21,6 @@ class Trainer(LossScaling):
     >>> metrics["stop_reason"], sorted(metrics["best_valid"])
     ('epochs', ['epoch', 'eval_loss', 'step'])
     """
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        self.scaler.scale(loss).backward()
 
     def _apply_update(self) -> bool:
         scale = self.scaler.get_scale()

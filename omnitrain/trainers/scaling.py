@@ -13,7 +13,7 @@ __all__ = ["LossScaling"]
 
 
 class LossScaling(BaseTrainer):
-    """A trainer with PyTorch's own loss scaler; who scales the loss and steps through it is the trainer's to say."""
+    """A trainer with PyTorch's own loss scaler; who steps through it is the trainer's to say."""
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
@@ -23,6 +23,9 @@ class LossScaling(BaseTrainer):
     @property
     def _must_undo(self) -> bool:
         return super()._must_undo or self.scaler.is_enabled()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()
 
     def _clip_gradients(self) -> torch.Tensor:
         self.scaler.unscale_(self.optimizer)

@@ -30,7 +30,7 @@ from omnitrain.checkpoint.tensors import Gathered, shape_of
 from omnitrain.errors import ConfigError, MissingExtraError
 from omnitrain.precision import choose_device
 
-__all__ = ["ZeroEngine", "adopt_config", "deepspeed_plugin", "fill_config"]
+__all__ = ["ZeroEngine", "adopt_config", "deepspeed_plugin", "fill_config", "schedule_of"]
 
 
 def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
@@ -79,12 +79,12 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
     config = plugin.deepspeed_config
     if "scheduler" in config:
         raise ConfigError(
-            "`deepspeed_config` has a 'scheduler', but the schedule is stepped by the trainer, so that it is the same "
-            "everywhere. Remove it and pass `lr_scheduler` and `warmup_steps`."
+            "The DeepSpeed configuration has a 'scheduler', but the schedule is stepped by the trainer, so that it is "
+            "the same everywhere. Remove it and pass `lr_scheduler` and `warmup_steps`."
         )
     if "optimizer" in config and given.get("optimizer") is not None:
         raise ConfigError(
-            f"`deepspeed_config` has the optimizer {config['optimizer'].get('type')!r}, and "
+            f"The DeepSpeed configuration has the optimizer {config['optimizer'].get('type')!r}, and "
             f"`optimizer={given['optimizer']!r}` is passed too. Leave one of them out."
         )
     names = {
@@ -101,7 +101,7 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
         wanted = 0.0 if wanted is None and key == "gradient_clipping" else wanted
         if wanted is not None and wanted != says:
             raise ConfigError(
-                f"`deepspeed_config` says {key}={says}, and the argument `{name}` {given.get(name)}. "
+                f"The DeepSpeed configuration says {key}={says}, and the argument `{name}` {given.get(name)}. "
                 f"Give both the same value, or say 'auto' in the configuration."
             )
         given[name] = says if says or key != "gradient_clipping" else None
@@ -109,9 +109,13 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
         says = config.get(precision, {}).get("enabled", "auto")
         asked = given.get("autocast")
         if says is True and asked not in (None, precision):
-            raise ConfigError(f"`deepspeed_config` enables {precision}, and `autocast={asked!r}`. Make them agree.")
+            raise ConfigError(
+                f"The DeepSpeed configuration enables {precision}, and `autocast={asked!r}`. Make them agree."
+            )
         if says is False and asked == precision:
-            raise ConfigError(f"`deepspeed_config` disables {precision}, and `autocast={asked!r}`. Make them agree.")
+            raise ConfigError(
+                f"The DeepSpeed configuration disables {precision}, and `autocast={asked!r}`. Make them agree."
+            )
         if says is True:
             given["autocast"] = precision
 
@@ -127,23 +131,65 @@ def fill_config(plugin: Any, batch_size: int, max_grad_norm: float | None, world
     }
 
 
+def schedule_of(content: Mapping[str, Any], **automatic: Any) -> Any:
+    """Return the 'scheduler' of a DeepSpeed configuration as a callable of the optimizer.
+
+    Args:
+        content: Its type and params.
+        automatic: What stands for "auto" among the params.
+
+    Raises:
+        ConfigError: If DeepSpeed has no such schedule.
+    """
+    from deepspeed.runtime import lr_schedules
+
+    name = content.get("type")
+    if name not in lr_schedules.VALID_LR_SCHEDULES:
+        raise ConfigError(
+            f"The DeepSpeed configuration has the scheduler {name!r}, which is none of "
+            f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}."
+        )
+    options = {
+        key: automatic.get(key) if value == "auto" else value for key, value in content.get("params", {}).items()
+    }
+    return functools.partial(getattr(lr_schedules, str(name)), **options)
+
+
 class ZeroEngine:
     """DeepSpeed's engine around a model and its optimizer.
 
     Args:
         accelerator: Whose plugin has the configuration.
         model: The bare model.
-        optimizer: PyTorch's; its groups' options (the learning rate among them) stay in force.
+        optimizer: PyTorch's, whose groups' options (the learning rate among them) stay in force, or accelerate's
+            place-holder for the one in the configuration.
+
+    Attributes:
+        model: DeepSpeed's engine.
+        optimizer: PyTorch's optimizer inside of it.
+        prepared: accelerate's wrapper of DeepSpeed's, whose `step` does nothing.
     """
 
     def __init__(self, accelerator: Any, model: nn.Module, optimizer: Any) -> None:
         named = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
-        self._groups = [[named[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+        groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]  # of a place-holder
+        self._groups = [
+            [named[id(one)] for one in group["params"]] for group in groups if group["params"]
+        ]  # as DeepSpeed
         self.stage = accelerator.state.deepspeed_plugin.zero_stage
         self.model, prepared = accelerator.prepare(model, optimizer)
+        self.prepared = prepared
         self._zero = prepared.optimizer
         self._factor = 1.0
         self.optimizer: torch.optim.Optimizer = getattr(self._zero, "optimizer", self._zero)
+        self._options = [{**group, "params": None} for group in self.optimizer.param_groups]
+
+    def reset(self) -> None:
+        """Forget the optimizer's past: its state, and what a schedule has made of its options."""
+        groups = [{"params": names} for names in self._groups]
+        self.load_optimizer({}, {"groups": groups}, "a new run")
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            group |= {key: value for key, value in options.items() if key != "params"}
 
     # --- a step
 
@@ -214,6 +260,8 @@ class ZeroEngine:
 
         tensors: dict[str, Any] = {}
         numbers, vectors = self._entries()
+        if vectors:
+            self._link()  # DeepSpeed does it after the first step of the first group, when the others have no state
         parameters = self._parameters()
         for name in (name for group in self._groups for name in group):
             one = parameters[name]
@@ -253,14 +301,17 @@ class ZeroEngine:
         for flat in self._partitions():
             vectors = {entry: torch.zeros_like(flat) for entry in by_entry if entry not in numbers}
             self.optimizer.state[flat] = {**{entry: value.clone() for entry, value in numbers.items()}, **vectors}
-        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
-            # stages 1 and 2 keep views of each parameter's part of the state, made after the first step
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
+        self._link()
         parameters = self._parameters()
         for entry, names in by_entry.items():
             for name in names if entry not in numbers else ():
                 _set(parameters[name], tensors[f"{name}/{entry}"], entry)
+
+    def _link(self) -> None:
+        """Renew the views that stages 1 and 2 keep of each parameter's part of the state."""
+        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {bare_name(name): one for name, one in unwrap(self.model).named_parameters()}

@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,9 +38,15 @@ from omnitrain.checkpoint.tensors import whole  # noqa: E402
 
 PROCESSES = {
     "native": 1, "accelerate": 1, "hf": 1, "ddp": 2, "fsdp": 2, "hf2": 2, "zero1": 2, "zero2": 2, "zero3": 2,
+    "hf_fsdp": 2, "hf_zero2": 2, "hf_zero3": 2,
 }  # fmt: skip
 BACKENDS = tuple(PROCESSES)
-LAUNCHES = (("native", "accelerate", "hf"), ("ddp", "fsdp", "hf2"), ("zero1", "zero2", "zero3"))
+LAUNCHES = (
+    ("native", "accelerate", "hf"),
+    ("ddp", "fsdp", "hf2"),
+    ("zero1", "zero2", "zero3"),
+    ("hf_fsdp", "hf_zero2", "hf_zero3"),
+)
 """Which backends share a launch."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -52,7 +59,8 @@ def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> 
     if backend.startswith("hf"):
         from omnitrain import HFTrainer
 
-        return HFTrainer(model, None, *data, **options)
+        has_eval = len(data) > 1 or "eval_dataset" in options
+        return HFTrainer(model, sharding_arguments(backend, has_eval, options), *data, **options)
     from omnitrain import AccelerateTrainer
 
     if backend == "fsdp":
@@ -64,9 +72,37 @@ def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> 
     return AccelerateTrainer(model, *data, **options)
 
 
+def sharding_arguments(backend: str, has_eval: bool, options: dict[str, Any]) -> Any:
+    """Return transformers' arguments that cut the weights up, and else say what `options` say; None for no cutting."""
+    from transformers import TrainingArguments
+
+    if "_" not in backend:
+        return None
+    stage = int(backend[-1]) if "zero" in backend else 0
+    how: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": stage}}} if stage else {"fsdp": True}
+    if not stage:
+        how["fsdp_config"] = {"version": 2}
+    options.setdefault("optimizer", "torch.optim.AdamW")  # theirs has two groups
+    folder = str(options.get("save_dir") or tempfile.mkdtemp())
+    processes, micro = PROCESSES[backend], options.get("batch_size", 8)
+    accumulation = options.pop("global_batch_size", processes * micro) // (processes * micro)
+    return TrainingArguments(
+        folder, use_cpu=True, report_to="none", per_device_train_batch_size=micro,
+        gradient_accumulation_steps=options.pop("gradient_accumulation_steps", accumulation),
+        num_train_epochs=options.get("epochs", 3), max_steps=options.get("max_steps") or -1,
+        learning_rate=options.get("learning_rate", 2e-5), max_grad_norm=options.get("max_grad_norm", 1.0),
+        lr_scheduler_type=options.pop("lr_scheduler", None) or "constant", warmup_steps=options.pop("warmup_steps", 0),
+        eval_strategy=("steps" if options.get("eval_steps") else "epoch") if has_eval else "no",
+        eval_steps=options.pop("eval_steps", None),
+        save_strategy=("steps" if "save_steps" in options else "epoch") if "save_dir" in options else "no",
+        save_steps=options.pop("save_steps", 500),
+        load_best_model_at_end=options.pop("load_best_at_end", False), logging_steps=options.pop("log_steps", 1), **how,
+    )  # fmt: skip
+
+
 def dtype_of(*backends: str) -> str:
     """Return the type in which these backends can be compared: DeepSpeed keeps its numbers in fp32."""
-    return "float32" if any(backend.startswith("zero") for backend in backends) else "float64"
+    return "float32" if any("zero" in backend for backend in backends) else "float64"
 
 
 def bound(*backends: str) -> float:

@@ -32,6 +32,7 @@ from omnitrain.checkpoint import tensors
 pytestmark = pytest.mark.timeout(300)
 
 HERE = "test_resume_matrix"
+RESUMED = tuple(one for one in BACKENDS if one != "hf_zero2")  # whose checkpoints come from the same lines as zero2's
 WIDTH = 128
 LAYERS = 6
 CHANGES = (("ddp", "native"), ("native", "ddp"), ("native", "fsdp"))
@@ -111,7 +112,7 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """All ways from one backend to another; and runs with dropout and random data, in one piece and resumed."""
     options = {"dtype": "float32", "dropout": 0.3, "noisy": True, "save_steps": 5, "load_best_at_end": False}
     before, after = [], []
-    for one in BACKENDS:
+    for one in RESUMED:
         for name, cut in (("straight", 0), ("cut", 5)):
             place = str(folder / f"random-{one}-{name}")
             own = {**options, "cut": cut, "save_dir": place}
@@ -123,11 +124,11 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for source, target in CHANGES:
         checkpoint = str(folder / f"{source}-float64" / "checkpoint-000005")
         after.append(Job(f"refused-{source}-{target}", target, f"{HERE}:refuse", {"checkpoint": checkpoint}))
-    return resume(folder, BACKENDS, before, after)
+    return resume(folder, RESUMED, before, after)
 
 
-@pytest.mark.parametrize("target", BACKENDS)
-@pytest.mark.parametrize("source", BACKENDS)
+@pytest.mark.parametrize("target", RESUMED)
+@pytest.mark.parametrize("source", RESUMED)
 def test_a_run_resumed_on_any_backend_is_the_straight_native_run(results: Any, source: str, target: str) -> None:
     found = compare_resumed(results, source, target)
     assert {name: value for name, value in found.items() if value > bound(source, target)} == {}
@@ -143,7 +144,7 @@ def test_the_straight_run_is_saved_in_the_middle_of_an_epoch_between_evaluations
     assert steps == [8, 8, 8, 1] * 3
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RESUMED)
 def test_checkpoints_on_disk_name_the_same_tensors_as_the_native_ones(results: Any, folder: Path, backend: str) -> None:
     dtype = dtype_of(backend)
     for file in ("model.safetensors", "optimizer/state.safetensors"):
@@ -155,7 +156,7 @@ def test_checkpoints_on_disk_name_the_same_tensors_as_the_native_ones(results: A
         assert {name: value.dtype for name, value in one.items()} == {k: v.dtype for k, v in native.items()}, file
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", RESUMED)
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(results: Any, backend: str) -> None:
     straight, cut, resumed = (results[f"random-{backend}{name}"] for name in ("-straight", "-cut", ""))
     for rank in range(PROCESSES[backend]):

@@ -416,19 +416,33 @@ def test_a_field_that_would_not_be_honoured_is_refused(arguments: Any, said: dic
         build(arguments(**said))
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("fsdp", "fsdp_plugin"), ("deepspeed", "deepspeed_config")])
-def test_sharding_is_sent_to_the_trainer_that_does_it(arguments: Any, name: str, remedy: str) -> None:
-    args = arguments()
-    setattr(args, name, "full_shard" if name == "fsdp" else {"zero_optimization": {"stage": 2}})  # wants a GPU else
-    with pytest.raises(ConfigError, match=f"AccelerateTrainer with `{remedy}`"):
-        build(args)
+ZERO = {"zero_optimization": {"stage": 2}}
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_sharding_that_a_launcher_asks_for_is_refused_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(ConfigError, match=f"{name}.*AccelerateTrainer"):
-        build(None)
+@pytest.mark.parametrize(
+    ("said", "given", "words"),
+    [
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, "asks for FSDP 1.*version.*2"),
+        ({"deepspeed": ZERO, "torch_compile": True}, {}, "torch_compile=True"),
+        (
+            {"deepspeed": {**ZERO, "scheduler": {"type": "WarmupLR", "params": {}}}},
+            {"lr_scheduler": "linear"},
+            "has a 'scheduler'.*Remove it",
+        ),
+        (
+            {"deepspeed": {**ZERO, "optimizer": {"type": "AdamW", "params": {}}}},
+            {"optimizer": "torch.optim.SGD"},
+            "has the optimizer 'AdamW', and `optimizer='torch.optim.SGD'`",
+        ),
+        ({"deepspeed": {**ZERO, "gradient_clipping": 0.3}}, {}, "gradient_clipping=0.3.*max_grad_norm.*1.0"),
+    ],
+    ids=["fsdp 1", "compiled", "two schedules", "two optimizers", "two limits"],
+)
+def test_sharding_that_cannot_be_as_it_is_said_is_refused(
+    arguments: Any, said: dict[str, Any], given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(arguments(**said), **given)
 
 
 def test_grouping_by_length_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
