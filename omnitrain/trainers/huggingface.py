@@ -247,7 +247,12 @@ class HFTrainer(Sharding):
             return super()._build_optimizer()
         self.engine.args.learning_rate, self.engine.optimizer = self.learning_rate, None
         optimizer = self.engine.create_optimizer()
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        groups = [group for group in optimizer.param_groups if group["params"]]
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        if options[1:] and all(one == options[0] for one in options):  # with a decay of 0 nothing sets them apart
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            groups = [{**options[0], "params": [one for one in self.model.parameters() if id(one) in held]}]
+        optimizer.param_groups[:] = groups
         return optimizer
 
     def _finish_setup(self) -> None:

@@ -14,7 +14,7 @@ import transformers
 from recipes import Trace, distance, rows, t16, weights
 from transformers import EarlyStoppingCallback, TrainingArguments
 
-from omnitrain import HFTrainer, HFTrainingArguments
+from omnitrain import Callback, HFTrainer, HFTrainingArguments, Trainer
 from omnitrain.errors import ConfigError
 
 
@@ -414,6 +414,29 @@ def test_saving_in_the_background_is_refused(tmp_path: Path) -> None:
 def test_a_field_that_would_not_be_honoured_is_refused(arguments: Any, said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build(arguments(**said))
+
+
+def test_a_run_with_the_default_optimizer_and_schedule_goes_on_under_another_trainer(
+    arguments: Any, tmp_path: Path
+) -> None:
+    straight = build(arguments(max_steps=5))
+    straight.train()
+    assert len(straight.optimizer.param_groups) == 1  # theirs has two, which nothing sets apart
+    said = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": False}
+
+    class Stop(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 2:
+                trainer.stop()
+
+    build(arguments(**said), callbacks=[Stop()]).train()
+    other = Trainer(
+        t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, progress_bar=False, device="cpu",
+        max_steps=5, epochs=None, learning_rate=5e-5, lr_scheduler="linear",
+    )  # fmt: skip
+    other.train(resume_from=tmp_path / "run/checkpoint-000002")
+    assert other.progress.step == 5
+    assert distance(weights(other.model), weights(straight.get_model())) == 0
 
 
 ZERO = {"zero_optimization": {"stage": 2}}
