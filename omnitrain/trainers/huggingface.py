@@ -428,10 +428,10 @@ class HFTrainer(Sharding):
         # PEFT looks for its tensors under the names of the wrapped modules
         wrapped = {bare_name(name): name for name, _ in model.named_parameters()}
         model.save_pretrained(folder, state_dict={wrapped.get(name, name): one for name, one in tensors.items()})
-        if any(name != bare for bare, name in wrapped.items()):
-            file = folder / "adapter_model.safetensors"
-            # copied out of the file first, which its tensors are views of
-            save_tensors({bare_name(name): one.clone() for name, one in load_tensors(file).items()}, file)
+        for adapter in model.peft_config if any(name != bare for bare, name in wrapped.items()) else ():
+            file = (folder if adapter == "default" else folder / adapter) / "adapter_model.safetensors"
+            written = {bare_name(name).replace(f".{adapter}.", "."): one for name, one in load_tensors(file).items()}
+            save_tensors({name: one.clone() for name, one in written.items()}, file)  # they are views of the file
 
 
 _ENDLESS = 1 << 40
