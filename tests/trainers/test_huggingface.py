@@ -651,6 +651,17 @@ def test_a_second_training_starts_counting_anew_from_the_present_weights() -> No
 # --- calls
 
 
+def test_a_second_training_has_the_optimizer_that_the_arguments_name(arguments: Any) -> None:
+    args = arguments(optim="sgd", save_strategy="no", eval_strategy="no", weight_decay=0.1)
+    trainer = make(Model(), Keyed(), args)
+    groups = []
+    for _ in range(2):
+        trainer.train()
+        groups.append([(group["weight_decay"], len(group["params"])) for group in trainer.optimizer.param_groups])
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    assert groups == [[(0.1, 2), (0.0, 2)]] * 2
+
+
 def test_named_sets_are_evaluated_each_and_one_of_them_selects(arguments: Any) -> None:
     sets = {"dev": Keyed(8), "web": Keyed(5)}
     args = arguments(load_best_model_at_end=True, metric_for_best_model="dev_mae")
