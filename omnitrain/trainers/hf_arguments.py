@@ -243,7 +243,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
     if saves != "no":
         found["save_dir"] = args.output_dir
         found["save_total_limit"] = args.save_total_limit
-        found["overwrite"] = getattr(args, "overwrite", False)
+        if getattr(args, "overwrite", False):  # only HFTrainingArguments can say so
+            found["overwrite"] = True
         found["save_only_model"] = args.save_only_model
         found["save_steps"] = _interval(saves, args.save_steps)
     if args.metric_for_best_model is not None:

@@ -364,6 +364,12 @@ def test_saying_the_same_twice_is_no_contradiction(arguments: Any, tmp_path: Pat
     assert trainer.epochs == 2
 
 
+def test_overwriting_may_be_asked_for_beside_the_training_arguments(arguments: Any) -> None:
+    args = arguments(save_strategy="steps", save_steps=2, max_steps=2)
+    build(args).train()
+    assert build(args, overwrite=True).train()["stop_reason"] == "max_steps"
+
+
 def test_patience_of_two_kinds_that_differ_is_an_error(arguments: Any) -> None:
     with pytest.raises(ConfigError, match=r"`patience=3` contradicts .* EarlyStoppingCallback, which say patience=2"):
         build(
