@@ -50,6 +50,7 @@ HEAVY = {
     "accelerate",
     "deepspeed",
     "matplotlib",
+    "optuna",
     "sklearn",
     "tensorboard",
     "transformers",

@@ -24,6 +24,7 @@ from omnitrain.errors import ConfigError, DataError
 from omnitrain.loaders import MapLoader
 from omnitrain.sampling import Window, windows
 from omnitrain.trainers.hf_files import write_model_files, write_optimizer, write_state
+from omnitrain.trainers.trials import run_trial, searching
 from omnitrain.workers import outlive_signals
 
 if TYPE_CHECKING:
@@ -56,11 +57,13 @@ class Engine(transformers.Trainer):
         super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run their loop, for `HFTrainer.train`.
+        """Run their loop, for `HFTrainer.train`, or a trial of a search.
 
         Raises:
             ConfigError: If somebody else asks for it.
         """
+        if not self.is_asked_for and self.hp_search_backend is not None:
+            return run_trial(self, *args, **kwargs)
         if not self.is_asked_for:
             raise ConfigError(
                 "`engine.train()` would train without checkpoints, history and limits. Call HFTrainer.train()."
@@ -80,6 +83,22 @@ class Engine(transformers.Trainer):
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         if not self.owner._sharded_by:
             super()._move_model_to_device(model, device)
+
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Search as theirs does, with a whole run of a trainer like ours for each trial."""
+        with searching(self, backend, kwargs):
+            return super().hyperparameter_search(
+                hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+            )
 
     # --- data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from omnitrain.trainers.hf_arguments import (
     word_of,
 )
 from omnitrain.trainers.sharding import Sharding
+from omnitrain.trainers.trials import Trial, check_model_init, made_model, remembered, take_callbacks
 from omnitrain.trainers.zero import schedule_of
-from omnitrain.units import StepOutput, without_effect
+from omnitrain.units import ModelUnit, StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
 
@@ -61,7 +62,7 @@ class HFTrainer(Sharding):
     FSDP and DeepSpeed are asked for by the training arguments or by `accelerate launch`, as in transformers.
 
     Args:
-        model: As in `BaseTrainer`.
+        model: As in `BaseTrainer`; left out where there is a `model_init`.
         training_args: transformers' TrainingArguments, or `HFTrainingArguments`, which takes older names too. They
             fill our arguments; where both speak and differ, that is an error.
         args: As in `BaseTrainer`.
@@ -69,6 +70,8 @@ class HFTrainer(Sharding):
         preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; its result goes to the metrics.
         compute_loss_func: transformers' name of `loss_fn`, called as f(outputs, labels, num_items_in_batch=None).
         optimizers: transformers' pair of optimizer and schedule.
+        model_init: Returns a new model, for each `train()` that starts afresh and for each trial of a search, which it
+            may take as an argument.
         kwargs: As in `BaseTrainer`. `callbacks` may hold transformers' callbacks too.
 
     Raises:
@@ -78,9 +81,14 @@ class HFTrainer(Sharding):
 
     engine_class: type[Engine] = Engine
     engine: Engine
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _trial: Trial | None = None
+    """The trial of a search that this trainer is for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = remembered(cls.__init__)
         for name, instead in NEVER_CALLED.items():
             if name in vars(cls):
                 raise TypeError(
@@ -94,15 +102,17 @@ class HFTrainer(Sharding):
                     f"{other} into a subclass of omnitrain.trainers.engine.Engine, and name that as `engine_class`."
                 )
 
+    @remembered
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         training_args: transformers.TrainingArguments | None = None,
         *args: Any,
         processing_class: Any = None,
         preprocess_logits_for_metrics: Any = None,
         compute_loss_func: Any = None,
         optimizers: tuple[Any, Any] = (None, None),
+        model_init: Callable[..., nn.Module] | None = None,
         callbacks: Iterable[Any] = (),
         **kwargs: Any,
     ) -> None:
@@ -116,6 +126,10 @@ class HFTrainer(Sharding):
             )
         if kwargs.get("async_save"):
             raise ConfigError("`async_save=True` is not supported by HFTrainer, whose own files are written at once.")
+        callbacks = self._callbacks = list(callbacks)
+        if self._trial is not None and training_args is not None:
+            training_args, callbacks = self._trial.arguments(training_args), self._trial.engine.owner._callbacks
+            kwargs |= {"save_dir": training_args.output_dir} if kwargs.get("save_dir") is not None else {}
         self.training_args = training_args
         self.processing_class = processing_class
         self._preprocess = preprocess_logits_for_metrics
@@ -136,6 +150,10 @@ class HFTrainer(Sharding):
             self.accelerator = None
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
+        check_model_init(model, model_init, kwargs)
+        self.model_init = model_init
+        if model is None:
+            model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
         with self.ranks.calling(f"{type(self).__name__}()"):
             super().__init__(model, *args, callbacks=[*own, *policies_of(training_args)], **kwargs)
 
@@ -276,7 +294,39 @@ class HFTrainer(Sharding):
                 )  # fmt: skip
         super()._finish_setup()
 
+    def _new_model(self, seed: int, device: torch.device) -> nn.Module:
+        trial = self._trial and self._trial.trial
+        return made_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
+
+    def _renew_model(self) -> bool:
+        """Begin with a new model, if there is a `model_init`; that of a trial is new already."""
+        if self.model_init is None or self._trial is not None:
+            return False
+        former = self.engine
+        self.model = self._new_model(self.seed, self.device)
+        self.unit = ModelUnit(self.model, self.loss_fn)
+        vars(self).pop("optimizer", None)
+        self._setup_training_components()
+        take_callbacks(self.engine, former)
+        self._finish_setup()
+        return True
+
     # --- the run
+
+    def _train(self, resume_from: str | Path | None, allow_change: Collection[str]) -> None:
+        if resume_from is None:
+            self._renew_model()
+        super()._train(resume_from, allow_change)
+
+    def _resume(self, which: str | Path, allow_change: Collection[str]) -> tuple[Path, dict[str, Any]] | None:
+        found = super()._resume(which, allow_change)
+        if found is None and self._renew_model():
+            self._begin_run()  # with the optimizer of this model
+        return found
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
+        return self.engine.hyperparameter_search(*args, **kwargs)
 
     def _fit(self) -> None:
         """Let transformers train; what was left of an epoch that a checkpoint ended in comes first."""
@@ -290,7 +340,8 @@ class HFTrainer(Sharding):
             self.engine.optimizer, self.engine.lr_scheduler = self.optimizer, Schedule(self)
             self.accelerator.scaler = self.scaler if self.scaler.is_enabled() else None
             self.engine.has_ended, self.engine.is_asked_for = False, True
-            self.engine.train(resume_from_checkpoint=self._start_of_engine())
+            trial = self._trial and self._trial.trial
+            self.engine.train(resume_from_checkpoint=self._start_of_engine(), trial=trial)
         if not self.lifecycle.is_closing:
             self._close()
 
@@ -364,6 +415,8 @@ class HFTrainer(Sharding):
         super()._evaluate_in_run(counts)
         if self.lifecycle.evaluated_step == self.progress.step and self.engine.is_in_train:
             self.engine.tell_evaluation(self._latest_metrics())
+        if self.lifecycle.evaluated_step == self.progress.step and self._trial is not None:
+            self._trial.report(self)
 
     def _latest_metrics(self) -> dict[str, float]:
         return {key: value for key, value in self.metrics["valid"][-1].items() if key not in ("epoch", "step")}

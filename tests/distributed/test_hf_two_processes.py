@@ -176,6 +176,36 @@ def exchange(backend: str, has_length: bool) -> dict[str, Any]:
     return {"seen": counts.seen}
 
 
+def search(backend: str, folder: str) -> dict[str, Any]:
+    """Search over the learning rate, with the second trial given up; then train as if nothing had been."""
+    import optuna
+
+    class PrunesSecond(optuna.pruners.BasePruner):
+        def prune(self, study: Any, trial: Any) -> bool:
+            return trial.number == 1 and len(trial.intermediate_values) == 2
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=8 // processes, max_steps=6, optim="sgd", eval_strategy="steps",
+        eval_steps=2, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=0.01,
+    )  # fmt: skip
+    trainer = HFTrainer(
+        None, args, rows(20), rows(10), loss_fn=F.mse_loss, model_init=lambda: t16(seed=rank()), progress_bar=False
+    )
+    evaluations = []
+    best = trainer.engine.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 0.1, log=True)}, n_trials=3,
+        sampler=optuna.samplers.RandomSampler(seed=0), pruner=PrunesSecond(), backend="optuna",
+        compute_objective=lambda metrics: evaluations.append(metrics["eval_loss"]) or metrics["eval_loss"],
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "best": None if best is None else [best.run_id, best.objective, best.hyperparameters["learning_rate"]],
+        "evaluations": evaluations,
+        "weights": [one.tolist() for one in weights(trainer.get_model())],
+    }
+
+
 class AsksOnRankOne(TrainerCallback):
     """Raises transformers' flags on the second process alone."""
 
@@ -233,6 +263,7 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
         Job("exchange", "hf2", f"{HERE}:exchange", {"has_length": True}),
         Job("exchange of a stream", "hf2", f"{HERE}:exchange", {"has_length": False}),
         Job("ask", "hf2", f"{HERE}:ask", {"folder": str(folder / "ask")}),
+        Job("search", "hf2", f"{HERE}:search", {"folder": str(folder / "search")}),
     ]
     found = launch(jobs, folder / "launch")
     for result in (one for ranks in found.values() for one in ranks):
@@ -290,6 +321,14 @@ def test_gradients_are_exchanged_once_a_step(results: Any, name: str) -> None:
 def test_flags_that_one_process_raises_are_acted_on_by_all(results: Any) -> None:
     expected = {"saved": ["checkpoint-000002", "checkpoint-000005"], "valid": [3], "step": 5}
     assert results["ask"] == [expected, expected]
+
+
+def test_a_search_on_two_processes_finds_what_one_finds(results: Any, folder: Path) -> None:
+    expected = search("hf", str(folder / "search alone"))
+    main, other = results["search"]
+    assert len(expected["evaluations"]) == 3 + 2 + 3
+    assert gap(main, expected) <= 1e-10
+    assert other["best"] is None and gap({**other, "best": expected["best"]}, expected) <= 1e-10
 
 
 @pytest.fixture(scope="module")
