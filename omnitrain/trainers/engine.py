@@ -73,7 +73,7 @@ class Engine(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make accelerate's `Accelerator`, unless the trainer has one to cut up the weights with."""
-        if self.owner.accelerator is None:
+        if not self.owner._sharded_by:
             super().create_accelerator_and_postprocess()
             return
         self.accelerator = Wrapped(self.owner)  # type: ignore[assignment]

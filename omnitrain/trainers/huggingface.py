@@ -146,8 +146,6 @@ class HFTrainer(Sharding):
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
         self.accelerator, self._scheduler_config = sharding_accelerator(training_args, kwargs)
-        if not self._sharded_by:
-            self.accelerator = None
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
         check_model_init(model, model_init, kwargs)
@@ -251,7 +249,7 @@ class HFTrainer(Sharding):
             self.engine.remove_callback(callback)
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
-        if self.accelerator is not None:
+        if self._sharded_by:
             self._shard()
             self.engine.model_wrapped = self.model
             return
