@@ -24,6 +24,7 @@ from omnitrain.errors import ConfigError, DataError
 from omnitrain.loaders import MapLoader
 from omnitrain.sampling import Window, windows
 from omnitrain.trainers.hf_files import write_model_files, write_optimizer, write_state
+from omnitrain.trainers.hub import Uploading
 from omnitrain.trainers.trials import run_trial, searching
 from omnitrain.workers import outlive_signals
 
@@ -33,13 +34,12 @@ if TYPE_CHECKING:
 __all__ = ["Boundary", "Bridge", "Engine", "Schedule"]
 
 
-class Engine(transformers.Trainer):
+class Engine(Uploading):
     """transformers' Trainer, asked for its loop alone.
 
     A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and whatever else their loop calls.
     """
 
-    owner: HFTrainer
     is_asked_for = False
     """Whether it is our trainer that has their loop run."""
     has_ended = False
@@ -228,8 +228,6 @@ class Engine(transformers.Trainer):
             owner.request_save()  # which says why that cannot be
         elif owner.lifecycle.saved_at != owner.progress.position:
             owner._save()
-            if self.args.push_to_hub and owner.lifecycle.saved_at is not None:
-                self._push_from_checkpoint(str(owner.lifecycle.saved_path))
             self.settle("the end of a save")
 
     def write_own_files(self, folder: Path) -> None:

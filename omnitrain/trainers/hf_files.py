@@ -70,7 +70,8 @@ def write_state(engine: Engine, folder: Path) -> None:
     best = own_name if owner._has_uncredited_best else owner.metrics.get("best_checkpoint")
     engine.state.best_model_checkpoint = best and str(owner.store.root / best)  # type: ignore[union-attr]
     engine.state.save_to_json(str(folder / "trainer_state.json"))
-    torch.save(owner.training_args or engine.args, folder / "training_args.bin")
+    with engine.showing_arguments() as shown:
+        torch.save(shown, folder / "training_args.bin")
 
 
 def write_model_files(engine: Engine, folder: Path) -> None:

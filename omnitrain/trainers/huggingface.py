@@ -427,9 +427,13 @@ class HFTrainer(Sharding):
     # --- checkpoints
 
     def _save(self, history: dict[str, Any] | None = None) -> None:
+        engine = self.engine
+        if self._engine_args.push_to_hub and self.store is not None:
+            engine.await_folder(self.store.path(self.progress.step))
         super()._save(history)
+        if self._engine_args.push_to_hub and self.store is not None and self.lifecycle.saved_at is not None:
+            engine.push_checkpoint(self.lifecycle.saved_path)
         if self.lifecycle.is_closing and self.engine.is_in_train:  # else transformers' loop says so
-            engine = self.engine
             engine.control = engine.callback_handler.on_save(engine.args, engine.state, engine.control)
 
     def _write_beside(self, folder: Path) -> None:
@@ -460,7 +464,17 @@ class HFTrainer(Sharding):
             super().save_model(path, overwrite)
         if self.processing_class is not None and self.is_main_process:
             self.processing_class.save_pretrained(path)
+        if self._engine_args.push_to_hub:
+            self.engine.push_to_hub(commit_message="Model save")
         return Path(path)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload model, tokenizer and a model card, as `transformers.Trainer.push_to_hub` does."""
+        return self.engine.push_to_hub(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write a draft of a model card, as `transformers.Trainer.create_model_card` does."""
+        self.engine.create_model_card(*args, **kwargs)
 
     def _adapters(self) -> dict[str, Any]:
         """Return the tensors of PEFT's adapters, and what else is trained, by name; those in parts as they are."""

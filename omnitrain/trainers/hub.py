@@ -1,0 +1,96 @@
+"""What transformers' Trainer sends to the Hub: when, and under which arguments.
+
+What is in a checkpoint, and how it is written, is in `saving.py` and `engine.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers.trainer_utils import HubStrategy
+
+from omnitrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omnitrain.trainers.huggingface import HFTrainer
+
+__all__ = ["Uploading"]
+
+logger = logging.getLogger("omnitrain")
+
+
+class Uploading(transformers.Trainer):
+    """transformers' Trainer, whose uploads are of whole checkpoints and say what the user said."""
+
+    owner: HFTrainer
+    _sent: Path | None = None
+    """The checkpoint that was sent last."""
+
+    @contextlib.contextmanager
+    def showing_arguments(self) -> Iterator[transformers.TrainingArguments]:
+        """Let transformers see the arguments of the run where it writes them down; its loop has others."""
+        owner, own = self.owner, self.args
+        shown = copy.copy(owner.training_args or own)
+        shown.output_dir, shown._n_gpu = own.output_dir, own.n_gpu
+        shown.per_device_train_batch_size, shown.per_device_eval_batch_size = owner.batch_size, owner.eval_batch_size
+        shown.gradient_accumulation_steps = owner.gradient_accumulation_steps
+        shown.learning_rate, shown.seed = owner.learning_rate, owner.seed
+        if owner.training_args is None:
+            shown.num_train_epochs, shown.max_steps = owner.epochs or 0, owner.max_steps or -1
+        self.args = shown
+        try:
+            yield shown
+        finally:
+            self.args = own
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        with self.showing_arguments():
+            super().create_model_card(*args, **kwargs)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the model as it is now, with a model card.
+
+        Raises:
+            ConfigError: If it has no name.
+        """
+        if self.hub_model_id is None and self.args.hub_model_id is None and self.owner._output_dir is None:
+            raise ConfigError(
+                "The model has no name on the Hub. Pass training_args=TrainingArguments(..., hub_model_id='me/model')."
+            )
+        with self.showing_arguments():
+            return super().push_to_hub(*args, **kwargs)
+
+    def push_checkpoint(self, folder: Path) -> None:
+        """Upload from a checkpoint in the background, as `hub_strategy` says; the last one of a run in any case."""
+        if self.owner.lifecycle.is_closing:
+            if self.owner.lifecycle.stop == "signal":
+                return  # which leaves time for little
+            self._finish_current_push()  # else it is left out
+        self._tell_failed_pushes()
+        self._sent = folder
+        with self.showing_arguments():
+            self._push_from_checkpoint(str(folder))
+
+    def await_folder(self, folder: Path) -> None:
+        """Wait for an upload that reads what the checkpoint to come will replace, or have deleted."""
+        if self.args.hub_strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            return  # of the others a copy is sent
+        if self._sent == folder or self.owner._given["save_total_limit"] is not None:
+            self._finish_current_push()
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._tell_failed_pushes()
+
+    def _tell_failed_pushes(self) -> None:
+        """Warn of uploads that came to nothing, which transformers does not."""
+        jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in [job for job in jobs if job.done() and job.exception() is not None]:
+            jobs.remove(job)
+            logger.warning("An upload to the Hub has failed: %s. The files are in this run's folder.", job.exception())

@@ -1,0 +1,283 @@
+"""What is sent to the Hub, and when; the Hub is a folder here."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.utils import filter_repo_objects
+from recipes import same, weights
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, ByT5Tokenizer, TrainingArguments
+
+from omnitrain import Callback, HFTrainer, HFTrainingArguments
+from omnitrain.errors import ConfigError
+
+TOKENIZER = ByT5Tokenizer()
+
+
+class Hub:
+    """Keeps what is uploaded under `folder`, at once or when `finish` is called, and lists it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sent: list[tuple[str, str]] = []
+        """Where to in the repository, and the message of the commit."""
+        self.made: list[str] = []
+        self.is_slow = self.is_down = False
+        self.waiting: list[tuple[Future[str], Any]] = []
+
+    def create_repo(self, name: str, **options: Any) -> Any:
+        self.made.append(name)
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, run_as_future: bool = False, **options: Any) -> Any:
+        self.sent.append((options.get("path_in_repo") or "", options["commit_message"]))
+        if not run_as_future:
+            return self._take(**options)
+        future: Future[str] = Future()
+        self.waiting.append((future, options))
+        if not self.is_slow:
+            self.finish()
+        return future
+
+    def finish(self) -> None:
+        for future, options in self.waiting:
+            if self.is_down:
+                future.set_exception(OSError("no route to host"))
+            else:
+                future.set_result(self._take(**options))
+        self.waiting.clear()
+
+    def _take(
+        self, repo_id: str, folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **options: Any
+    ) -> str:
+        source = Path(folder_path)
+        assert source.is_dir(), f"{source} has gone before it was uploaded"
+        names = [str(path.relative_to(source)) for path in source.glob("**/*") if path.is_file()]
+        for name in filter_repo_objects(names, ignore_patterns=ignore_patterns):
+            target = self.folder / path_in_repo / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, target)
+        return "done"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path / "hub")
+    for name, value in (
+        ("upload_folder", hub.upload_folder), ("create_repo", hub.create_repo), ("hf_api", lambda: hub)
+    ):  # fmt: skip
+        if hasattr(transformers.trainer, name):  # the first two in older versions, the last in newer ones
+            monkeypatch.setattr(transformers.trainer, name, value)
+    return hub
+
+
+class Lines(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**TOKENIZER("abcdefghijklmnopq"[index:]), "label": index % 2}
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=len(TOKENIZER), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+            max_position_embeddings=32,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Any:
+    """Makes a trainer of 6 steps of 4 samples, with a checkpoint every other step."""
+
+    def make(kind: Any = TrainingArguments, callbacks: Any = (), model: Any = None, **options: Any) -> HFTrainer:
+        defaults = {
+            "output_dir": str(tmp_path / "run"), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2,
+            "save_strategy": "steps", "use_cpu": True, "report_to": "none", "push_to_hub": True, "learning_rate": 0.01,
+            "hub_model_id": "me/mine", "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": False,
+        }  # fmt: skip
+        args = kind(**{**defaults, **options})
+        return HFTrainer(
+            model or bert(), args, Lines(), Lines(), processing_class=TOKENIZER, progress_bar=False,
+            callbacks=callbacks,
+        )  # fmt: skip
+
+    return make
+
+
+def opened(folder: Path) -> list[torch.Tensor]:
+    """The weights that from_pretrained finds."""
+    assert ByT5Tokenizer.from_pretrained(folder)("a") == TOKENIZER("a")
+    return weights(BertForSequenceClassification.from_pretrained(folder))
+
+
+def test_the_repository_is_made_with_the_trainer(hub: Hub, build: Any) -> None:
+    build()
+    assert hub.made == ["me/mine"] and not hub.sent
+
+
+def test_every_save_uploads_the_model_and_the_last_one_is_that_of_the_end(hub: Hub, build: Any) -> None:
+    trainer = build(hub_strategy="every_save")
+    trainer.train()
+    assert hub.sent == [("", f"Training in progress, step {step}") for step in (2, 4, 6)]
+    assert same(opened(hub.folder), weights(trainer.get_model()))
+    assert not [path for path in hub.folder.glob("**/*") if "checkpoint" in path.name]
+
+
+def test_a_run_that_ends_between_two_intervals_uploads_its_last_checkpoint(hub: Hub, build: Any) -> None:
+    trainer = build(max_steps=5)
+    trainer.train()
+    assert [message for _, message in hub.sent][-1] == "Training in progress, step 5"
+    assert same(opened(hub.folder), weights(trainer.get_model()))
+
+
+def test_saves_by_epoch_say_so(hub: Hub, build: Any) -> None:
+    build(save_strategy="epoch", eval_strategy="epoch", max_steps=-1, num_train_epochs=2).train()
+    assert hub.sent == [("", "Training in progress, epoch 1"), ("", "Training in progress, epoch 2")]
+
+
+def test_the_end_strategy_uploads_when_the_model_is_saved_or_pushed(hub: Hub, build: Any, tmp_path: Path) -> None:
+    trainer = build(hub_strategy="end")
+    trainer.train()
+    assert not hub.sent
+    trainer.save_model(tmp_path / "final")
+    assert hub.sent == [("", "Model save")]
+    assert same(opened(hub.folder), weights(trainer.get_model()))
+    assert same(opened(tmp_path / "final"), weights(trainer.get_model()))
+    trainer.push_to_hub()
+    assert hub.sent[1:] == [("", "End of training")]
+
+
+def test_saving_a_model_uploads_nothing_unless_that_was_asked_for(hub: Hub, build: Any, tmp_path: Path) -> None:
+    trainer = build(push_to_hub=False)
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    assert not hub.sent and not hub.made
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize(
+    ("strategy", "folders"),
+    [
+        ("checkpoint", ["last-checkpoint"] * 3),
+        ("all_checkpoints", ["checkpoint-000002", "checkpoint-000004", "checkpoint-000006"]),
+    ],
+)
+def test_checkpoints_are_uploaded_whole_and_a_run_goes_on_from_there(
+    hub: Hub, build: Any, strategy: str, folders: list[str], limit: int | None, tmp_path: Path
+) -> None:
+    trainer = build(hub_strategy=strategy, save_total_limit=limit)
+    trainer.train()
+    assert [folder for folder, _ in hub.sent] == [entry for folder in folders for entry in ("", folder)]
+    more = build(push_to_hub=False, max_steps=8, output_dir=str(tmp_path / "more"), learning_rate=0.01)
+    more.train(resume_from=hub.folder / folders[-1], allow_change={"lr_scheduler"})
+    assert more.progress.step == 8
+
+
+def test_a_save_while_an_upload_lasts_is_left_out_but_the_last_is_not(
+    hub: Hub, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.is_slow = True
+    waited: list[int] = []
+    real = transformers.Trainer._finish_current_push
+
+    def finish(engine: Any) -> None:
+        if hub.waiting:
+            waited.append(engine.owner.progress.step)
+            hub.finish()
+        real(engine)
+
+    monkeypatch.setattr(transformers.Trainer, "_finish_current_push", finish)
+    trainer = build(max_steps=5)
+    trainer.train()
+    assert [message[-6:] for _, message in hub.sent] == ["step 2", "step 5"]
+    assert waited == [5, 5]  # for that of step 2 before the last save is sent, and for the last
+    assert same(opened(hub.folder), weights(trainer.get_model()))
+
+
+def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(
+    hub: Hub, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.is_slow = True
+    real = transformers.Trainer._finish_current_push
+    monkeypatch.setattr(transformers.Trainer, "_finish_current_push", lambda engine: (hub.finish(), real(engine)))
+    build(hub_strategy="all_checkpoints", save_total_limit=1, eval_strategy="no").train()
+    assert sorted(path.name for path in hub.folder.glob("checkpoint-*")) == [
+        f"checkpoint-00000{step}" for step in (2, 4, 6)
+    ]
+
+
+def test_an_upload_that_fails_is_told_and_ends_no_run(hub: Hub, build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    hub.is_down = True
+    assert build().train()["stop_reason"] == "max_steps"
+    told = [text for text in caplog.messages if "upload to the Hub has failed: no route to host" in text]
+    assert len(told) == 3
+
+
+def test_a_signal_leaves_the_last_checkpoint_on_disk(hub: Hub, build: Any) -> None:
+    class Interrupts(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 3:
+                trainer.control.stop, trainer.control.signal = "signal", 15
+
+    trainer = build(callbacks=[Interrupts()])
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert hub.sent == [("", "Training in progress, step 2")]
+    assert trainer.store.checkpoints()[-1].name == "checkpoint-000003"
+
+
+def test_the_model_card_has_the_numbers_of_the_run(hub: Hub, build: Any) -> None:
+    trainer = build(HFTrainingArguments, max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=2, seed=7)
+    metrics = trainer.train()
+    trainer.push_to_hub(tags="small", language="en")
+    card = (hub.folder / "README.md").read_text()
+    for text in ("- learning_rate: 0.01", "- train_batch_size: 4", "- seed: 7", "- num_epochs: 2",
+                 "- total_train_batch_size: 8", "# mine", "- small", "- en"):  # fmt: skip
+        assert text in card
+    assert f"{metrics['valid'][-1]['eval_loss']:.4f}" in card
+    assert trainer.engine.args.num_train_epochs > 2  # which is what their loop has
+
+
+def test_a_model_card_may_be_written_without_the_hub(hub: Hub, build: Any, tmp_path: Path) -> None:
+    trainer = build(push_to_hub=False, gradient_accumulation_steps=2)
+    trainer.create_model_card(model_name="a name")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "# a name" in card and "- training_steps: 6" in card
+    assert not hub.sent
+
+
+def test_without_training_arguments_the_card_has_our_arguments(hub: Hub, tmp_path: Path) -> None:
+    trainer = HFTrainer(
+        bert(), None, Lines(), processing_class=TOKENIZER, batch_size=2, epochs=5, learning_rate=0.03, seed=8,
+        save_dir=tmp_path / "run", progress_bar=False,
+    )  # fmt: skip
+    trainer.create_model_card()
+    card = (tmp_path / "run" / "README.md").read_text()
+    for text in ("- learning_rate: 0.03", "- train_batch_size: 2", "- seed: 8", "- num_epochs: 5"):
+        assert text in card
+
+
+def test_the_arguments_that_are_written_down_are_those_of_the_user(hub: Hub, build: Any, tmp_path: Path) -> None:
+    trainer = build(max_grad_norm=0.5)
+    trainer.train()
+    for place in (hub.folder, tmp_path / "run" / "checkpoint-000006"):
+        written = torch.load(place / "training_args.bin", weights_only=False)
+        assert (written.max_grad_norm, written.max_steps, written.save_steps) == (0.5, 6, 2)
+
+
+def test_a_model_without_a_name_is_not_pushed() -> None:
+    trainer = HFTrainer(bert(), None, Lines(), progress_bar=False)
+    with pytest.raises(ConfigError, match=r"no name on the Hub.*hub_model_id"):
+        trainer.push_to_hub()
