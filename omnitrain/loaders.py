@@ -30,7 +30,7 @@ from omnitrain.sampling import (
     tensor_columns,
     without_padding,
 )
-from omnitrain.streams import Mark, Stream
+from omnitrain.streams import Mark, Stream, can_seek
 from omnitrain.workers import outlive_signals, start_workers, stop_workers
 
 __all__ = [
@@ -271,9 +271,18 @@ class StreamLoader(Loader):
         found = (mark for mark in reversed(self._marks) if mark.epoch == last)
         return next((mark for mark in found if not position or mark.position <= position), None)
 
+    def keep_marks(self, former: StreamLoader | None = None) -> None:
+        """Be able to go back to where this loader has been, or the one whose place it takes, from the start on."""
+        self._stream.marks = can_seek(self.dataset)
+        if former is not None:
+            self._marks.extend(former._marks)
+        elif self._stream.marks:
+            self._marks.append(Mark(-1, 0, self.dataset.state_dict(), True))
+
     def start_from(self, mark: Mark | None) -> None:
         """Begin the next pass at a mark, if that leads to where it is to begin."""
         self._start = mark
+        self._marks.extend([] if mark is None else [mark])
 
     def close(self) -> None:
         stop_workers(self._iterator)

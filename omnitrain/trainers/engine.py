@@ -25,6 +25,7 @@ from omnitrain.loaders import MapLoader
 from omnitrain.sampling import Window, windows
 from omnitrain.trainers.hf_files import write_model_files, write_optimizer, write_state
 from omnitrain.trainers.hub import Uploading
+from omnitrain.trainers.memory import sparing
 from omnitrain.trainers.trials import run_trial, searching
 from omnitrain.workers import outlive_signals
 
@@ -51,6 +52,8 @@ class Engine(Uploading):
     _window: Window
     _turn: int
     _last: Any = None
+    _rest: Iterator[list[Any]] | None = None
+    """The rest of an epoch's data, where memory has run out in the middle of it."""
 
     def __init__(self, owner: HFTrainer, *args: Any, **kwargs: Any) -> None:
         self.owner = owner
@@ -108,7 +111,8 @@ class Engine(Uploading):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Take the micro-batches of a window, and weigh them while they are on the host."""
         owner, by_window = self.owner, self.owner._by_window
-        taken = next(epoch_iterator, []) if by_window else list(itertools.islice(epoch_iterator, num_batches))
+        source = self._rest or epoch_iterator
+        taken = next(source, []) if by_window else list(itertools.islice(source, num_batches))
         group = list(owner._weighed(iter(taken)))
         self._last = group[-1] if group else self._last
         window, self._turn = owner._window_of(group, self._last), 0
@@ -119,11 +123,18 @@ class Engine(Uploading):
         self._window = window
         return [window.batches] if by_window else window.batches, None
 
+    def begin_anew(self) -> list[Any]:
+        """Return the micro-batches of the present step, cut anew; so are those of the rest of the epoch."""
+        self._rest = iter(_Windows(self.owner))
+        (batches,), _ = self.get_batch_samples(self._rest, 1, self.args.device)
+        return batches
+
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # `_loss_of` does it
 
     # --- a step
 
+    @sparing
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a micro-batch forward and backward; where data have no length, all those of a window in turn."""
         owner, last = self.owner, len(self._window.batches) - 1
@@ -284,7 +295,7 @@ class Bridge(transformers.TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch begins."""
-        self.owner.engine.has_ended = False
+        self.owner.engine.has_ended, self.owner.engine._rest = False, None
         self.owner.lifecycle.begin_epoch()
         self.owner.model.train()
         self.owner._collect_parameters()
@@ -479,7 +490,7 @@ def _as_is(batch: Any) -> Any:
 def _train_loader(owner: HFTrainer) -> DataLoader[Any]:
     loader = owner.train_loader
     generator = torch.Generator().manual_seed(owner.seed)  # else it draws from the training's generator
-    if not isinstance(loader, MapLoader):
+    if owner._by_window or not isinstance(loader, MapLoader):
         return DataLoader(_Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
     workers = owner._given["num_workers"]
     return DataLoader(

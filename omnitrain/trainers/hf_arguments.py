@@ -129,7 +129,6 @@ class HFTrainingArguments(transformers.TrainingArguments):
 UNSUPPORTED = {
     "dataloader_drop_last": (False,),
     "train_sampling_strategy": ("random", "sequential"),
-    "auto_find_batch_size": (False,),
     "label_smoothing_factor": (0, 0.0),
     "batch_eval_metrics": (False,),
     "eval_delay": (0, None),
@@ -213,7 +212,6 @@ _ADVICE = {
     "predict_with_generate": "Call `model.generate` in a callback's on_eval_end, or through `trainer.engine`.",
     "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
     "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read.",
-    "auto_find_batch_size": "Set `global_batch_size` and a smaller `batch_size`: the numbers stay the same.",
 }
 
 
@@ -361,6 +359,7 @@ def engine_arguments(
         "max_steps": -1,
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
         "mixed_precision": "no",  # autocast and loss scaling are the trainer's
+        "auto_find_batch_size": False,  # theirs begins the run anew, with other steps
         "enable_jit_checkpoint": False,  # a signal saves anyway
         # who cuts up the weights is the trainer's to say, too
         "fsdp": "",

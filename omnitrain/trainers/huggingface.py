@@ -32,6 +32,7 @@ from omnitrain.trainers.hf_arguments import (
     sharding_accelerator,
     word_of,
 )
+from omnitrain.trainers.memory import check_sparing, is_out_of_memory
 from omnitrain.trainers.sharding import Sharding
 from omnitrain.trainers.trials import Trial, check_model_init, made_model, remembered, take_callbacks
 from omnitrain.trainers.zero import schedule_of
@@ -201,15 +202,21 @@ class HFTrainer(Sharding):
         return super()._has_eval and self._evaluates
 
     @property
+    def _finds_batch_size(self) -> bool:
+        return self.training_args is not None and self.training_args.auto_find_batch_size
+
+    @property
     def _by_window(self) -> bool:
-        """Whether transformers' loop gets whole windows, for data whose length it cannot go by."""
-        return not isinstance(self.train_loader, MapLoader)
+        """Whether transformers' loop gets whole windows, for data whose length it cannot go by, or that may change."""
+        return self._finds_batch_size or not isinstance(self.train_loader, MapLoader)
 
     def _set_up_data(self) -> None:
         given = self.train_dataset
         self.train_dataset = self._without_unused_columns(given)
         super()._set_up_data()
         self.train_dataset = given
+        if self._finds_batch_size:
+            check_sparing(self)
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         return super()._evaluation_loader(self._without_unused_columns(dataset), loader, name)
@@ -410,7 +417,12 @@ class HFTrainer(Sharding):
         return self._latest_metrics()
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
-        super()._evaluate_in_run(counts)
+        try:
+            super()._evaluate_in_run(counts)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")
+            raise
         if self.lifecycle.evaluated_step == self.progress.step and self.engine.is_in_train:
             self.engine.tell_evaluation(self._latest_metrics())
         if self.lifecycle.evaluated_step == self.progress.step and self._trial is not None:
