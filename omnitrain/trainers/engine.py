@@ -24,9 +24,8 @@ from omnitrain.errors import ConfigError, DataError
 from omnitrain.loaders import MapLoader
 from omnitrain.sampling import Window, windows
 from omnitrain.trainers.hf_files import write_model_files, write_optimizer, write_state
-from omnitrain.trainers.hub import Uploading
 from omnitrain.trainers.memory import sparing
-from omnitrain.trainers.trials import run_trial, searching
+from omnitrain.trainers.trials import Searching, run_trial
 from omnitrain.workers import outlive_signals
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Boundary", "Bridge", "Engine", "Schedule"]
 
 
-class Engine(Uploading):
+class Engine(Searching):
     """transformers' Trainer, asked for its loop alone.
 
     A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and whatever else their loop calls.
@@ -86,22 +85,6 @@ class Engine(Uploading):
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         if not self.owner._sharded_by:
             super()._move_model_to_device(model, device)
-
-    def hyperparameter_search(
-        self,
-        hp_space: Any = None,
-        compute_objective: Any = None,
-        n_trials: int = 20,
-        direction: str | list[str] = "minimize",
-        backend: Any = None,
-        hp_name: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Search as theirs does, with a whole run of a trainer like ours for each trial."""
-        with searching(self, backend, kwargs):
-            return super().hyperparameter_search(
-                hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
-            )
 
     # --- data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,9 @@ from omnitrain.trainers.hf_arguments import (
     word_of,
 )
 from omnitrain.trainers.memory import check_sparing, is_out_of_memory
-from omnitrain.trainers.sharding import Sharding
-from omnitrain.trainers.trials import Trial, check_model_init, made_model, remembered, take_callbacks
+from omnitrain.trainers.trials import Renewable, check_model_init, remembered
 from omnitrain.trainers.zero import schedule_of
-from omnitrain.units import ModelUnit, StepOutput, without_effect
+from omnitrain.units import StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
 
@@ -55,7 +54,7 @@ NEVER_CALLED = {
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
 
-class HFTrainer(Sharding):
+class HFTrainer(Renewable):
     """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
 
     Takes the arguments of `BaseTrainer` except `device`, and those below. `trainer.engine` is the real
@@ -82,9 +81,6 @@ class HFTrainer(Sharding):
 
     engine_class: type[Engine] = Engine
     engine: Engine
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
-    _trial: Trial | None = None
-    """The trial of a search that this trainer is for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -299,39 +295,7 @@ class HFTrainer(Sharding):
                 )  # fmt: skip
         super()._finish_setup()
 
-    def _new_model(self, seed: int, device: torch.device) -> nn.Module:
-        trial = self._trial and self._trial.trial
-        return made_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
-
-    def _renew_model(self) -> bool:
-        """Begin with a new model, if there is a `model_init`; that of a trial is new already."""
-        if self.model_init is None or self._trial is not None:
-            return False
-        former = self.engine
-        self.model = self._new_model(self.seed, self.device)
-        self.unit = ModelUnit(self.model, self.loss_fn)
-        vars(self).pop("optimizer", None)
-        self._setup_training_components()
-        take_callbacks(self.engine, former)
-        self._finish_setup()
-        return True
-
     # --- the run
-
-    def _train(self, resume_from: str | Path | None, allow_change: Collection[str]) -> None:
-        if resume_from is None:
-            self._renew_model()
-        super()._train(resume_from, allow_change)
-
-    def _resume(self, which: str | Path, allow_change: Collection[str]) -> tuple[Path, dict[str, Any]] | None:
-        found = super()._resume(which, allow_change)
-        if found is None and self._renew_model():
-            self._begin_run()  # with the optimizer of this model
-        return found
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
-        return self.engine.hyperparameter_search(*args, **kwargs)
 
     def _fit(self) -> None:
         """Let transformers train; what was left of an epoch that a checkpoint ended in comes first."""

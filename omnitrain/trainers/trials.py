@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,15 @@ from transformers.hyperparameter_search import default_hp_search_backend
 
 from omnitrain.errors import ConfigError, NonFiniteError, did_you_mean
 from omnitrain.reproducibility import isolated_rng
+from omnitrain.trainers.hub import Uploading
+from omnitrain.trainers.sharding import Sharding
+from omnitrain.units import ModelUnit
 
 if TYPE_CHECKING:
     from omnitrain.trainers.engine import Engine
     from omnitrain.trainers.huggingface import HFTrainer
 
-__all__ = ["Trial", "check_model_init", "made_model", "remembered", "run_trial", "searching", "take_callbacks"]
+__all__ = ["Renewable", "Searching", "Trial", "check_model_init", "made_model", "remembered", "run_trial"]
 
 logger = logging.getLogger("omnitrain")
 
@@ -84,6 +87,48 @@ def take_callbacks(new: Engine, old: Engine) -> None:
     new.callback_handler.callbacks = [own.get(type(one), one) for one in old.callback_handler.callbacks]
 
 
+class Renewable(Sharding):
+    """A trainer that makes its model by `model_init`."""
+
+    engine: Any
+    model_init: Callable[..., nn.Module] | None
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _trial: Trial | None = None
+    """The trial of a search that this trainer is for."""
+
+    def _new_model(self, seed: int, device: torch.device) -> nn.Module:
+        trial = self._trial and self._trial.trial
+        return made_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
+
+    def _renew_model(self) -> bool:
+        """Begin with a new model, if there is a `model_init`; that of a trial is new already."""
+        if self.model_init is None or self._trial is not None:
+            return False
+        former = self.engine
+        self.model = self._new_model(self.seed, self.device)
+        self.unit = ModelUnit(self.model, self.loss_fn)
+        vars(self).pop("optimizer", None)
+        self._setup_training_components()
+        take_callbacks(self.engine, former)
+        self._finish_setup()
+        return True
+
+    def _train(self, resume_from: str | Path | None, allow_change: Collection[str]) -> None:
+        if resume_from is None:
+            self._renew_model()
+        super()._train(resume_from, allow_change)
+
+    def _resume(self, which: str | Path, allow_change: Collection[str]) -> tuple[Path, dict[str, Any]] | None:
+        found = super()._resume(which, allow_change)
+        if found is None and self._renew_model():
+            self._begin_run()  # with the optimizer of this model
+        return found
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
+        return self.engine.hyperparameter_search(*args, **kwargs)
+
+
 # --- a search
 
 
@@ -99,7 +144,7 @@ def remembered(init: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def searching(engine: Engine, backend: Any, options: Mapping[str, Any]) -> Iterator[None]:
+def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """Have `engine` search: until the end of this context it trains trials.
 
     Raises:
@@ -160,6 +205,26 @@ def run_trial(engine: Engine, resume_from_checkpoint: str | None = None, trial: 
             raise  # what comes of a pruned trial, the main process alone is asked
     finally:
         trainer._scratch.cleanup()
+
+
+class Searching(Uploading):
+    """transformers' Trainer, whose search has a trainer of ours for each trial."""
+
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Search as theirs does, with a whole run of a trainer like ours for each trial."""
+        with searching(self, backend, kwargs):
+            return super().hyperparameter_search(
+                hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+            )
 
 
 class Trial:
