@@ -120,7 +120,6 @@ UNSUPPORTED = {
     "dataloader_drop_last": (False,),
     "train_sampling_strategy": ("random", "sequential"),
     "auto_find_batch_size": (False,),
-    "label_smoothing_factor": (0, 0.0),
     "batch_eval_metrics": (False,),
     "eval_delay": (0, None),
     "fp16_full_eval": (False,),
@@ -199,7 +198,6 @@ _ADVICE = {
     "deepspeed": "Use AccelerateTrainer with `deepspeed_config`: its checkpoints and numbers are the same.",
     "fsdp": "Use AccelerateTrainer with `fsdp_plugin`: its checkpoints and numbers are the same.",
     "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
-    "label_smoothing_factor": "Pass a `loss_fn` that smooths, such as torch's cross_entropy with label_smoothing.",
     "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",
     "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is.",
     "predict_with_generate": "Call `model.generate` in a callback's on_eval_end, or through `trainer.engine`.",
@@ -319,6 +317,7 @@ def engine_arguments(
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
         "mixed_precision": "no",  # autocast and loss scaling are the trainer's
         "enable_jit_checkpoint": False,  # a signal saves anyway
+        "label_smoothing_factor": 0,  # the loss is the trainer's; theirs looks for a config, which not every model has
     }
     for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)

@@ -37,6 +37,7 @@ from omnitrain.trainers.hf_arguments import (
     word_of,
 )
 from omnitrain.trainers.scaling import LossScaling
+from omnitrain.trainers.smoothing import smooth_labels
 from omnitrain.units import StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
@@ -122,6 +123,7 @@ class HFTrainer(LossScaling):
         self.processing_class = processing_class
         self._preprocess = preprocess_logits_for_metrics
         self._adopt(kwargs, compute_loss_func, optimizers)
+        smooth_labels(training_args, model, kwargs)
         self._evaluates = training_args is None or word_of(training_args.eval_strategy) != "no"
         own = self._split(callbacks, kwargs)
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")

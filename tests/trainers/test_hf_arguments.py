@@ -398,7 +398,6 @@ def test_saving_in_the_background_is_refused(tmp_path: Path) -> None:
     ("said", "words"),
     [
         ({"dataloader_drop_last": True}, "Every sample counts once"),
-        ({"label_smoothing_factor": 0.1}, "loss_fn"),
         ({"auto_find_batch_size": True}, "global_batch_size"),
         ({"batch_eval_metrics": True, "eval_strategy": "no"}, "batch_eval_metrics=True"),
         ({"eval_strategy": "epoch", "eval_delay": 2}, "eval_delay=2"),
