@@ -41,6 +41,8 @@ class Engine(transformers.Trainer):
     """Whether it is our trainer that has their loop run."""
     has_ended = False
     """Whether the present epoch is over."""
+    has_untold_evaluation = False
+    """Whether there was an evaluation before the first step, when their callbacks had not heard of the run."""
     stops: bool | None = None
     """Whether transformers' callbacks had asked for the end of the run when the data of an epoch ended."""
     rate: float | None = None
@@ -381,6 +383,14 @@ class Boundary(transformers.TrainerCallback):
     def __init__(self, owner: HFTrainer) -> None:
         self.owner = owner
         self._ends_epoch = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """All callbacks know that the run has begun."""
+        engine = self.owner.engine
+        if engine.has_untold_evaluation:
+            engine.has_untold_evaluation = False
+            engine.tell_evaluation(self.owner._latest_metrics())
+        return control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A micro-batch is done, and the step is not."""

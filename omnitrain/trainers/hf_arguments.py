@@ -17,8 +17,17 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.events import Callback
+from omnitrain.progress import Progress
 
-__all__ = ["HFTrainingArguments", "adopt", "adopt_arguments", "engine_arguments", "policies_of", "word_of"]
+__all__ = [
+    "HFTrainingArguments",
+    "adopt",
+    "adopt_arguments",
+    "engine_arguments",
+    "is_delayed",
+    "policies_of",
+    "word_of",
+]
 
 logger = logging.getLogger("omnitrain")
 
@@ -121,7 +130,6 @@ UNSUPPORTED = {
     "train_sampling_strategy": ("random", "sequential"),
     "auto_find_batch_size": (False,),
     "batch_eval_metrics": (False,),
-    "eval_delay": (0, None),
     "fp16_full_eval": (False,),
     "bf16_full_eval": (False,),
     "group_by_length": (False,),
@@ -272,7 +280,16 @@ def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
         found.append(_LogsFirstStep())
     if args is not None and word_of(args.save_strategy) == "best":
         found.append(_SavesBest())
+    if args is not None and args.eval_delay:
+        found.append(_DelaysEvaluations(args))
     return found
+
+
+def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) -> bool:
+    """Return whether it is too early in a run for an evaluation, by transformers' `eval_delay`."""
+    if args is None or not args.eval_delay:
+        return False
+    return (progress.step if word_of(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
 
 
 class _LogsFirstStep(Callback):
@@ -281,6 +298,22 @@ class _LogsFirstStep(Callback):
     def on_step_end(self, trainer: Any) -> None:
         if trainer.progress.step == 1:
             trainer.request_log()
+
+
+class _DelaysEvaluations(Callback):
+    """Takes back what the interval of evaluations has asked for too early; it comes right after that."""
+
+    order = 0
+
+    def __init__(self, args: transformers.TrainingArguments) -> None:
+        self.args = args
+
+    def on_step_end(self, trainer: Any) -> None:
+        if is_delayed(self.args, trainer.progress):
+            trainer.control.evaluate = False
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        self.on_step_end(trainer)
 
 
 class _SavesBest(Callback):

@@ -33,6 +33,7 @@ from omnitrain.trainers.hf_arguments import (
     adopt,
     adopt_arguments,
     engine_arguments,
+    is_delayed,
     policies_of,
     word_of,
 )
@@ -341,9 +342,14 @@ class HFTrainer(LossScaling):
         return self._latest_metrics()
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
+        if self.lifecycle.is_closing and is_delayed(self.training_args, self.progress):
+            return
         super()._evaluate_in_run(counts)
-        if self.lifecycle.evaluated_step == self.progress.step and self.engine.is_in_train:
-            self.engine.tell_evaluation(self._latest_metrics())
+        if self.lifecycle.evaluated_step == self.progress.step:
+            if self.engine.is_in_train:
+                self.engine.tell_evaluation(self._latest_metrics())
+            else:
+                self.engine.has_untold_evaluation = not self.lifecycle.is_closing
 
     def _latest_metrics(self) -> dict[str, float]:
         return {key: value for key, value in self.metrics["valid"][-1].items() if key not in ("epoch", "step")}

@@ -400,7 +400,6 @@ def test_saving_in_the_background_is_refused(tmp_path: Path) -> None:
         ({"dataloader_drop_last": True}, "Every sample counts once"),
         ({"auto_find_batch_size": True}, "global_batch_size"),
         ({"batch_eval_metrics": True, "eval_strategy": "no"}, "batch_eval_metrics=True"),
-        ({"eval_strategy": "epoch", "eval_delay": 2}, "eval_delay=2"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True"),
         ({"include_for_metrics": ["inputs"]}, "include_for_metrics"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False"),
