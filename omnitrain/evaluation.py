@@ -141,7 +141,7 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
             if keeps:
                 kept = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else kept
                 kept = _in_order(ranks.gather("the predictions of an evaluation", kept))
-        predictions = _join([one for one, _ in kept]) if keeps else None
+        predictions = _join([one for one, _ in kept], trainer._filler) if keeps else None
         labels = _join([one for _, one in kept]) if keeps else None
         loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
         metrics = {"loss": loss / weights} if weights else {"loss": math.nan} if needs_loss else {}
@@ -187,15 +187,15 @@ def _to_numpy(value: Any) -> Any:
     return value
 
 
-def _join(parts: list[Any]) -> Any:
-    """Concatenate the batches' arrays along the first dimension, padding the others with -100 to a common shape."""
+def _join(parts: list[Any], filler: int = IGNORED_LABEL) -> Any:
+    """Concatenate the batches' arrays along the first dimension, filling the others up to a common shape."""
     first = next((part for part in parts if part is not None), None)
     if first is None:
         return None
     if isinstance(first, tuple):
-        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
+        return tuple(_join(list(column), filler) for column in zip(*parts, strict=True))
     if isinstance(first, dict):
-        return {key: _join([part[key] for part in parts]) for key in first}
+        return {key: _join([part[key] for part in parts], filler) for key in first}
     if not isinstance(first, np.ndarray):
         return [entry for part in parts for entry in (part if isinstance(part, list) else [part])]
     if first.ndim == 0:
@@ -203,7 +203,7 @@ def _join(parts: list[Any]) -> Any:
     shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     if all(part.shape[1:] == shape for part in parts):
         return np.concatenate(parts)
-    joined = np.full((sum(len(part) for part in parts), *shape), IGNORED_LABEL, dtype=first.dtype)
+    joined = np.full((sum(len(part) for part in parts), *shape), filler, dtype=first.dtype)
     row = 0
     for part in parts:
         joined[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part

@@ -28,6 +28,7 @@ from omnitrain.trainers.accelerators import (
     start_from_main,
 )
 from omnitrain.trainers.engine import Boundary, Bridge, Engine, Schedule
+from omnitrain.trainers.generating import take_generation
 from omnitrain.trainers.hf_arguments import (
     HFTrainingArguments,
     adopt,
@@ -37,7 +38,7 @@ from omnitrain.trainers.hf_arguments import (
     policies_of,
     word_of,
 )
-from omnitrain.trainers.scaling import LossScaling
+from omnitrain.trainers.hf_evaluation import HFEvaluation
 from omnitrain.trainers.smoothing import smooth_labels
 from omnitrain.units import StepOutput, without_effect
 
@@ -58,7 +59,7 @@ NEVER_CALLED = {
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
 
-class HFTrainer(LossScaling):
+class HFTrainer(HFEvaluation):
     """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
 
     Takes the arguments of `BaseTrainer` except `device`, and those below. `trainer.engine` is the real
@@ -248,6 +249,7 @@ class HFTrainer(LossScaling):
 
     def _finish_setup(self) -> None:
         args = self.training_args
+        self._generation = take_generation(args, unwrap(self.model), self.compute_metrics, self.processing_class)
         if args is not None and self._can_train and self._given["lr_scheduler"] is None:
             total = self.total_steps
             warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
@@ -321,17 +323,6 @@ class HFTrainer(LossScaling):
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch
-
-    def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
-        output = super()._forward(model, batch)
-        if torch.is_grad_enabled():
-            return output
-        names = self.engine.label_names
-        if isinstance(batch, Mapping) and len(names) > 1 and all(name in batch for name in names):
-            output.labels = tuple(batch[name] for name in names)  # as of answers: where they begin, where they end
-        if self._preprocess is not None:
-            output.outputs = self._preprocess(output.outputs, output.labels)
-        return output
 
     def _evaluate_for_engine(self) -> dict[str, float]:
         """Evaluate in the run, unless this step has been; return the metrics."""

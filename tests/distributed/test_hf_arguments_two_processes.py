@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from backends import Job, gap, launch  # noqa: E402
 from recipes import weights  # noqa: E402
-from tiny import Tokens, llama  # noqa: E402
+from tiny import Tokens, llama, t5  # noqa: E402
 from transformers import Seq2SeqTrainingArguments  # noqa: E402
 
 from omnitrain import HFTrainer  # noqa: E402
@@ -46,6 +47,31 @@ def smooth(backend: str, folder: str) -> dict[str, Any]:
     }
 
 
+def generate(backend: str, folder: str) -> dict[str, Any]:
+    """Generate for 7 sequences; of the last batch one process has one, and the other none."""
+    args = arguments(folder, predict_with_generate=True, generation_max_length=30, eval_strategy="epoch")
+    model = t5()
+    model.generation_config.eos_token_id = list(range(2, 8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    seen: list[Any] = []
+
+    def note(prediction: Any) -> dict[str, float]:
+        seen.append((prediction.predictions.tolist(), prediction.label_ids.tolist()))
+        return {"ends": float((prediction.predictions == 5).sum())}
+
+    trainer = HFTrainer(model, args, Tokens(8, "pairs"), Tokens(7, "pairs"), compute_metrics=note)
+    metrics = trainer.train()
+    predictions = trainer.predict(Tokens(7, "pairs"))
+    return {
+        "valid": metrics["valid"],
+        "predictions": predictions.predictions.tolist(),
+        "labels": predictions.labels.tolist(),
+        "seen": seen,
+    }
+
+
 # --- what came of it
 
 
@@ -57,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     options = {"folder": str(folder / "run")}
-    jobs = [Job(one.__name__, "hf2", f"{HERE}:{one.__name__}", options) for one in (smooth,)]
+    jobs = [Job(one.__name__, "hf2", f"{HERE}:{one.__name__}", options) for one in (smooth, generate)]
     found = launch(jobs, folder / "launch")
     for result in (one for ranks in found.values() for one in ranks):
         assert "error" not in result, f"{result['error']}: {result['message']}"
@@ -68,3 +94,12 @@ def test_smoothed_labels_weigh_the_same_on_whatever_process_they_are(results: An
     expected = smooth("hf", str(folder / "alone"))
     for found in results["smooth"]:
         assert gap(found, expected) <= 1e-12
+
+
+def test_generated_answers_come_in_the_order_of_the_data_from_all_processes(results: Any, folder: Path) -> None:
+    expected = generate("hf", str(folder / "alone"))
+    assert len({tuple(row) for row in expected["predictions"]}) > 1
+    for found in results["generate"]:
+        assert (found["predictions"], found["labels"]) == (expected["predictions"], expected["labels"])
+        assert gap(found["valid"], expected["valid"]) <= 1e-6
+    assert [results["generate"][rank]["seen"] for rank in (0, 1)] == [[*map(list, expected["seen"])], []]
