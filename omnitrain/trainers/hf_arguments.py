@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.events import Callback
 from omnitrain.progress import Progress
+from omnitrain.scoring import ByBatch
 
 __all__ = [
     "HFTrainingArguments",
@@ -129,12 +132,10 @@ UNSUPPORTED = {
     "dataloader_drop_last": (False,),
     "train_sampling_strategy": ("random", "sequential"),
     "auto_find_batch_size": (False,),
-    "batch_eval_metrics": (False,),
     "fp16_full_eval": (False,),
     "bf16_full_eval": (False,),
     "group_by_length": (False,),
     "sortish_sampler": (False,),
-    "include_for_metrics": (None, [], ()),
     "eval_do_concat_batches": (True,),
     "parallelism_config": (None,),
     "save_on_each_node": (False,),
@@ -177,12 +178,42 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
                 f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say "
                 f"{strategy}='no'. Set their {strategy} instead."
             )
-    if args.prediction_loss_only:
-        given["compute_metrics"] = None
+    _adopt_metrics(args, given)
     said = _translated(args)
     if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
         del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
     adopt(said, given, "the training arguments")
+
+
+def _adopt_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
+    """Check what a function of metrics is to get, and say so if it is called batch by batch."""
+    for name in args.include_for_metrics or ():
+        if name not in ("inputs", "loss"):
+            nearest = did_you_mean(name, ["inputs", "loss"])
+            raise ConfigError(
+                f"`training_args.include_for_metrics` may hold 'inputs' and 'loss', got {name!r}.{nearest}"
+            )
+    metrics = given.get("compute_metrics")
+    if args.prediction_loss_only:
+        given["compute_metrics"] = None
+    elif args.batch_eval_metrics and metrics is not None:
+        if args.include_for_metrics:
+            raise ConfigError(
+                f"`training_args.batch_eval_metrics=True` and their `include_for_metrics={args.include_for_metrics!r}` "
+                "are both set. Leave one of them out."
+            )
+        takes = [] if not callable(metrics) or isinstance(metrics, torch.nn.Module) else _parameters_of(metrics)
+        if "compute_result" not in takes:
+            raise ConfigError(
+                "`training_args.batch_eval_metrics=True` is for a `compute_metrics` that is called as f(eval_pred, "
+                f"compute_result=...), got {metrics!r}. Give it that argument, or leave batch_eval_metrics out: "
+                "metrics by name, and those of torchmetrics, keep no predictions anyway."
+            )
+        given["compute_metrics"] = ByBatch(metrics)
+
+
+def _parameters_of(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:

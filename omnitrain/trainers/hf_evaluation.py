@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.collation import IGNORED_LABEL, labels_of
+from omnitrain.collation import IGNORED_LABEL, count_samples, labels_of
+from omnitrain.errors import DataError
 from omnitrain.evaluation import Predictions
 from omnitrain.trainers.generating import Generation
 from omnitrain.trainers.scaling import LossScaling
@@ -28,6 +29,7 @@ class HFEvaluation(LossScaling):
     """The evaluations of HFTrainer."""
 
     engine: Engine
+    training_args: Any
     compute_metrics: Any
     _preprocess: Any
     _generation: Generation | None = None
@@ -48,7 +50,25 @@ class HFEvaluation(LossScaling):
             output.outputs, output.labels = generation.answers(unwrap(self.model), batch, output.labels, synced)
         if self._preprocess is not None:
             output.outputs = self._preprocess(output.outputs, output.labels)
+        output.extra = self._extra(batch, output)
         return output
+
+    def _extra(self, batch: Any, output: StepOutput) -> dict[str, Any] | None:
+        """Return what `include_for_metrics` asks for: the model's main input, and its loss for each sample."""
+        wanted = (self.training_args and self.training_args.include_for_metrics) or ()
+        found: dict[str, Any] = {}
+        if "inputs" in wanted:
+            name = getattr(unwrap(self.model), "main_input_name", "input_ids")
+            if not isinstance(batch, Mapping) or name not in batch:
+                has = f"holds {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "is no dict"
+                raise DataError(
+                    f"`include_for_metrics` asks for the inputs, which are the model's {name!r}, but the batch {has}."
+                )
+            found["inputs"] = batch[name]
+        if "loss" in wanted and output.loss is not None:
+            targets = 1 if output.num_targets is None else output.num_targets
+            found["losses"] = (output.loss / targets).expand(count_samples(batch))
+        return found or None
 
     @property
     def _generation_in_use(self) -> Generation | None:

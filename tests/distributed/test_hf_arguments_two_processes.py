@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
@@ -72,6 +73,35 @@ def generate(backend: str, folder: str) -> dict[str, Any]:
     }
 
 
+def batches(backend: str, folder: str, shared: bool = False) -> dict[str, Any]:
+    """Evaluate 7 sequences batch by batch; `shared` has a sampler of PyTorch's deal them out."""
+    data, seen = Tokens(7), []
+    size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    args = arguments(folder, batch_eval_metrics=True, per_device_eval_batch_size=size)
+    loader: Any = data
+    if shared:
+        sampler = DistributedSampler(data, shuffle=False) if "WORLD_SIZE" in os.environ else None
+        loader = DataLoader(data, batch_size=size, sampler=sampler)
+
+    def note(prediction: Any, compute_result: bool) -> dict[str, float]:
+        seen.append([prediction.predictions.argmax(-1).tolist(), prediction.label_ids.tolist(), compute_result])
+        return {"rows": float(sum(len(one[0]) for one in seen))} if compute_result else {}
+
+    metrics = HFTrainer(llama(), args, compute_metrics=note).evaluate(loader)
+    return {"metrics": metrics, "seen": seen}
+
+
+def inputs(backend: str, folder: str) -> dict[str, Any]:
+    seen: list[Any] = []
+
+    def note(prediction: Any) -> dict[str, float]:
+        seen.append([prediction.inputs.tolist(), prediction.losses.tolist()])
+        return {"rows": len(prediction.inputs)}
+
+    args = arguments(folder, include_for_metrics=["inputs", "loss"], per_device_eval_batch_size=1)
+    return {"metrics": HFTrainer(llama(), args, compute_metrics=note).evaluate(Tokens(7)), "seen": seen}
+
+
 # --- what came of it
 
 
@@ -83,7 +113,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     options = {"folder": str(folder / "run")}
-    jobs = [Job(one.__name__, "hf2", f"{HERE}:{one.__name__}", options) for one in (smooth, generate)]
+    jobs = [Job(one.__name__, "hf2", f"{HERE}:{one.__name__}", options) for one in (smooth, generate, batches, inputs)]
+    jobs.append(Job("shared batches", "hf2", f"{HERE}:batches", {**options, "shared": True}))
     found = launch(jobs, folder / "launch")
     for result in (one for ranks in found.values() for one in ranks):
         assert "error" not in result, f"{result['error']}: {result['message']}"
@@ -103,3 +134,23 @@ def test_generated_answers_come_in_the_order_of_the_data_from_all_processes(resu
         assert (found["predictions"], found["labels"]) == (expected["predictions"], expected["labels"])
         assert gap(found["valid"], expected["valid"]) <= 1e-6
     assert [results["generate"][rank]["seen"] for rank in (0, 1)] == [[*map(list, expected["seen"])], []]
+
+
+@pytest.mark.parametrize("name", ["batches", "shared batches"])
+def test_a_function_of_batches_gets_those_of_all_processes_on_the_main_one(
+    results: Any, folder: Path, name: str
+) -> None:
+    expected = batches("hf", str(folder / "alone"))
+    assert [len(one[0]) for one in expected["seen"]] == [4, 3]
+    main, other = results[name]
+    assert main["seen"] == expected["seen"] and other["seen"] == []
+    assert main["metrics"] == other["metrics"]
+    assert gap(main["metrics"], expected["metrics"]) <= 1e-6
+
+
+def test_inputs_and_losses_come_in_the_order_of_the_data(results: Any, folder: Path) -> None:
+    expected = inputs("hf", str(folder / "alone"))
+    main, other = results["inputs"]
+    assert main["seen"][0][0] == expected["seen"][0][0] == Tokens(7).ids.tolist() and other["seen"] == []
+    assert gap(main["seen"][0][1], expected["seen"][0][1]) <= 1e-6
+    assert len(set(expected["seen"][0][1])) == 7 and gap(other["metrics"], expected["metrics"]) <= 1e-6
