@@ -175,7 +175,8 @@ def _whole(trainer: Any, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[
     parts = _in_order(trainer.ranks.gather("a batch of an evaluation", own))
     if not trainer.ranks.is_main or not parts:
         return None
-    return default_convert((_join([one for one, _ in parts], trainer._filler), _join([one for _, one in parts])))
+    predictions, labels = _join([one for one, _ in parts], trainer._filler), _join([one for _, one in parts])
+    return default_convert(predictions), default_convert(labels)
 
 
 def _rows(batch: Any) -> list[Any]:

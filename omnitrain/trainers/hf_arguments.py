@@ -132,8 +132,6 @@ UNSUPPORTED = {
     "dataloader_drop_last": (False,),
     "train_sampling_strategy": ("random", "sequential"),
     "auto_find_batch_size": (False,),
-    "fp16_full_eval": (False,),
-    "bf16_full_eval": (False,),
     "group_by_length": (False,),
     "sortish_sampler": (False,),
     "eval_do_concat_batches": (True,),

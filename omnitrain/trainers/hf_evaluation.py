@@ -5,7 +5,8 @@ The evaluation loop itself is in `omnitrain/evaluation.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from omnitrain.trainers.engine import Engine
 
 __all__ = ["HFEvaluation"]
+
+
+def full_evaluation(args: Any) -> torch.dtype | None:
+    """Return the precision that transformers' arguments ask evaluations for; None is that of the weights."""
+    if args is None or not (args.bf16_full_eval or args.fp16_full_eval):
+        return None
+    return torch.bfloat16 if args.bf16_full_eval else torch.float16
 
 
 class HFEvaluation(LossScaling):
@@ -87,6 +95,30 @@ class HFEvaluation(LossScaling):
         """
         self._is_predicting = True
         try:
-            return super().predict(dataset)
+            with self._weights_for_evaluation():
+                return super().predict(dataset)
         finally:
             self._is_predicting = False
+
+    def _evaluated(self, loader: Any, prefix: str) -> dict[str, float]:
+        with self._weights_for_evaluation():
+            return super()._evaluated(loader, prefix)
+
+    @contextlib.contextmanager
+    def _weights_for_evaluation(self) -> Iterator[None]:
+        """Hold the weights in the precision of `bf16_full_eval` or `fp16_full_eval`, unless a run is under way.
+
+        The weights themselves are kept beside their copies, and put back.
+        """
+        dtype = full_evaluation(self.training_args)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            if dtype is not None and not self.engine.is_in_train:
+                for tensor in (*self.model.parameters(), *self.model.buffers()):
+                    if tensor.is_floating_point():
+                        kept.append((tensor, tensor.data))
+                        tensor.data = tensor.data.to(dtype)
+            yield
+        finally:
+            for tensor, data in kept:
+                tensor.data = data

@@ -399,7 +399,6 @@ def test_saving_in_the_background_is_refused(tmp_path: Path) -> None:
     [
         ({"dataloader_drop_last": True}, "Every sample counts once"),
         ({"auto_find_batch_size": True}, "global_batch_size"),
-        ({"bf16_full_eval": True}, "bf16_full_eval=True"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False"),
         ({"save_on_each_node": True}, "main process writes"),
         ({"data_seed": 3, "seed": 4}, "data_seed=3"),

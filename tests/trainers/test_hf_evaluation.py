@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from recipes import distance, weights
 from tiny import Tokens, bert, llama
 from transformers import EvalPrediction, TrainingArguments
 
-from omnitrain import HFTrainer
+from omnitrain import Callback, HFTrainer
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.units import StepOutput
 
@@ -196,3 +197,71 @@ def test_batches_and_inputs_together_are_refused(arguments: Any) -> None:
     args = arguments(batch_eval_metrics=True, include_for_metrics=["inputs"])
     with pytest.raises(ConfigError, match=r"batch_eval_metrics=True.*include_for_metrics=\['inputs'\]"):
         HFTrainer(bert(), args, compute_metrics=Accuracy())
+
+
+# --- bf16_full_eval, fp16_full_eval
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_outside_of_a_run_has_the_numbers_of_a_stock_trainer(arguments: Any, name: str) -> None:
+    data, found = Tokens(7, "classes"), []
+    for kind in (transformers.Trainer, HFTrainer):
+        trainer: Any = kind(bert().float(), arguments(**{name: True}), eval_dataset=data)
+        found.append((trainer.predict(data).predictions.astype(np.float32), trainer.evaluate()["eval_loss"]))
+    assert np.array_equal(found[1][0], found[0][0])
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-2)  # theirs takes the mean in that precision
+    full = HFTrainer(bert().float(), arguments(), eval_dataset=data).predict(data).predictions
+    assert not np.array_equal(full, found[1][0]) and np.abs(full - found[1][0]).max() < 0.02
+
+
+class Dtypes:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        return {"x": 1.0}
+
+    def watch(self, model: Any) -> Any:
+        model.register_buffer("third", torch.tensor(1 / 3))
+        model.register_forward_hook(lambda *_: self.seen.extend({model.classifier.weight.dtype, model.third.dtype}))
+        return model
+
+
+class EvaluatesBeside(Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.evaluate(Tokens(6, "classes"))
+
+
+def test_the_weights_are_the_same_to_the_bit_afterwards_and_evaluations_of_a_run_use_them(arguments: Any) -> None:
+    data, dtypes = Tokens(6, "classes"), Dtypes()
+    args = arguments(
+        bf16_full_eval=True, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2,
+        per_device_eval_batch_size=6, per_device_train_batch_size=6,
+    )  # fmt: skip
+    model = dtypes.watch(bert().float())
+    before = [one.clone() for one in (*model.parameters(), *model.buffers())]
+    addresses = [one.data_ptr() for one in model.parameters()]
+    trainer = HFTrainer(model, args, data, data, callbacks=[EvaluatesBeside()])
+    trainer.evaluate()
+    trainer.test(data)
+    trainer.predict(data)
+    assert dtypes.seen == [torch.bfloat16] * 3
+    assert all(map(torch.equal, before, (*model.parameters(), *model.buffers())))
+    assert addresses == [one.data_ptr() for one in model.parameters()]
+    dtypes.seen.clear()
+    trainer.train()
+    assert dtypes.seen == [torch.float32] * 7
+    other = HFTrainer(bert().float(), arguments(max_steps=2, per_device_train_batch_size=6), data)
+    other.train()
+    assert distance(weights(model), weights(other.model)) == 0
+
+
+def test_the_weights_are_put_back_after_an_error_too(arguments: Any) -> None:
+    def fail(prediction: EvalPrediction) -> Any:
+        raise ZeroDivisionError
+
+    model = bert().float()
+    trainer = HFTrainer(model, arguments(bf16_full_eval=True), eval_dataset=Tokens(2, "classes"), compute_metrics=fail)
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
