@@ -188,10 +188,15 @@ class BaseTrainer(Calls, ABC):
         elif self.train_dataset is not None:
             self.train_loader = make_loader(
                 self.train_dataset, self.batch_size, name="train_dataset", shuffle=given["shuffle"],
-                marks=self.store is not None, **self._loading,
+                marks=self.store is not None, **self._sampling, **self._loading,
             )  # fmt: skip
         self.eval_loader = self._evaluation_loader(self.eval_dataset, given["eval_loader"], "eval_dataset")
         self.test_loader = self._evaluation_loader(self.test_dataset, given["test_loader"], "test_dataset")
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        """What is said of the order of training samples beside `shuffle` and `seed`; see `make_loader`."""
+        return {}
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         given = dataset if loader is None else loader

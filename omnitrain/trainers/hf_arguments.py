@@ -129,7 +129,6 @@ class HFTrainingArguments(transformers.TrainingArguments):
 UNSUPPORTED = {
     "deepspeed": (None, "", {}),
     "fsdp": (None, "", [], False),
-    "dataloader_drop_last": (False,),
     "train_sampling_strategy": ("random", "sequential"),
     "auto_find_batch_size": (False,),
     "group_by_length": (False,),
@@ -159,11 +158,6 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             raise ConfigError(
                 f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
             )
-    if args.data_seed not in (None, args.seed):
-        raise ConfigError(
-            f"`training_args.data_seed={args.data_seed!r}` and their `seed={args.seed!r}` differ, but one seed is for "
-            "all here. Leave data_seed out."
-        )
     if getattr(args.accelerator_config, "split_batches", False):
         raise ConfigError(
             "`training_args.accelerator_config` has split_batches=True, but a batch size here is always that of one "
@@ -233,7 +227,6 @@ def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
 _ADVICE = {
     "deepspeed": "Use AccelerateTrainer with `deepspeed_config`: its checkpoints and numbers are the same.",
     "fsdp": "Use AccelerateTrainer with `fsdp_plugin`: its checkpoints and numbers are the same.",
-    "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
     "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",
     "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is.",
     "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",

@@ -200,6 +200,22 @@ class HFTrainer(HFEvaluation):
         self.train_dataset = self._without_unused_columns(given)
         super()._set_up_data()
         self.train_dataset = given
+        if self._sampling and self.train_loader is not None and self._by_window:
+            said = " and ".join(_OF_SAMPLING[name] for name in self._sampling)
+            raise ConfigError(
+                f"{said} of the training arguments would have no effect on a stream or a loader of your own, whose "
+                "batches come as they are. Leave it out."
+            )
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        args = self.training_args
+        found: dict[str, Any] = {"drop_last": True} if args is not None and args.dataloader_drop_last else {}
+        return found if args is None or args.data_seed in (None, args.seed) else {**found, "order_seed": args.data_seed}
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        return {**super().resolved_config(), "order_seed": self._sampling.get("order_seed")}
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         return super()._evaluation_loader(self._without_unused_columns(dataset), loader, name)
@@ -395,6 +411,7 @@ class HFTrainer(HFEvaluation):
 
 
 _ENDLESS = 1 << 40
+_OF_SAMPLING = {"drop_last": "`dataloader_drop_last`", "order_seed": "`data_seed`"}
 
 
 class _Processes:

@@ -102,6 +102,21 @@ def inputs(backend: str, folder: str) -> dict[str, Any]:
     return {"metrics": HFTrainer(llama(), args, compute_metrics=note).evaluate(Tokens(7)), "seen": seen}
 
 
+def drop(backend: str, folder: str) -> dict[str, Any]:
+    """Train on 15 sequences in whole micro-batches of 4 over all processes, in an order of its own."""
+    size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    args = arguments(
+        folder, dataloader_drop_last=True, data_seed=9, per_device_train_batch_size=size, gradient_accumulation_steps=1,
+        num_train_epochs=2,
+    )  # fmt: skip
+    trainer = HFTrainer(llama(), args, Tokens(15))
+    trainer.train()
+    return {
+        "progress": [trainer.progress.step, trainer.progress.samples, trainer.progress.epochs],
+        "weights": [one.tolist() for one in weights(trainer.get_model())],
+    }
+
+
 # --- what came of it
 
 
@@ -113,7 +128,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     options = {"folder": str(folder / "run")}
-    jobs = [Job(one.__name__, "hf2", f"{HERE}:{one.__name__}", options) for one in (smooth, generate, batches, inputs)]
+    jobs = [
+        Job(one.__name__, "hf2", f"{HERE}:{one.__name__}", options) for one in (smooth, generate, batches, inputs, drop)
+    ]
     jobs.append(Job("shared batches", "hf2", f"{HERE}:batches", {**options, "shared": True}))
     found = launch(jobs, folder / "launch")
     for result in (one for ranks in found.values() for one in ranks):
@@ -154,3 +171,11 @@ def test_inputs_and_losses_come_in_the_order_of_the_data(results: Any, folder: P
     assert main["seen"][0][0] == expected["seen"][0][0] == Tokens(7).ids.tolist() and other["seen"] == []
     assert gap(main["seen"][0][1], expected["seen"][0][1]) <= 1e-6
     assert len(set(expected["seen"][0][1])) == 7 and gap(other["metrics"], expected["metrics"]) <= 1e-6
+
+
+def test_what_does_not_fill_a_batch_of_all_processes_is_left_out(results: Any, folder: Path) -> None:
+    expected = drop("hf", str(folder / "alone"))
+    assert expected["progress"] == [6, 24, 2]
+    for found in results["drop"]:
+        assert found["progress"] == expected["progress"]
+        assert gap(found["weights"], expected["weights"]) <= 1e-7  # transformers takes the loss in float32

@@ -397,11 +397,9 @@ def test_saving_in_the_background_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"dataloader_drop_last": True}, "Every sample counts once"),
         ({"auto_find_batch_size": True}, "global_batch_size"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False"),
         ({"save_on_each_node": True}, "main process writes"),
-        ({"data_seed": 3, "seed": 4}, "data_seed=3"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
