@@ -282,7 +282,8 @@ class Bridge(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Say how long the run is, which only our limits know."""
         owner = self.owner
-        owner.model = owner.engine.model_wrapped or owner.model  # as a unit of the user's own is to see it
+        wrapped = owner.engine.model_wrapped  # as a unit of the user's own is to see it
+        owner.model = owner.model if wrapped is None else wrapped
         state.max_steps = owner.total_steps or state.max_steps
         state.num_train_epochs = math.ceil(owner.epochs or state.num_train_epochs)
         state.global_step = owner.progress.step + owner.progress.skipped_steps

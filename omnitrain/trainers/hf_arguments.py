@@ -29,6 +29,7 @@ __all__ = [
     "engine_arguments",
     "is_delayed",
     "policies_of",
+    "refuse_of_datasets",
     "word_of",
 ]
 
@@ -138,6 +139,8 @@ UNSUPPORTED = {
     "save_on_each_node": (False,),
     "ignore_data_skip": (False,),
     "average_tokens_across_devices": (True,),
+    "dataloader_in_order": (True,),
+    "dataloader_multiprocessing_context": (None,),
 }
 """What a run here would not honour, with the values that ask for nothing."""
 
@@ -175,6 +178,27 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
     if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
         del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
     adopt(said, given, "the training arguments")
+
+
+def refuse_of_datasets(args: transformers.TrainingArguments | None) -> None:
+    """Refuse what would have no effect on training data whose samples nobody can name.
+
+    Raises:
+        ConfigError: Naming what was asked for.
+    """
+    if args is None:
+        return
+    asked = {
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "data_seed": args.data_seed not in (None, args.seed),
+        "include_num_input_tokens_seen": word_of(args.include_num_input_tokens_seen) not in ("no", False),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"`training_args.{name}={getattr(args, name)!r}` would have no effect on a stream or a loader of your "
+                "own, whose batches come as they are. Leave it out."
+            )
 
 
 def _adopt_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
@@ -230,6 +254,8 @@ _ADVICE = {
     "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",
     "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is.",
     "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
+    "dataloader_in_order": "Samples come in one order here, with any number of workers.",
+    "dataloader_multiprocessing_context": "Call torch.multiprocessing.set_start_method() at the start of the program.",
     "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read.",
     "auto_find_batch_size": "Set `global_batch_size` and a smaller `batch_size`: the numbers stay the same.",
 }

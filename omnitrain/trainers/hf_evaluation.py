@@ -51,8 +51,9 @@ class HFEvaluation(LossScaling):
         needs_forward = generation is None or labels_of(batch) is not None
         output = super()._forward(model, batch) if needs_forward else StepOutput(None)
         names = self.engine.label_names
-        if isinstance(batch, Mapping) and len(names) > 1 and all(name in batch for name in names):
-            output.labels = tuple(batch[name] for name in names)  # as of answers: where they begin, where they end
+        if isinstance(batch, Mapping) and self._says_labels and all(name in batch for name in names):
+            labels = tuple(batch[name] for name in names)  # as of answers: where they begin, where they end
+            output.labels = labels if len(labels) != 1 else next(iter(labels))
         if generation is not None:
             synced = self.engine.is_fsdp_enabled or self.engine.is_deepspeed_enabled
             output.outputs, output.labels = generation.answers(unwrap(self.model), batch, output.labels, synced)
@@ -77,6 +78,12 @@ class HFEvaluation(LossScaling):
             targets = 1 if output.num_targets is None else output.num_targets
             found["losses"] = (output.loss / targets).expand(count_samples(batch))
         return found or None
+
+    @property
+    def _says_labels(self) -> bool:
+        """Whether the names of the labels say more than ours: there are several, or the user gave them."""
+        said = self.training_args is not None and self.training_args.label_names
+        return bool(said) or len(self.engine.label_names) > 1
 
     @property
     def _generation_in_use(self) -> Generation | None:

@@ -18,6 +18,7 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback
 from omnitrain.loaders import MapLoader
+from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
 from omnitrain.trainers.accelerators import (
@@ -36,6 +37,7 @@ from omnitrain.trainers.hf_arguments import (
     engine_arguments,
     is_delayed,
     policies_of,
+    refuse_of_datasets,
     word_of,
 )
 from omnitrain.trainers.hf_evaluation import HFEvaluation
@@ -200,12 +202,8 @@ class HFTrainer(HFEvaluation):
         self.train_dataset = self._without_unused_columns(given)
         super()._set_up_data()
         self.train_dataset = given
-        if self._sampling and self.train_loader is not None and self._by_window:
-            said = " and ".join(_OF_SAMPLING[name] for name in self._sampling)
-            raise ConfigError(
-                f"{said} of the training arguments would have no effect on a stream or a loader of your own, whose "
-                "batches come as they are. Leave it out."
-            )
+        if self.train_loader is not None and self._by_window:
+            refuse_of_datasets(self.training_args)
 
     @property
     def _sampling(self) -> dict[str, Any]:
@@ -229,7 +227,8 @@ class HFTrainer(HFEvaluation):
         taken = inspect.signature(unwrap(self.model).forward).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()) and "input_ids" not in taken:
             return dataset
-        kept = {*taken, "label", "labels", "label_ids"}
+        named = (self.training_args and self.training_args.label_names) or ()
+        kept = {*taken, "label", "labels", "label_ids", *named}
         return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
 
     def _setup_training_components(self) -> None:
@@ -270,8 +269,10 @@ class HFTrainer(HFEvaluation):
             total = self.total_steps
             warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
             options: Any = args.lr_scheduler_kwargs or {}
-            if not options and (total is None or warmup < total):
-                self._given["lr_scheduler"] = word_of(args.lr_scheduler_type)
+            name = word_of(args.lr_scheduler_type)
+            is_known = name in SCHEDULES or name in TRANSFORMERS_SCHEDULES
+            if is_known and not options and (total is None or warmup < total):
+                self._given["lr_scheduler"] = name
                 self.warmup_steps = self._given["warmup_steps"] = warmup
             else:  # what a name alone does not say, and a warm-up that is longer than the run
                 self._given["lr_scheduler"] = functools.partial(
@@ -411,7 +412,6 @@ class HFTrainer(HFEvaluation):
 
 
 _ENDLESS = 1 << 40
-_OF_SAMPLING = {"drop_last": "`dataloader_drop_last`", "order_seed": "`data_seed`"}
 
 
 class _Processes:
