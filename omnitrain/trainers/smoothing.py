@@ -46,6 +46,8 @@ class SmoothedLoss:
             )
         scores = outputs["logits"] if isinstance(outputs, Mapping) else outputs
         scores = scores[0] if isinstance(scores, (tuple, list)) else scores
+        if scores.dtype in (torch.float16, torch.bfloat16):
+            scores = scores.float()  # as models of transformers do for their own loss
         if self.shifted:
             scores, labels = scores[..., :-1, :], labels[..., 1:]
         return F.cross_entropy(

@@ -108,3 +108,14 @@ def test_a_run_without_an_evaluation_has_no_best_and_keeps_its_last_weights(argu
     trainer = HFTrainer(bert(), args, data, data)
     metrics = trainer.train()
     assert metrics["stop_reason"] == "epochs" and metrics["best_valid"] == {} and trainer.progress.step == 12
+
+
+def test_an_evaluation_before_the_first_step_is_told_once_and_not_in_a_later_run(arguments: Any) -> None:
+    data, seen = Tokens(8, "classes"), Evaluations()
+    args = arguments(**STEPS, eval_on_start=True, max_steps=1)
+    trainer = HFTrainer(bert(), args, data, data, callbacks=[seen])
+    trainer.train()
+    assert seen.steps == [0, 1]
+    trainer.train()
+    assert seen.steps == [0, 1, 0, 1]
+    assert [row["step"] for row in trainer.engine.state.log_history if "eval_loss" in row] == [0, 1]

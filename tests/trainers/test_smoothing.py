@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from omnitrain import Callback, HFTrainer
 from omnitrain.errors import ConfigError, DataError
+from omnitrain.trainers.smoothing import SmoothedLoss
 
 
 @pytest.fixture
@@ -85,6 +86,14 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_labels_whatever_its_batches(
     kept = labels[labels != -100]
     expected = -(0.8 * logs[range(len(kept)), kept] + 0.2 * logs.mean(-1)).mean()
     assert found == pytest.approx([expected.item()] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_half_precision_are_summed_in_float32(dtype: torch.dtype) -> None:
+    scores, labels = (8 * torch.randn(64, 1000)).to(dtype), torch.randint(0, 1000, (64,))
+    found = SmoothedLoss(0.2)({"logits": scores}, labels)
+    assert found.dtype is torch.float32
+    assert found.item() == pytest.approx(SmoothedLoss(0.2)(scores.double(), labels).item(), rel=1e-5)
 
 
 def test_a_loss_of_ones_own_beside_it_is_an_error_naming_both(arguments: Any) -> None:
