@@ -387,10 +387,10 @@ class Boundary(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """All callbacks know that the run has begun."""
-        engine = self.owner.engine
-        if engine.has_untold_evaluation:
-            engine.has_untold_evaluation = False
-            engine.tell_evaluation(self.owner._latest_metrics())
+        owner, engine = self.owner, self.owner.engine
+        is_untold, engine.has_untold_evaluation = engine.has_untold_evaluation, False
+        if is_untold and owner.lifecycle.evaluated_step == owner.progress.step:  # else of a run that came to no step
+            engine.tell_evaluation(owner._latest_metrics())
         return control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -296,7 +296,6 @@ class HFTrainer(HFEvaluation):
             self.engine.accelerator.scaler = self.scaler if self.scaler.is_enabled() else None
             self.engine.has_ended, self.engine.is_asked_for = False, True
             self.engine.train(resume_from_checkpoint=self._start_of_engine())
-        self.engine.has_untold_evaluation = False  # of a run that had no step to take
         if not self.lifecycle.is_closing:
             self._close()
 
