@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import default_convert
 
 from omnitrain.collation import IGNORED_LABEL
 from omnitrain.errors import DataError
@@ -98,7 +99,7 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
         (), dtype=torch.float32 if trainer.device.type == "mps" else torch.float64, device=trainer.device
     )
     weights, has_labels = 0.0, False
-    kept: list[tuple[Any, Any]] = []
+    kept: list[tuple[Any, ...]] = []
     with evaluating(trainer):
         for number, batch in enumerate(trainer._in_step(loader)):
             if trainer._is_interrupted(number):
@@ -109,26 +110,16 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
             batch = trainer._prepare_batch(batch)
             with trainer._autocast():
                 output = trainer._forward(trainer.model, batch)
-            if not counts:
-                continue
-            loss = output.loss
-            if loss is None:
-                if needs_loss:
-                    raise DataError(
-                        "The evaluation batch gives no loss: neither the model's output nor `loss_fn` with its labels. "
-                        "Give the dataset labels, or use `predict`."
-                    )
-            elif output.num_targets is not None:
-                total.add_(loss)
-                weights += int(output.num_targets)
-            elif weight:
-                total.add_(loss, alpha=weight)
-                weights += weight
-            if output.labels is not None and output.outputs is not None:
+            if counts:
+                weights += _add_loss(total, output, weight, needs_loss)
+            seen = _seen(trainer, output) if counts else None
+            if scorer.takes_whole_batches and ranks.world_size > 1:
+                seen = _whole(trainer, loader, seen)
+            if seen is not None:
                 has_labels = True
-                scorer.update(*_aligned(output, trainer._shifts_labels))
-            if keeps:
-                kept.append((_to_numpy(output.outputs), _to_numpy(output.labels)))
+                scorer.update(*seen)
+            if keeps and counts:
+                kept.append(tuple(map(_to_numpy, (output.outputs, output.labels, output.extra))))
         if trainer._is_interrupted(0):
             return None
         # inside, since a metric may draw random numbers too
@@ -141,13 +132,51 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
             if keeps:
                 kept = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else kept
                 kept = _in_order(ranks.gather("the predictions of an evaluation", kept))
-        predictions = _join([one for one, _ in kept]) if keeps else None
-        labels = _join([one for _, one in kept]) if keeps else None
+        predictions = _join([one for one, *_ in kept], trainer._filler) if keeps else None
+        labels, extra = (_join([one[i] for one in kept]) if keeps else None for i in (1, 2))
         loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
         metrics = {"loss": loss / weights} if weights else {"loss": math.nan} if needs_loss else {}
         if any(one[2] for one in sums):
-            metrics |= ranks.on_main("the metrics of an evaluation", lambda: scorer.compute(predictions, labels))
+            metrics |= ranks.on_main("the metrics of an evaluation", lambda: scorer.compute(predictions, labels, extra))
     return Predictions(predictions, labels, metrics)
+
+
+def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss: bool) -> float:
+    """Add a batch's loss to `total`, on the device, and return how much it weighs there."""
+    if output.loss is None:
+        if needs_loss:
+            raise DataError(
+                "The evaluation batch gives no loss: neither the model's output nor `loss_fn` with its labels. "
+                "Give the dataset labels, or use `predict`."
+            )
+        return 0.0
+    if output.num_targets is not None:
+        total.add_(output.loss)
+        return int(output.num_targets)
+    if weight:
+        total.add_(output.loss, alpha=weight)
+    return weight
+
+
+def _seen(trainer: Any, output: StepOutput) -> tuple[Any, Any] | None:
+    """Return the outputs and labels of a batch as metrics that stream are to see them, if it has both."""
+    if output.labels is None or output.outputs is None:
+        return None
+    if trainer.scorer.takes_whole_batches:  # a function of transformers' kind, which shifts for itself
+        return output.outputs, output.labels
+    return _aligned(output, trainer._shifts_labels)
+
+
+def _whole(trainer: Any, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
+    """Return the batch of all processes on the main one, in the order of the data and on the host; None on others."""
+    own = [] if seen is None else [_to_numpy(seen)]
+    if loader.deals_samples:
+        own = [row for batch in own for row in _rows(batch)]
+    parts = _in_order(trainer.ranks.gather("a batch of an evaluation", own))
+    if not trainer.ranks.is_main or not parts:
+        return None
+    predictions, labels = _join([one for one, _ in parts], trainer._filler), _join([one for _, one in parts])
+    return default_convert(predictions), default_convert(labels)
 
 
 def _rows(batch: Any) -> list[Any]:
@@ -187,15 +216,15 @@ def _to_numpy(value: Any) -> Any:
     return value
 
 
-def _join(parts: list[Any]) -> Any:
-    """Concatenate the batches' arrays along the first dimension, padding the others with -100 to a common shape."""
+def _join(parts: list[Any], filler: int = IGNORED_LABEL) -> Any:
+    """Concatenate the batches' arrays along the first dimension, filling the others up to a common shape."""
     first = next((part for part in parts if part is not None), None)
     if first is None:
         return None
     if isinstance(first, tuple):
-        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
+        return tuple(_join(list(column), filler) for column in zip(*parts, strict=True))
     if isinstance(first, dict):
-        return {key: _join([part[key] for part in parts]) for key in first}
+        return {key: _join([part[key] for part in parts], filler) for key in first}
     if not isinstance(first, np.ndarray):
         return [entry for part in parts for entry in (part if isinstance(part, list) else [part])]
     if first.ndim == 0:
@@ -203,7 +232,7 @@ def _join(parts: list[Any]) -> Any:
     shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     if all(part.shape[1:] == shape for part in parts):
         return np.concatenate(parts)
-    joined = np.full((sum(len(part) for part in parts), *shape), IGNORED_LABEL, dtype=first.dtype)
+    joined = np.full((sum(len(part) for part in parts), *shape), filler, dtype=first.dtype)
     row = 0
     for part in parts:
         joined[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part

@@ -118,14 +118,16 @@ class MapLoader(Loader):
         sampler: EpochSampler,
         collate: Collate,
         *,
+        seed: int | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
     ) -> None:
+        seed = sampler.seed if seed is None else seed
         self.dataset = dataset
         self.sampler = sampler
         self.size = sampler.size
-        self.fetch = Fetch(dataset, collate, sampler.seed)
+        self.fetch = Fetch(dataset, collate, seed)
         self.pin_memory = pin_memory
         self._requests = _Requests()
         self._workers: DataLoader[Any] | None = None
@@ -140,7 +142,7 @@ class MapLoader(Loader):
                 prefetch_factor=prefetch_factor,
                 persistent_workers=True,
                 worker_init_fn=outlive_signals,
-                generator=torch.Generator().manual_seed(sampler.seed),  # else it draws from the training's generator
+                generator=torch.Generator().manual_seed(seed),  # else it draws from the training's generator
             )
 
     def __len__(self) -> int:
@@ -459,10 +461,13 @@ def make_loader(
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
     marks: bool = True,
+    drop_last: bool = False,
+    order_seed: int | None = None,
 ) -> Loader:
     """Return the loader that fits a dataset: map-style (it has a length and items), a stream, or a DataLoader.
 
     `marks` says whether a stream that can is asked after each batch where it is, so that it can be put back there.
+    `drop_last` and `order_seed` (the seed of the order alone) are for map-style datasets.
 
     Raises:
         DataError: If `dataset` is empty or none of these.
@@ -483,8 +488,16 @@ def make_loader(
         size = count_rows(dataset)
         if not size:
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
-        sampler = EpochSampler(size, batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        return MapLoader(dataset, sampler, collate, **workers)
+        order_seed = seed if order_seed is None else order_seed
+        sampler = EpochSampler(
+            size, batch_size, shuffle=shuffle, seed=order_seed, rank=rank, world_size=world_size, drop_last=drop_last
+        )
+        if not sampler.size:
+            raise DataError(
+                f"`{name}` has {size} samples, and without the last, incomplete micro-batch of {batch_size} x "
+                f"{world_size} nothing is left. Make the batches smaller, or keep the last one."
+            )
+        return MapLoader(dataset, sampler, collate, seed=seed, **workers)
     if not hasattr(dataset, "__iter__") or _is_used_up(dataset):
         raise DataError(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "

@@ -14,7 +14,15 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
 
-__all__ = ["SCHEDULES", "build_optimizer", "build_scheduler", "fused_adamw", "import_by_path"]
+__all__ = [
+    "SCHEDULES",
+    "TRANSFORMERS_SCHEDULES",
+    "build_optimizer",
+    "build_scheduler",
+    "follows_evaluations",
+    "fused_adamw",
+    "import_by_path",
+]
 
 
 def import_by_path(path: str, name: str) -> Any:
@@ -162,6 +170,14 @@ def build_scheduler(
             "Pass that optimizer as `optimizer=` too, or pass a callable: lr_scheduler=lambda optimizer: ..."
         )
     return scheduler
+
+
+def follows_evaluations(scheduler: Any) -> bool:
+    """Return whether a schedule's step takes a metric, as that of ReduceLROnPlateau does."""
+    if scheduler is None:
+        return False
+    taken = inspect.signature(scheduler.step).parameters.get("metrics")
+    return taken is not None and taken.default is taken.empty
 
 
 def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, total: int | None) -> LRScheduler:

@@ -92,15 +92,28 @@ class EpochSampler:
         seed: Seed of the orders.
         rank: This process.
         world_size: Number of processes.
+        drop_last: Whether what does not fill a last micro-batch of all processes is left out of each epoch.
+
+    Attributes:
+        size: Samples in an epoch.
 
     >>> [list(map(int, batch)) for batch in EpochSampler(5, 2, shuffle=False).batches(epoch=0, position=2)]
     [[2, 3], [4]]
     """
 
     def __init__(
-        self, size: int, batch_size: int, *, shuffle: bool = True, seed: int = 42, rank: int = 0, world_size: int = 1
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 42,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
     ) -> None:
-        self.size = size
+        self._samples = size
+        self.size = size - size % (batch_size * world_size) if drop_last else size
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
@@ -113,14 +126,14 @@ class EpochSampler:
         return math.ceil(self.size / (self.batch_size * self.world_size))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the permutation of an epoch: int64, shape (size,)."""
+        """Return the permutation of an epoch, of all samples: int64."""
         epoch = epoch if self.shuffle else 0
         if self._ordered is None or self._ordered[0] != epoch:
             if self.shuffle:
                 generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
-                order = torch.randperm(self.size, generator=generator).numpy()
+                order = torch.randperm(self._samples, generator=generator).numpy()
             else:
-                order = np.arange(self.size)
+                order = np.arange(self._samples)
             self._ordered = (epoch, order)
         return self._ordered[1]
 

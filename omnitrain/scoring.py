@@ -21,7 +21,7 @@ import torch
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.streaming import IGNORED, NamedMetrics, class_dimension, main_output
 
-__all__ = ["EvalPrediction", "Scorer", "make_scorer", "to_numpy"]
+__all__ = ["ByBatch", "EvalPrediction", "Scorer", "make_scorer", "to_numpy"]
 
 logger = logging.getLogger("omnitrain")
 
@@ -82,6 +82,8 @@ class Scorer:
         known = [part.names for part in parts]
         self.names: list[str] | None = None
         """The names of all results; None if they cannot be told before the first evaluation."""
+        self.takes_whole_batches = any(isinstance(part, ByBatch) for part in parts)
+        """Whether `update()` is to be called with the batches of all processes, on the main one."""
         if not functions and None not in known:
             self.names = [name for names in known for name in names or ()]
 
@@ -112,19 +114,20 @@ class Scorer:
         for part, state in zip(self._parts, states_of_other_process, strict=True):
             part.merge(state)
 
-    def compute(self, predictions: Any = None, labels: Any = None) -> dict[str, float]:
+    def compute(self, predictions: Any = None, labels: Any = None, extra: Any = None) -> dict[str, float]:
         """Return the results of this pass as floats; a metric that had nothing to score is left out, with a warning.
 
         Args:
             predictions: Where `keeps_predictions`: all outputs as arrays, a tuple of arrays for a tuple of outputs.
             labels: All labels, likewise.
+            extra: What else an `EvalPrediction` is to hold, as arrays by name.
 
         Raises:
             DataError: A metric is no number, or two metrics have the same name.
         """
         results: dict[str, float] = {}
         left_out: list[str] = []
-        arrays = to_numpy(predictions), to_numpy(labels)
+        arrays = to_numpy(predictions), to_numpy(labels), extra or {}
         for found in [part.compute() for part in self._parts] + [f.compute(*arrays) for f in self._functions]:
             for name, value in found.items():
                 if name in results:
@@ -163,7 +166,9 @@ def make_scorer(compute_metrics: Any) -> Scorer:
     asked = [] if compute_metrics is None else list(asked)
     names = [one for one in asked if isinstance(one, str)]
     metrics = [_Torchmetrics(one) for one in asked if _is_torchmetrics(one)]
-    functions = [_Function.of(one) for one in asked if not isinstance(one, str) and not _is_torchmetrics(one)]
+    by_batch = [one for one in asked if isinstance(one, ByBatch)]
+    rest = [one for one in asked if not isinstance(one, (str, ByBatch)) and not _is_torchmetrics(one)]
+    functions = [_Function.of(one) for one in rest]
     known = names + [name for metric in metrics for name in metric.names or ()]
     for name in known:
         if known.count(name) > 1:
@@ -172,7 +177,7 @@ def make_scorer(compute_metrics: Any) -> Scorer:
                 "with MetricCollection({'name': metric})."
             )
     parts: list[_Part] = [NamedMetrics(names)] if names else []
-    return Scorer([*parts, *metrics], functions)
+    return Scorer([*parts, *metrics, *by_batch], functions)
 
 
 def to_numpy(values: Any) -> Any:
@@ -234,7 +239,7 @@ class _Function:
         scores = required[-1].name in ("y_score", "y_prob", "y_proba")
         return cls(function, name, takes_pair=len(required) == 2, takes_scores=scores)
 
-    def compute(self, predictions: Any, labels: Any) -> Mapping[str, float | None]:
+    def compute(self, predictions: Any, labels: Any, extra: Mapping[str, Any]) -> Mapping[str, float | None]:
         """Return the function's results, None for its own name if there is nothing to score."""
         if predictions is not None and labels is None:
             raise DataError(f"`compute_metrics` needs labels for {self.name}, and the set has none.")
@@ -243,12 +248,63 @@ class _Function:
         if self.takes_pair:
             result = self.call(*_true_and_predicted(predictions, labels, argmax=not self.takes_scores))
         else:
-            result = self.call(_eval_prediction_class()(predictions=predictions, label_ids=labels))
+            result = self.call(_eval_prediction_class()(predictions=predictions, label_ids=labels, **extra))
         if isinstance(result, Mapping):
             return {str(name): _as_float(str(name), value) for name, value in result.items()}
         if self.name == "<lambda>":
             raise DataError("A lambda in `compute_metrics` has no name for its result. Return {'name': result}.")
         return {self.name: _as_float(self.name, result)}
+
+
+class ByBatch:
+    """A function f(eval_pred, compute_result) of transformers' kind: it gets one batch after the other, as tensors.
+
+    With the last one comes `compute_result=True`, so a batch is held back until the next is there. All else streams.
+
+    Args:
+        function: Keeps what it needs from call to call, and returns a dict of numbers when the result is asked for.
+    """
+
+    names: list[str] | None = None
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.higher_is_better: dict[str, bool] = {}
+        self._held: tuple[Any, Any] | None = None
+
+    def reset(self) -> None:
+        """Begin a new pass."""
+        self._held = None
+
+    def update(self, outputs: Any, labels: Any) -> None:
+        """Take in one batch, and hand the one before it to the function."""
+        if self._held is not None:
+            self._call(compute_result=False)
+        self._held = (outputs, labels)
+
+    def state(self) -> dict[str, Any]:
+        """Return the batch that is held back."""
+        return {"held": self._held}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state()` returned."""
+        self._held = self._held or state["held"]
+
+    def compute(self) -> Mapping[str, float | None]:
+        """Return what the function returns for the last batch; nothing where there was none."""
+        if self._held is None:
+            return {}
+        result, self._held = self._call(compute_result=True), None
+        if not isinstance(result, Mapping):
+            raise DataError(
+                f"`compute_metrics` must return a dict of numbers when called with compute_result=True, got {result!r}."
+            )
+        return {str(name): _as_float(str(name), value) for name, value in result.items()}
+
+    def _call(self, compute_result: bool) -> Any:
+        predictions, labels = self._held or (None, None)
+        prediction = _eval_prediction_class()(predictions=predictions, label_ids=labels)
+        return self.function(prediction, compute_result=compute_result)
 
 
 def _eval_prediction_class() -> type:

@@ -47,12 +47,14 @@ class StepOutput:
         outputs: What metrics look at, usually logits of shape (samples, ..., classes).
         labels: What they are compared with.
         num_targets: How many targets `loss` is the sum of.
+        extra: What else a metric of transformers' kind is to see, by the name it has there; arrays like the outputs.
     """
 
     loss: Tensor | None
     outputs: Any = None
     labels: Any = None
     num_targets: int | Tensor | None = None
+    extra: dict[str, Any] | None = None
 
     def required_loss(self) -> Tensor:
         """Return the loss, or raise DataError if there is none."""

@@ -56,6 +56,18 @@ def test_windows_read_no_further_than_they_are_asked() -> None:
 
 
 @given(sizes, batch_sizes, worlds, epochs)
+def test_without_a_last_short_batch_all_are_whole_on_every_process(
+    size: int, batch_size: int, world: int, epoch: int
+) -> None:
+    ranks = per_rank(size, batch_size, world, epoch, drop_last=True)
+    assert {len(batches) for batches in ranks} == {size // (batch_size * world)}
+    assert {len(batch) for batches in ranks for batch in batches} <= {batch_size}
+    seen = [index for batches in ranks for index in flat(batches)]
+    sampler = EpochSampler(size, batch_size, world_size=world, drop_last=True)
+    assert len(set(seen)) == len(seen) == sampler.size and sorted(sampler.order(epoch)) == list(range(size))
+
+
+@given(sizes, batch_sizes, worlds, epochs)
 def test_every_index_comes_exactly_once_in_an_epoch(size: int, batch_size: int, world: int, epoch: int) -> None:
     ranks = per_rank(size, batch_size, world, epoch)
     assert sorted(flat(flat(ranks))) == list(range(size))

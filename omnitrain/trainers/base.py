@@ -28,7 +28,7 @@ from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import Lifecycle
 from omnitrain.loaders import GivenLoader, make_loader
 from omnitrain.objective import Objective
-from omnitrain.optimization import build_optimizer, build_scheduler
+from omnitrain.optimization import build_optimizer, build_scheduler, follows_evaluations
 from omnitrain.precision import Precision, choose_device
 from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.scoring import make_scorer
@@ -188,10 +188,15 @@ class BaseTrainer(Calls, ABC):
         elif self.train_dataset is not None:
             self.train_loader = make_loader(
                 self.train_dataset, self.batch_size, name="train_dataset", shuffle=given["shuffle"],
-                marks=self.store is not None, **self._loading,
+                marks=self.store is not None, **self._sampling, **self._loading,
             )  # fmt: skip
         self.eval_loader = self._evaluation_loader(self.eval_dataset, given["eval_loader"], "eval_dataset")
         self.test_loader = self._evaluation_loader(self.test_dataset, given["test_loader"], "test_dataset")
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        """What is said of the order of training samples beside `shuffle` and `seed`; see `make_loader`."""
+        return {}
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         given = dataset if loader is None else loader
@@ -266,9 +271,10 @@ class BaseTrainer(Calls, ABC):
             total_steps=self.total_steps if self.scheduler_interval == "step" else self._total_epochs,
         )
         self._note_schedule()
-        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if follows_evaluations(self.lr_scheduler):
             if not self._has_eval:
-                raise ConfigError("`lr_scheduler=ReduceLROnPlateau` follows evaluations. Pass `eval_dataset`.")
+                kind = type(self.lr_scheduler).__name__
+                raise ConfigError(f"`lr_scheduler={kind}` follows evaluations. Pass `eval_dataset`.")
             self.scheduler_interval = "evaluation"
 
     @cached_property

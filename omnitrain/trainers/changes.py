@@ -36,6 +36,7 @@ DECIDING = (
     "optimization_direction",
     "autocast",
     "seed",
+    "order_seed",
     "shuffle",
     "samples_per_epoch",
 )

@@ -44,6 +44,8 @@ class Engine(Searching):
     """Whether it is our trainer that has their loop run."""
     has_ended = False
     """Whether the present epoch is over."""
+    has_untold_evaluation = False
+    """Whether there was an evaluation before the first step, when their callbacks had not heard of the run."""
     stops: bool | None = None
     """Whether transformers' callbacks had asked for the end of the run when the data of an epoch ended."""
     rate: float | None = None
@@ -269,7 +271,8 @@ class Bridge(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Say how long the run is, which only our limits know."""
         owner = self.owner
-        owner.model = owner.engine.model_wrapped or owner.model  # as a unit of the user's own is to see it
+        wrapped = owner.engine.model_wrapped  # as a unit of the user's own is to see it
+        owner.model = owner.model if wrapped is None else wrapped
         state.max_steps = owner.total_steps or state.max_steps
         state.num_train_epochs = math.ceil(owner.epochs or state.num_train_epochs)
         state.global_step = owner.progress.step + owner.progress.skipped_steps
@@ -404,6 +407,14 @@ class Boundary(transformers.TrainerCallback):
     def __init__(self, owner: HFTrainer) -> None:
         self.owner = owner
         self._ends_epoch = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """All callbacks know that the run has begun."""
+        owner, engine = self.owner, self.owner.engine
+        is_untold, engine.has_untold_evaluation = engine.has_untold_evaluation, False
+        if is_untold and owner.lifecycle.evaluated_step == owner.progress.step:  # else of a run that came to no step
+            engine.tell_evaluation(owner._latest_metrics())
+        return control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A micro-batch is done, and the step is not."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -19,6 +21,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.events import Callback
 from omnitrain.precision import precision_name
+from omnitrain.progress import Progress
+from omnitrain.scoring import ByBatch
 from omnitrain.trainers.accelerators import is_set, make_accelerator
 from omnitrain.trainers.zero import adopt_config, deepspeed_plugin
 
@@ -27,7 +31,9 @@ __all__ = [
     "adopt",
     "adopt_arguments",
     "engine_arguments",
+    "is_delayed",
     "policies_of",
+    "refuse_of_datasets",
     "sharding_accelerator",
     "word_of",
 ]
@@ -127,22 +133,16 @@ class HFTrainingArguments(transformers.TrainingArguments):
 
 
 UNSUPPORTED = {
-    "dataloader_drop_last": (False,),
     "train_sampling_strategy": ("random", "sequential"),
-    "label_smoothing_factor": (0, 0.0),
-    "batch_eval_metrics": (False,),
-    "eval_delay": (0, None),
-    "fp16_full_eval": (False,),
-    "bf16_full_eval": (False,),
     "group_by_length": (False,),
-    "predict_with_generate": (False,),
     "sortish_sampler": (False,),
-    "include_for_metrics": (None, [], ()),
     "eval_do_concat_batches": (True,),
     "parallelism_config": (None,),
     "save_on_each_node": (False,),
     "ignore_data_skip": (False,),
     "average_tokens_across_devices": (True,),
+    "dataloader_in_order": (True,),
+    "dataloader_multiprocessing_context": (None,),
 }
 """What a run here would not honour, with the values that ask for nothing."""
 
@@ -163,11 +163,6 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             raise ConfigError(
                 f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
             )
-    if args.data_seed not in (None, args.seed):
-        raise ConfigError(
-            f"`training_args.data_seed={args.data_seed!r}` and their `seed={args.seed!r}` differ, but one seed is for "
-            "all here. Leave data_seed out."
-        )
     if getattr(args.accelerator_config, "split_batches", False):
         raise ConfigError(
             "`training_args.accelerator_config` has split_batches=True, but a batch size here is always that of one "
@@ -180,12 +175,63 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
                 f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say "
                 f"{strategy}='no'. Set their {strategy} instead."
             )
-    if args.prediction_loss_only:
-        given["compute_metrics"] = None
+    _adopt_metrics(args, given)
     said = _translated(args)
     if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
         del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
     adopt(said, given, "the training arguments")
+
+
+def refuse_of_datasets(args: transformers.TrainingArguments | None) -> None:
+    """Refuse what would have no effect on training data whose samples nobody can name.
+
+    Raises:
+        ConfigError: Naming what was asked for.
+    """
+    if args is None:
+        return
+    asked = {
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "data_seed": args.data_seed not in (None, args.seed),
+        "include_num_input_tokens_seen": word_of(args.include_num_input_tokens_seen) not in ("no", False),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"`training_args.{name}={getattr(args, name)!r}` would have no effect on a stream or a loader of your "
+                "own, whose batches come as they are. Leave it out."
+            )
+
+
+def _adopt_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
+    """Check what a function of metrics is to get, and say so if it is called batch by batch."""
+    for name in args.include_for_metrics or ():
+        if name not in ("inputs", "loss"):
+            nearest = did_you_mean(name, ["inputs", "loss"])
+            raise ConfigError(
+                f"`training_args.include_for_metrics` may hold 'inputs' and 'loss', got {name!r}.{nearest}"
+            )
+    metrics = given.get("compute_metrics")
+    if args.prediction_loss_only:
+        given["compute_metrics"] = None
+    elif args.batch_eval_metrics and metrics is not None:
+        if args.include_for_metrics:
+            raise ConfigError(
+                f"`training_args.batch_eval_metrics=True` and their `include_for_metrics={args.include_for_metrics!r}` "
+                "are both set. Leave one of them out."
+            )
+        takes = [] if not callable(metrics) or isinstance(metrics, torch.nn.Module) else _parameters_of(metrics)
+        if "compute_result" not in takes:
+            raise ConfigError(
+                "`training_args.batch_eval_metrics=True` is for a `compute_metrics` that is called as f(eval_pred, "
+                f"compute_result=...), got {metrics!r}. Give it that argument, or leave batch_eval_metrics out: "
+                "metrics by name, and those of torchmetrics, keep no predictions anyway."
+            )
+        given["compute_metrics"] = ByBatch(metrics)
+
+
+def _parameters_of(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
@@ -205,12 +251,11 @@ def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
 
 
 _ADVICE = {
-    "dataloader_drop_last": "Every sample counts once here; the last, short batch is weighed by its samples.",
-    "label_smoothing_factor": "Pass a `loss_fn` that smooths, such as torch's cross_entropy with label_smoothing.",
     "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",
     "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is.",
-    "predict_with_generate": "Call `model.generate` in a callback's on_eval_end, or through `trainer.engine`.",
     "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
+    "dataloader_in_order": "Samples come in one order here, with any number of workers.",
+    "dataloader_multiprocessing_context": "Call torch.multiprocessing.set_start_method() at the start of the program.",
     "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read.",
 }
 
@@ -268,15 +313,16 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
         given: The keyword arguments for our trainer; what only DeepSpeed's configuration says is filled in.
 
     Raises:
-        ConfigError: If they contradict each other, or ask for FSDP 1 or compilation.
+        ConfigError: If they contradict each other, or ask for FSDP 1 or what cannot be had beside it.
     """
     config = getattr(args, "hf_deepspeed_config", None)  # with "auto" filled in from the arguments
     zero = deepspeed_plugin(None if config is None else config.config)
     options, schedule, fsdp = getattr(args, "fsdp_plugin_args", None), None, None
     if zero is None and options is None and not is_set("ACCELERATE_USE_FSDP"):
         return None, None
-    if args is not None and args.torch_compile:
-        raise ConfigError("`training_args.torch_compile=True` is not supported beside FSDP or DeepSpeed. Leave it out.")
+    for name in ("torch_compile", "bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name, False):
+            raise ConfigError(f"`training_args.{name}=True` is not supported beside FSDP or DeepSpeed. Leave it out.")
     if zero is not None:
         if args is not None and given.get("lr_scheduler") is None:
             schedule = zero.deepspeed_config.pop("scheduler", None)
@@ -315,7 +361,16 @@ def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
         found.append(_LogsFirstStep())
     if args is not None and word_of(args.save_strategy) == "best":
         found.append(_SavesBest())
+    if args is not None and args.eval_delay:
+        found.append(_DelaysEvaluations(args))
     return found
+
+
+def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) -> bool:
+    """Return whether it is too early in a run for an evaluation, by transformers' `eval_delay`."""
+    if args is None or not args.eval_delay:
+        return False
+    return (progress.step if word_of(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
 
 
 class _LogsFirstStep(Callback):
@@ -324,6 +379,22 @@ class _LogsFirstStep(Callback):
     def on_step_end(self, trainer: Any) -> None:
         if trainer.progress.step == 1:
             trainer.request_log()
+
+
+class _DelaysEvaluations(Callback):
+    """Takes back what the interval of evaluations has asked for too early; it comes right after that."""
+
+    order = 0
+
+    def __init__(self, args: transformers.TrainingArguments) -> None:
+        self.args = args
+
+    def on_step_end(self, trainer: Any) -> None:
+        if is_delayed(self.args, trainer.progress):
+            trainer.control.evaluate = False
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        self.on_step_end(trainer)
 
 
 class _SavesBest(Callback):
@@ -366,6 +437,7 @@ def engine_arguments(
         "fsdp_plugin_args": None,
         "deepspeed": None,
         "deepspeed_plugin": None,
+        "label_smoothing_factor": 0,  # the loss is the trainer's; theirs looks for a config, which not every model has
     }
     for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)

@@ -5,18 +5,21 @@ Of all this we read the history in `trainer_state.json` alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, is_in_parts, load_tensors, unwrap
+from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, is_in_parts, load_tensors, save_tensors, unwrap
+from omnitrain.errors import ConfigError
 from omnitrain.trainers.saving import OPTIMIZER
 
 if TYPE_CHECKING:
     from omnitrain.trainers.engine import Engine, Schedule
+    from omnitrain.trainers.huggingface import HFTrainer
 
-__all__ = ["write_model_files", "write_optimizer", "write_state"]
+__all__ = ["adapters_of", "write_adapters", "write_model_files", "write_optimizer", "write_state"]
 
 
 def write_optimizer(engine: Engine, schedule: Schedule, folder: Path) -> None:
@@ -80,8 +83,37 @@ def write_model_files(engine: Engine, folder: Path) -> None:
     if engine.processing_class is not None:
         engine.processing_class.save_pretrained(str(folder))
     if hasattr(unwrap(owner.model), "peft_config"):
-        adapters = owner._adapters()
+        adapters = adapters_of(owner)
         if any(map(is_in_parts, adapters.values())):
             written = load_tensors(folder / WEIGHTS)
             adapters = {name: written[name] for name in adapters}
-        owner._save_adapters(folder, adapters, overwrite=True)
+        write_adapters(owner.model, folder, adapters, overwrite=True)
+
+
+def adapters_of(trainer: HFTrainer) -> dict[str, Any]:
+    """Return the tensors of PEFT's adapters, and what else is trained, by name; those in parts as they are."""
+    model: Any = unwrap(trainer.model)
+    trained = {bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    marks = [f".{name}." for name in model.peft_config]
+    tensors = trainer._model_tensors().items()
+    return {name: one for name, one in tensors if name in trained or any(mark in name for mark in marks)}
+
+
+def write_adapters(model: Any, folder: Path, tensors: Mapping[str, torch.Tensor], overwrite: bool) -> None:
+    """Write adapters in PEFT's own form.
+
+    Raises:
+        ConfigError: If there are some already.
+    """
+    if (folder / "adapter_config.json").exists() and not overwrite:
+        raise ConfigError(
+            f"{str(folder)!r} holds adapters already. Pass overwrite=True to replace them, or give another path."
+        )
+    model = unwrap(model)
+    # PEFT looks for its tensors under the names of the wrapped modules
+    wrapped = {bare_name(name): name for name, _ in model.named_parameters()}
+    model.save_pretrained(folder, state_dict={wrapped.get(name, name): one for name, one in tensors.items()})
+    for adapter in model.peft_config if any(name != bare for bare, name in wrapped.items()) else ():
+        file = (folder if adapter == "default" else folder / adapter) / "adapter_model.safetensors"
+        written = {bare_name(name).replace(f".{adapter}.", "."): one for name, one in load_tensors(file).items()}
+        save_tensors({name: one.clone() for name, one in written.items()}, file)  # they are views of the file

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.collation import move_to_device
+from omnitrain.collation import IGNORED_LABEL, move_to_device
 from omnitrain.distributed import Ranks
 from omnitrain.precision import Precision
 from omnitrain.units import StepOutput, run_unit, without_effect
@@ -32,6 +32,8 @@ class Hooks:
     optimizer: torch.optim.Optimizer
     max_grad_norm: float | None
     ranks: Ranks = Ranks()
+    _filler: int = IGNORED_LABEL
+    """What predictions of different lengths are filled up with to make one array."""
     _given: dict[str, Any]
     _parameters: list[nn.Parameter]
 

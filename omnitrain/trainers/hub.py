@@ -49,6 +49,13 @@ class Uploading(transformers.Trainer):
         finally:
             self.args = own
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as transformers does, but for weights in parts, which our trainer puts together."""
+        if self.owner._sharded_by is None:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self.owner._write_model(Path(output_dir or str(self.args.output_dir)), overwrite=True)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with self.showing_arguments():
             super().create_model_card(*args, **kwargs)

@@ -13,26 +13,33 @@ import torch
 import transformers
 from torch import nn
 
-from omnitrain.checkpoint.state import bare_name, unwrap
-from omnitrain.checkpoint.tensors import load_tensors, save_tensors, whole
+from omnitrain.checkpoint.state import unwrap
+from omnitrain.checkpoint.tensors import whole
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback
 from omnitrain.loaders import MapLoader
+from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
 from omnitrain.trainers.accelerators import adopt_precision, find_ranks, refuse_lost_processes, start_from_main
 from omnitrain.trainers.engine import Boundary, Bridge, Engine, Schedule
+from omnitrain.trainers.generating import take_generation
 from omnitrain.trainers.hf_arguments import (
     HFTrainingArguments,
     adopt,
     adopt_arguments,
     engine_arguments,
+    is_delayed,
     policies_of,
+    refuse_of_datasets,
     sharding_accelerator,
     word_of,
 )
+from omnitrain.trainers.hf_evaluation import HFEvaluation
+from omnitrain.trainers.hf_files import adapters_of, write_adapters
 from omnitrain.trainers.memory import check_sparing, is_out_of_memory
+from omnitrain.trainers.smoothing import smooth_labels
 from omnitrain.trainers.trials import Renewable, check_model_init, remembered
 from omnitrain.trainers.zero import schedule_of
 from omnitrain.units import StepOutput, without_effect
@@ -54,7 +61,7 @@ NEVER_CALLED = {
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
 
-class HFTrainer(Renewable):
+class HFTrainer(Renewable, HFEvaluation):
     """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
 
     Takes the arguments of `BaseTrainer` except `device`, and those below. `trainer.engine` is the real
@@ -149,6 +156,7 @@ class HFTrainer(Renewable):
         self.model_init = model_init
         if model is None:
             model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
+        smooth_labels(training_args, model, kwargs)
         with self.ranks.calling(f"{type(self).__name__}()"):
             super().__init__(model, *args, callbacks=[*own, *policies_of(training_args)], **kwargs)
 
@@ -213,6 +221,18 @@ class HFTrainer(Renewable):
         self.train_dataset = given
         if self._finds_batch_size:
             check_sparing(self)
+        if self.train_loader is not None and self._by_window:
+            refuse_of_datasets(self.training_args)
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        args = self.training_args
+        found: dict[str, Any] = {"drop_last": True} if args is not None and args.dataloader_drop_last else {}
+        return found if args is None or args.data_seed in (None, args.seed) else {**found, "order_seed": args.data_seed}
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        return {**super().resolved_config(), "order_seed": self._sampling.get("order_seed")}
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         return super()._evaluation_loader(self._without_unused_columns(dataset), loader, name)
@@ -226,7 +246,8 @@ class HFTrainer(Renewable):
         taken = inspect.signature(unwrap(self.model).forward).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()) and "input_ids" not in taken:
             return dataset
-        kept = {*taken, "label", "labels", "label_ids"}
+        named = (self.training_args and self.training_args.label_names) or ()
+        kept = {*taken, "label", "labels", "label_ids", *named}
         return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
 
     def _setup_training_components(self) -> None:
@@ -276,17 +297,20 @@ class HFTrainer(Renewable):
 
     def _finish_setup(self) -> None:
         args = self.training_args
+        self._generation = take_generation(args, unwrap(self.model), self.compute_metrics, self.processing_class)
         if args is not None and self._can_train and self._given["lr_scheduler"] is None:
             total = self.total_steps
             warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
             options: Any = args.lr_scheduler_kwargs or {}
+            name = word_of(args.lr_scheduler_type)
+            is_known = name in SCHEDULES or name in TRANSFORMERS_SCHEDULES
             if self._scheduler_config is not None:
                 self._given["lr_scheduler"] = schedule_of(
                     self._scheduler_config, warmup_min_lr=0, warmup_max_lr=self.learning_rate,
                     warmup_num_steps=warmup, total_num_steps=total,
                 )  # fmt: skip
-            elif not options and (total is None or warmup < total):
-                self._given["lr_scheduler"] = word_of(args.lr_scheduler_type)
+            elif is_known and not options and (total is None or warmup < total):
+                self._given["lr_scheduler"] = name
                 self.warmup_steps = self._given["warmup_steps"] = warmup
             else:  # what a name alone does not say, and a warm-up that is longer than the run
                 self._given["lr_scheduler"] = functools.partial(
@@ -361,17 +385,6 @@ class HFTrainer(Renewable):
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch
 
-    def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
-        output = super()._forward(model, batch)
-        if torch.is_grad_enabled():
-            return output
-        names = self.engine.label_names
-        if isinstance(batch, Mapping) and len(names) > 1 and all(name in batch for name in names):
-            output.labels = tuple(batch[name] for name in names)  # as of answers: where they begin, where they end
-        if self._preprocess is not None:
-            output.outputs = self._preprocess(output.outputs, output.labels)
-        return output
-
     def _evaluate_for_engine(self) -> dict[str, float]:
         """Evaluate in the run, unless this step has been; return the metrics."""
         if self.lifecycle.evaluated_step != self.progress.step:
@@ -381,15 +394,21 @@ class HFTrainer(Renewable):
         return self._latest_metrics()
 
     def _evaluate_in_run(self, counts: bool = True) -> None:
+        if self.lifecycle.is_closing and is_delayed(self.training_args, self.progress):
+            return
         try:
             super()._evaluate_in_run(counts)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")
             raise
-        if self.lifecycle.evaluated_step == self.progress.step and self.engine.is_in_train:
+        if self.lifecycle.evaluated_step != self.progress.step:
+            return
+        if self.engine.is_in_train:
             self.engine.tell_evaluation(self._latest_metrics())
-        if self.lifecycle.evaluated_step == self.progress.step and self._trial is not None:
+        else:
+            self.engine.has_untold_evaluation = not self.lifecycle.is_closing
+        if self._trial is not None:
             self._trial.report(self)
 
     def _latest_metrics(self) -> dict[str, float]:
@@ -430,19 +449,22 @@ class HFTrainer(Renewable):
 
         Of a model with adapters of PEFT, these are written, in PEFT's own form.
         """
+        self._write_model(Path(path), overwrite)
+        if self._engine_args.push_to_hub:
+            self.engine.push_to_hub(commit_message="Model save")
+        return Path(path)
+
+    def _write_model(self, path: Path, overwrite: bool) -> None:
         if hasattr(unwrap(self.model), "peft_config"):
             with self.ranks.calling("save_model()"):
-                adapters = {name: whole(tensor) for name, tensor in self._adapters().items()}
+                adapters = {name: whole(tensor) for name, tensor in adapters_of(self).items()}
                 self.ranks.on_main(
-                    "the writing of adapters", lambda: self._save_adapters(Path(path), adapters, overwrite)
+                    "the writing of adapters", lambda: write_adapters(self.model, path, adapters, overwrite)
                 )
         else:
             super().save_model(path, overwrite)
         if self.processing_class is not None and self.is_main_process:
             self.processing_class.save_pretrained(path)
-        if self._engine_args.push_to_hub:
-            self.engine.push_to_hub(commit_message="Model save")
-        return Path(path)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload model, tokenizer and a model card, as `transformers.Trainer.push_to_hub` does."""
@@ -451,28 +473,6 @@ class HFTrainer(Renewable):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write a draft of a model card, as `transformers.Trainer.create_model_card` does."""
         self.engine.create_model_card(*args, **kwargs)
-
-    def _adapters(self) -> dict[str, Any]:
-        """Return the tensors of PEFT's adapters, and what else is trained, by name; those in parts as they are."""
-        model: Any = unwrap(self.model)
-        trained = {bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-        marks = [f".{name}." for name in model.peft_config]
-        tensors = self._model_tensors().items()
-        return {name: one for name, one in tensors if name in trained or any(mark in name for mark in marks)}
-
-    def _save_adapters(self, folder: Path, tensors: Mapping[str, torch.Tensor], overwrite: bool) -> None:
-        if (folder / "adapter_config.json").exists() and not overwrite:
-            raise ConfigError(
-                f"{str(folder)!r} holds adapters already. Pass overwrite=True to replace them, or give another path."
-            )
-        model: Any = unwrap(self.model)
-        # PEFT looks for its tensors under the names of the wrapped modules
-        wrapped = {bare_name(name): name for name, _ in model.named_parameters()}
-        model.save_pretrained(folder, state_dict={wrapped.get(name, name): one for name, one in tensors.items()})
-        for adapter in model.peft_config if any(name != bare for bare, name in wrapped.items()) else ():
-            file = (folder if adapter == "default" else folder / adapter) / "adapter_model.safetensors"
-            written = {bare_name(name).replace(f".{adapter}.", "."): one for name, one in load_tensors(file).items()}
-            save_tensors({name: one.clone() for name, one in written.items()}, file)  # they are views of the file
 
 
 _ENDLESS = 1 << 40

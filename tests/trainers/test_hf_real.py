@@ -453,11 +453,6 @@ def test_a_model_of_two_sequences_is_trained_and_scored_token_by_token(
     assert trainer.predict(pairs.select(range(5))).predictions.shape[0] == 5
 
 
-def test_generating_in_an_evaluation_is_refused_with_the_remedy(texts: Any, arguments: Any) -> None:
-    with pytest.raises(ConfigError, match=r"model\.generate"):
-        HFTrainer(t5(), arguments(Seq2SeqTrainingArguments, predict_with_generate=True), texts)
-
-
 # --- adapters
 
 

@@ -1,0 +1,128 @@
+"""Answers that a model generates in evaluations, as `predict_with_generate` of transformers' arguments asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from omnitrain.collation import IGNORED_LABEL, LABEL_KEYS, count_samples
+from omnitrain.errors import ConfigError, DataError
+
+__all__ = ["Generation", "take_generation"]
+
+_DEFAULT_LENGTH = 20
+"""The `max_length` of a generation that nobody has given one."""
+
+
+class Generation:
+    """Generates the tokens that metrics look at, as wide as `Seq2SeqTrainer` makes them.
+
+    All of a set are filled up with one token, and their labels with -100, so that no split into batches shows.
+
+    Args:
+        args: The user's Seq2SeqTrainingArguments.
+        processing_class: Knows the token to pad with; without it the model's config does.
+    """
+
+    def __init__(self, args: transformers.Seq2SeqTrainingArguments, processing_class: Any) -> None:
+        self.processing_class = processing_class
+        limits = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+        self.limits = {name: value for name, value in limits.items() if value is not None}
+
+    def answers(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
+        """Return the tokens that the model generates for a batch, and its labels, both padded.
+
+        Args:
+            model: The bare module.
+            batch: On the device; its labels are kept from the model.
+            labels: Those of the batch, or None.
+            synced: Whether no process may end before the others, as each holds a part of the weights.
+        """
+        tokens = model.generate(**_questions(batch), **self.limits, synced_gpus=synced)
+        tokens = getattr(tokens, "sequences", tokens)
+        if len(tokens) != count_samples(batch):
+            raise DataError(
+                f"The model generated {len(tokens)} sequences for {count_samples(batch)} samples. Set "
+                "`num_return_sequences=1` in its generation config."
+            )
+        width = _width(model.generation_config, tokens)
+        if tokens.shape[-1] < width:
+            tokens = nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=self.filler(model))
+        if isinstance(labels, torch.Tensor) and labels.ndim == 2:
+            width = _width(model.generation_config, labels)
+            labels = nn.functional.pad(labels, (0, width - labels.shape[-1]), value=IGNORED_LABEL)
+        return tokens, labels
+
+    def filler(self, model: Any) -> int:
+        """Return the token that short answers are filled up with."""
+        for place, name in (
+            (self.processing_class, "pad_token_id"),
+            (self.processing_class, "eos_token_id"),
+            (model.config, "pad_token_id"),
+            (model.generation_config, "pad_token_id"),
+        ):
+            if getattr(place, name, None) is not None:
+                return int(getattr(place, name))
+        raise DataError(
+            "Generated tokens are of different lengths, and nothing says what to pad them with. Set `pad_token` of the "
+            "tokenizer and pass it as `processing_class`, or set `pad_token_id` in the model's config."
+        )
+
+
+def take_generation(args: Any, model: Any, metrics: Any, processing_class: Any) -> Generation | None:
+    """Give the model the generation config of transformers' arguments, and return what generates if they ask for it.
+
+    Args:
+        args: The user's TrainingArguments, or None.
+        model: The bare module.
+        metrics: What the user gave as `compute_metrics`.
+        processing_class: The tokenizer or processor, or None.
+
+    Raises:
+        ConfigError: If the model cannot generate, or a metric by name is to look at what it generated.
+    """
+    if getattr(args, "generation_config", None) is not None:
+        model.generation_config = transformers.Seq2SeqTrainer.load_generation_config(args.generation_config)
+    if not getattr(args, "predict_with_generate", False) or args.prediction_loss_only:
+        return None
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigError(
+            f"`training_args.predict_with_generate=True` needs a model with a method `generate`, which "
+            f"{type(model).__name__} has not. Leave it out."
+        )
+    named = [one for one in (metrics if isinstance(metrics, (list, tuple)) else [metrics]) if isinstance(one, str)]
+    if named:
+        raise ConfigError(
+            f"`compute_metrics={named[0]!r}` compares tokens place by place, which says nothing of generated ones "
+            "(`predict_with_generate=True`). Pass a function that decodes them."
+        )
+    return Generation(args, processing_class)
+
+
+def _width(config: Any, tokens: torch.Tensor) -> int:
+    """Return how wide `Seq2SeqTrainer` makes these tokens, or labels."""
+    size, longest = tokens.shape[-1], config.max_length or _DEFAULT_LENGTH
+    if size >= longest and config.max_new_tokens is not None:
+        longest = config.max_new_tokens + 1
+    return max(size, longest)
+
+
+def _questions(batch: Any) -> dict[str, Any]:
+    """Return what a model is to go on from: no labels, and no tokens of the decoder that were made from them."""
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"`predict_with_generate=True` needs batches that are dicts, got a {type(batch).__name__}: the entries "
+            "are passed to model.generate by name."
+        )
+    found = {key: value for key, value in batch.items() if key not in LABEL_KEYS}
+    labels, given = batch.get("labels"), batch.get("decoder_input_ids")
+    if labels is not None and given is not None and labels.shape == given.shape:
+        found = {key: value for key, value in found.items() if key not in _OF_LABELS}
+    return found
+
+
+_OF_LABELS = ("decoder_input_ids", "decoder_attention_mask")

@@ -1,0 +1,83 @@
+"""What `label_smoothing_factor` of transformers' arguments asks for: a loss with smoothed labels, for HFTrainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from omnitrain.collation import IGNORED_LABEL
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.units import shifts_labels
+
+__all__ = ["SmoothedLoss", "smooth_labels"]
+
+logger = logging.getLogger("omnitrain")
+
+
+class SmoothedLoss:
+    """Cross entropy in which `factor` of each label's probability goes to all classes: the mean over labels that count.
+
+    It is the formula of transformers' LabelSmoother, which always sums over the classes in float32.
+
+    Args:
+        factor: That share.
+        shifted: Whether scores are compared with the labels one place after them, as in causal language models.
+
+    >>> round(float(SmoothedLoss(0.1)(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))), 4)
+    0.2269
+    """
+
+    def __init__(self, factor: float, shifted: bool = False) -> None:
+        self.factor = factor
+        self.shifted = shifted
+        self.__qualname__ = f"{type(self).__name__}({factor:g})"  # so that a resume with another factor is told
+
+    def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
+        """Return the loss of a batch, from what the model returned for it without its labels."""
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            found = "none" if labels is None else f"{getattr(labels, 'dtype', type(labels).__name__)}"
+            raise DataError(
+                f"`label_smoothing_factor={self.factor}` needs labels that are numbers of classes, as integers under "
+                f"'labels'; this batch has {found}. Leave it out for this model."
+            )
+        scores = outputs["logits"] if isinstance(outputs, Mapping) else outputs
+        scores = scores[0] if isinstance(scores, (tuple, list)) else scores
+        if scores.dtype in (torch.float16, torch.bfloat16):
+            scores = scores.float()  # as models of transformers do for their own loss
+        if self.shifted:
+            scores, labels = scores[..., :-1, :], labels[..., 1:]
+        return F.cross_entropy(
+            scores.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, label_smoothing=self.factor
+        )
+
+
+def smooth_labels(args: Any, model: Any, given: dict[str, Any]) -> None:
+    """Take the loss that transformers' arguments ask for, if they do, into ours.
+
+    Args:
+        args: The user's TrainingArguments, or None.
+        model: The model to be trained.
+        given: The keyword arguments of HFTrainer; `loss_fn` is filled.
+
+    Raises:
+        ConfigError: If the loss is somebody else's already: transformers would smooth nothing, and not say so.
+    """
+    factor = getattr(args, "label_smoothing_factor", 0)
+    if not factor:
+        return
+    if not 0 < factor <= 1:
+        raise ConfigError(f"`training_args.label_smoothing_factor` must be between 0 and 1, got {factor!r}.")
+    for name, what in (("loss_fn", "`loss_fn` (or `compute_loss_func`)"), ("unit", "`unit`")):
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"`training_args.label_smoothing_factor={factor!r}` and {what} are both given: a loss of your own is "
+                "computed as it is. Smooth in it, or leave it out."
+            )
+    if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+        logger.warning("`label_smoothing_factor=%s` has no effect: a sample may have several of the labels.", factor)
+        return
+    given["loss_fn"] = SmoothedLoss(factor, shifts_labels(model))

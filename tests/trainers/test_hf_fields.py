@@ -1,0 +1,233 @@
+"""Every field of transformers' arguments: none is ignored without a word. Those that need little are tried here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from recipes import same, weights
+from tiny import Tokens, bert, llama
+from torch.utils.data import IterableDataset
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+from omnitrain import Callback, HFTrainer
+from omnitrain.errors import ConfigError
+from omnitrain.trainers.hf_arguments import UNSUPPORTED
+
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Any:
+    def make(folder: str = "run", **options: Any) -> TrainingArguments:
+        defaults = {
+            "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 8,
+            "per_device_train_batch_size": 4, "learning_rate": 0.01, "logging_steps": 1,
+        }  # fmt: skip
+        return TrainingArguments(str(tmp_path / folder), **{**defaults, **options})
+
+    return make
+
+
+HONOURED = """
+    output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args optim_target_modules weight_decay adam_beta1
+    adam_beta2 adam_epsilon gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16 fp16 bf16_full_eval
+    fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
+    liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps logging_strategy logging_steps
+    logging_first_step log_on_each_node log_level log_level_replica include_num_input_tokens_seen disable_tqdm report_to
+    run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+    prediction_loss_only eval_on_start include_for_metrics batch_eval_metrics save_only_model save_strategy save_steps
+    save_total_limit push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+    load_best_model_at_end metric_for_best_model greater_is_better full_determinism seed data_seed use_cpu
+    accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
+    remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
+    ddp_static_graph ddp_backend ddp_timeout debug skip_memory_metrics predict_with_generate generation_max_length
+    generation_num_beams generation_config warmup_ratio logging_dir
+"""
+WITHOUT_EFFECT = """
+    eval_accumulation_steps eval_use_gather_object dataloader_persistent_workers enable_jit_checkpoint
+    restore_callback_states_from_checkpoint logging_nan_inf_filter length_column_name do_train do_eval do_predict
+    resume_from_checkpoint local_rank fsdp_config
+"""
+"""What they set always happens here, or never; or scripts alone read it, as they do with a stock trainer."""
+
+
+@pytest.mark.skipif(VERSION > (5, 23), reason="newer than what is supported")
+def test_of_every_field_it_is_known_what_becomes_of_it() -> None:
+    known = {*HONOURED.split(), *WITHOUT_EFFECT.split(), *UNSUPPORTED, "fsdp", "deepspeed", "auto_find_batch_size"}
+    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} - known == set()
+    assert not set(HONOURED.split()) & set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"dataloader_in_order": False}, "one order here"),
+        ({"dataloader_multiprocessing_context": "spawn", "dataloader_num_workers": 1}, "set_start_method"),
+    ],
+    ids=str,
+)
+def test_fields_of_the_loading_that_would_be_ignored_are_refused(
+    arguments: Any, said: dict[str, Any], words: str
+) -> None:
+    if not {field.name for field in dataclasses.fields(TrainingArguments)} >= said.keys():
+        pytest.skip("this transformers has no such field")
+    with pytest.raises(ConfigError, match=words):
+        HFTrainer(bert(), arguments(**said), Tokens(8, "classes"))
+
+
+# --- schedules that follow evaluations
+
+
+class StopAt(Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 3:
+            trainer.stop()
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+FOLLOWING = [
+    ("reduce_lr_on_plateau", None),
+    ("reduce_lr_on_plateau", {"patience": 0, "threshold": 10.0}),
+    ("greedy", None),
+    ("greedy", {"patience": 1, "factor": 0.5, "min_lr": 1e-5}),
+]
+
+
+def skip_unless_there(kind: str) -> None:
+    if kind not in [one.value for one in transformers.SchedulerType]:
+        pytest.skip("this transformers has no such schedule")
+
+
+@pytest.mark.parametrize(("kind", "options"), FOLLOWING)
+def test_schedules_that_follow_evaluations_have_the_rates_of_a_stock_trainer(
+    arguments: Any, kind: str, options: Any
+) -> None:
+    skip_unless_there(kind)
+    found = []
+    for trainer_kind in (transformers.Trainer, HFTrainer):
+        args = arguments(lr_scheduler_type=kind, lr_scheduler_kwargs=options or {}, **EVALUATED)
+        data = Tokens(4, "classes")
+        trainer: Any = trainer_kind(bert(), args, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        state = trainer.state if trainer_kind is transformers.Trainer else trainer.engine.state
+        found.append([row["learning_rate"] for row in state.log_history if "learning_rate" in row])
+    assert len(found[0]) == 8 and (options is None or len(set(found[0])) > 2)
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "options"), FOLLOWING)
+def test_their_state_is_kept_over_a_resume(arguments: Any, kind: str, options: Any) -> None:
+    skip_unless_there(kind)
+
+    def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
+        args = arguments(
+            folder, lr_scheduler_type=kind, lr_scheduler_kwargs=options or {}, save_strategy="steps", save_steps=1,
+            **EVALUATED,
+        )  # fmt: skip
+        data = Tokens(8, "classes")
+        trainer = HFTrainer(bert(), args, data, data, callbacks=callbacks)
+        trainer.train(resume_from=resume)
+        return trainer
+
+    straight = run("straight")
+    run("parts", StopAt())
+    assert same(weights(straight.model), weights(run("parts", resume="auto").model))
+
+
+# --- others
+
+
+def test_a_compiled_model_trains_evaluates_and_saves_as_any_other(arguments: Any, tmp_path: Path) -> None:
+    data, found = Tokens(8, "classes"), []
+    for compiles in (False, True):
+        options = {"torch_compile": True, "torch_compile_backend": "eager"} if compiles else {}
+        trainer = HFTrainer(bert(), arguments(max_steps=3, **EVALUATED, **options), data, data)
+        metrics = trainer.train()
+        trainer.save_model(tmp_path / f"model {compiles}")
+        found.append([*weights(trainer.get_model()), torch.tensor(metrics["valid"][-1]["eval_loss"])])
+    assert max(float((one - other).abs().max()) for one, other in zip(*found, strict=True)) <= 1e-6
+
+
+class Renamed(torch.nn.Module):
+    """A classifier that has a word of its own for labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = bert()
+
+    def forward(self, input_ids: torch.Tensor, answer: torch.Tensor | None = None) -> Any:
+        return self.body(input_ids=input_ids, labels=answer)
+
+
+def test_labels_under_a_name_of_the_users_own_reach_the_metrics(arguments: Any) -> None:
+    data: Any = [{"input_ids": row["input_ids"], "answer": row["labels"]} for row in Tokens(8, "classes")]
+    found = []
+    for kind in (transformers.Trainer, HFTrainer):
+        args = arguments(label_names=["answer"], max_steps=1)
+        trainer: Any = kind(
+            Renamed(), args, train_dataset=data, eval_dataset=data,
+            compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+        )  # fmt: skip
+        prediction = trainer.predict(data)
+        labels = prediction.label_ids if kind is transformers.Trainer else prediction.labels
+        found.append((trainer.evaluate()["eval_accuracy"], prediction.metrics["test_accuracy"], labels.tolist()))
+    assert found[0] == found[1]
+
+
+def test_columns_that_the_user_calls_labels_are_kept(arguments: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "gold": [0, 1, 2, 0], "other": [1] * 4})
+    seen = []
+
+    def note(features: Any) -> Any:
+        seen.append(set(features[0]))
+        return {
+            "input_ids": torch.tensor([one["input_ids"] for one in features]),
+            "labels": torch.tensor([one["gold"] for one in features]),
+        }
+
+    HFTrainer(bert(), arguments(label_names=["gold"], max_steps=1), data, data_collator=note).train()
+    assert seen[0] == {"input_ids", "gold"}
+
+
+def tokens_of(trainer: Any) -> list[int]:
+    history = (trainer.engine if isinstance(trainer, HFTrainer) else trainer).state.log_history
+    return [row["num_input_tokens_seen"] for row in history if "loss" in row]
+
+
+def test_tokens_are_counted_as_by_a_stock_trainer_and_over_a_resume(arguments: Any) -> None:
+    options = {"include_num_input_tokens_seen": "all", "save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+    stock = transformers.Trainer(bert(), arguments("stock", **options), train_dataset=Tokens(8, "classes"))
+    stock.train()
+    HFTrainer(bert(), arguments("parts", **options), Tokens(8, "classes"), callbacks=[StopAt()]).train()
+    resumed = HFTrainer(bert(), arguments("parts", **options), Tokens(8, "classes"))
+    resumed.train(resume_from="auto")
+    assert tokens_of(resumed) == tokens_of(stock) == [36, 72, 108, 144, 180]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from Tokens(8, "classes")
+
+
+def test_tokens_of_a_stream_cannot_be_counted_and_that_is_told(arguments: Any) -> None:
+    with pytest.raises(ConfigError, match=r"include_num_input_tokens_seen='all'.*no effect on a stream"):
+        HFTrainer(bert(), arguments(include_num_input_tokens_seen="all"), Stream())
+
+
+def test_noise_on_embeddings_is_of_the_training_alone(arguments: Any) -> None:
+    data, losses, models = Tokens(8), [], []
+    for alpha in (None, 5.0):
+        trainer = HFTrainer(llama(), arguments(neftune_noise_alpha=alpha, max_steps=2), data, data)
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+        models.append(weights(trainer.model))
+    assert losses[0] == losses[1] and not same(*models)

@@ -1,0 +1,155 @@
+"""Which samples an epoch has, and in what order, by transformers' arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from recipes import Noisy, distance, rows, same, t16, weights
+from tiny import Tokens, bert
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainingArguments
+
+from omnitrain import Callback, HFTrainer
+from omnitrain.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Any:
+    def make(folder: str = "run", **options: Any) -> TrainingArguments:
+        defaults = {
+            "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "num_train_epochs": 2,
+            "per_device_train_batch_size": 4, "learning_rate": 0.05,
+        }  # fmt: skip
+        return TrainingArguments(str(tmp_path / folder), **{**defaults, **options})
+
+    return make
+
+
+class Numbered(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Tokens whose numbers are noted when they are read."""
+
+    def __init__(self, size: int) -> None:
+        self.tokens, self.read = Tokens(size, "classes"), []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(int(index))
+        return self.tokens[index]
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == self.step:
+            trainer.stop()
+
+
+# --- dataloader_drop_last
+
+
+@pytest.mark.parametrize(("size", "accumulation", "steps"), [(13, 1, 6), (13, 2, 4), (12, 1, 6), (15, 3, 2)])
+def test_an_epoch_without_its_last_short_batch_has_the_steps_of_a_stock_trainer(
+    arguments: Any, size: int, accumulation: int, steps: int
+) -> None:
+    for kind in (transformers.Trainer, HFTrainer):
+        data = Numbered(size)
+        args = arguments(dataloader_drop_last=True, gradient_accumulation_steps=accumulation)
+        trainer: Any = kind(bert(), args, train_dataset=data)
+        trainer.train()
+        state = trainer.state if kind is transformers.Trainer else trainer.engine.state
+        assert state.global_step == state.max_steps == steps, kind
+        epochs = data.read[:12], data.read[12:]
+        assert [len(set(epoch)) for epoch in epochs] == [12, 12] and len(data.read) == 24
+    assert trainer.progress.samples == 24 and trainer.progress.epochs == 2
+    assert [row["epoch"] for row in trainer.metrics["train_metrics_history"]] == [1, 2]
+
+
+def test_other_samples_are_left_out_in_each_epoch(arguments: Any) -> None:
+    data = Numbered(13)
+    HFTrainer(bert(), arguments(dataloader_drop_last=True, num_train_epochs=8), data).train()
+    left = {min(set(range(13)) - set(data.read[at : at + 12])) for at in range(0, 96, 12)}
+    assert len(left) > 2
+
+
+def test_evaluations_have_all_samples_all_the_same(arguments: Any) -> None:
+    trainer = HFTrainer(bert(), arguments(dataloader_drop_last=True), Numbered(13))
+    assert len(trainer.predict(Tokens(13, "classes")).predictions) == 13
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4])
+def test_a_run_with_short_epochs_is_resumed_to_the_bit(arguments: Any, cut: int) -> None:
+    def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
+        args = arguments(folder, dataloader_drop_last=True, save_strategy="steps", save_steps=1, data_seed=5)
+        trainer = HFTrainer(
+            t16(0.2), args, Noisy(14), loss_fn=F.mse_loss, callbacks=callbacks, progress_bar=False,
+        )  # fmt: skip
+        trainer.train(resume_from=resume)
+        return trainer
+
+    straight = run("straight")
+    run("parts", StopAt(cut))
+    resumed = run("parts", resume="auto")
+    assert straight.progress.step == resumed.progress.step == 6
+    assert same(weights(straight.model), weights(resumed.model))
+    assert straight.metrics["train_metrics_history"] == resumed.metrics["train_metrics_history"]
+
+
+def test_a_resume_that_leaves_out_other_samples_is_told(arguments: Any) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1}
+    HFTrainer(bert(), arguments(**options), Numbered(13), callbacks=[StopAt(1)]).train()
+    trainer = HFTrainer(bert(), arguments(dataloader_drop_last=True, **options), Numbered(13))
+    with pytest.raises(RuntimeError, match=r"samples_per_epoch.*13.*12"):
+        trainer.train(resume_from="auto")
+
+
+def test_a_set_of_less_than_a_batch_is_an_error_before_the_first_step(arguments: Any) -> None:
+    with pytest.raises(DataError, match=r"has 3 samples.*micro-batch of 4 x 1 nothing is left"):
+        HFTrainer(bert(), arguments(dataloader_drop_last=True), Numbered(3))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from Tokens(6, "classes")
+
+
+@pytest.mark.parametrize(("said", "words"), [({"dataloader_drop_last": True}, "drop_last"), ({"data_seed": 7}, "seed")])
+def test_what_has_no_effect_on_a_stream_is_refused(arguments: Any, said: dict[str, Any], words: str) -> None:
+    for options in ({"train_dataset": Stream()}, {"train_loader": DataLoader(Tokens(6, "classes"), 2)}):
+        with pytest.raises(ConfigError, match=rf"{words}.*no effect on a stream"):
+            HFTrainer(bert(), arguments(max_steps=2, **said), **options)
+
+
+# --- data_seed
+
+
+def test_the_order_goes_by_data_seed_and_everything_else_by_seed(arguments: Any) -> None:
+    read, found = {}, {}
+    for name, said in {"both": {"seed": 1, "data_seed": 7}, "other": {"seed": 7}, "one": {"seed": 1}}.items():
+        data = Numbered(13)
+        HFTrainer(bert(), arguments(**said), data).train()
+        read[name] = data.read
+    assert read["both"] == read["other"] != read["one"]
+    for name, said in {"both": {"seed": 1, "data_seed": 7}, "one": {"seed": 1}}.items():  # a single step of all
+        args = arguments(max_steps=1, per_device_train_batch_size=10, **said)
+        model = t16(0.0)
+        HFTrainer(model, args, Noisy(10), loss_fn=F.mse_loss, progress_bar=False).train()
+        found[name] = weights(model)
+    assert distance(found["both"], found["one"]) <= 1e-12  # with the noise that each sample has by `seed`
+
+
+def test_a_resume_with_another_order_is_told(arguments: Any) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1}
+    trainer = HFTrainer(t16(), arguments(data_seed=7, **options), rows(9), loss_fn=F.mse_loss, callbacks=[StopAt(1)])
+    trainer.train()
+    other = HFTrainer(t16(), arguments(**options), rows(9), loss_fn=F.mse_loss)
+    with pytest.raises(RuntimeError, match=r"order_seed.*7.*None"):
+        other.train(resume_from="auto")
