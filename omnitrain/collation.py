@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,16 @@ import torch
 
 from omnitrain.errors import ConfigError, DataError
 
-__all__ = ["IGNORED_LABEL", "LABEL_KEYS", "Collator", "count_samples", "labels_of", "move_to_device"]
+__all__ = [
+    "IGNORED_LABEL",
+    "LABEL_KEYS",
+    "Collator",
+    "copied_ahead",
+    "count_samples",
+    "labels_of",
+    "move_to_device",
+    "pinned",
+]
 
 IGNORED_LABEL = -100
 """The label that losses and metrics leave out; PyTorch's and transformers' own convention."""
@@ -225,3 +234,54 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
     if isinstance(batch, Mapping):
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
     return batch
+
+
+def pinned(batch: Any) -> Any:
+    """Return the batch in page-locked memory, from which copies to a GPU do not block."""
+    if isinstance(batch, torch.Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        return {key: pinned(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        entries = (pinned(value) for value in batch)
+        return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
+    return batch
+
+
+def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield (batch on the host, batch on the GPU), the copy of the next one under way while this one is used.
+
+    The copies run on a stream of their own, so that they do not wait for the computation.
+    """
+    stream = torch.cuda.Stream(device)
+
+    def copy(batch: Any) -> tuple[Any, Any]:
+        with torch.cuda.stream(stream):
+            return batch, move_to_device(batch, device, non_blocking=True)
+
+    def hand_over(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+        torch.cuda.current_stream(device).wait_stream(stream)
+        for tensor in tensors_in(pair[1]):
+            tensor.record_stream(torch.cuda.current_stream(device))  # else its memory could be reused too early
+        return pair
+
+    waiting = None
+    for batch in batches:
+        upcoming = copy(batch)
+        if waiting is not None:
+            yield hand_over(waiting)
+        waiting = upcoming
+    if waiting is not None:
+        yield hand_over(waiting)
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a batch."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from tensors_in(value)

@@ -11,14 +11,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from omnitrain.collation import Collator, count_samples, move_to_device
+from omnitrain.collation import Collator, count_samples, pinned
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 from omnitrain.sampling import (
@@ -38,7 +38,6 @@ __all__ = [
     "Loader",
     "MapLoader",
     "StreamLoader",
-    "copied_ahead",
     "end_workers",
     "has_length",
     "make_loader",
@@ -163,57 +162,6 @@ class MapLoader(Loader):
             for indices in requests:
                 batch = self.fetch(epoch, indices)
                 yield pinned(batch) if self.pin_memory else batch
-
-
-def pinned(batch: Any) -> Any:
-    """Return the batch in page-locked memory, from which copies to a GPU do not block."""
-    if isinstance(batch, torch.Tensor):
-        return batch.pin_memory()
-    if isinstance(batch, Mapping):
-        return {key: pinned(value) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        entries = (pinned(value) for value in batch)
-        return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
-    return batch
-
-
-def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch on the host, batch on the GPU), the copy of the next one under way while this one is used.
-
-    The copies run on a stream of their own, so that they do not wait for the computation.
-    """
-    stream = torch.cuda.Stream(device)
-
-    def copy(batch: Any) -> tuple[Any, Any]:
-        with torch.cuda.stream(stream):
-            return batch, move_to_device(batch, device, non_blocking=True)
-
-    def hand_over(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-        torch.cuda.current_stream(device).wait_stream(stream)
-        for tensor in tensors_in(pair[1]):
-            tensor.record_stream(torch.cuda.current_stream(device))  # else its memory could be reused too early
-        return pair
-
-    waiting = None
-    for batch in batches:
-        upcoming = copy(batch)
-        if waiting is not None:
-            yield hand_over(waiting)
-        waiting = upcoming
-    if waiting is not None:
-        yield hand_over(waiting)
-
-
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a batch."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_in(value)
 
 
 class StreamLoader(Loader):

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from omnitrain.collation import count_samples
+from omnitrain.collation import copied_ahead, count_samples
 from omnitrain.errors import DataError
 from omnitrain.lifecycle import Control, Lifecycle
-from omnitrain.loaders import Loader, MapLoader, copied_ahead
+from omnitrain.loaders import Loader, MapLoader
 from omnitrain.progress import Progress
 from omnitrain.sampling import StandIn, Window, windows
 from omnitrain.trainers.hooks import Hooks
