@@ -12,7 +12,13 @@ from torch import nn
 
 from omnitrain.errors import ConfigError
 from omnitrain.precision import precision_name
-from omnitrain.trainers.accelerators import adopt_precision, find_ranks, make_accelerator, refuse_lost_processes
+from omnitrain.trainers.accelerators import (
+    adopt_precision,
+    find_ranks,
+    make_accelerator,
+    refuse_lost_processes,
+    sharding_of,
+)
 from omnitrain.trainers.native import Trainer
 from omnitrain.trainers.sharding import Sharding
 from omnitrain.trainers.zero import adopt_config, deepspeed_plugin
@@ -82,6 +88,7 @@ class AccelerateTrainer(Sharding, Trainer):
             )
         elif kwargs.get("autocast") is None and accelerator.mixed_precision != "no":
             kwargs["autocast"] = accelerator.mixed_precision
+        self._sharded_by = sharding_of(self.accelerator)
         self.ranks = find_ranks(self.accelerator)
         refuse_lost_processes(self.world_size)
         if gradient_checkpointing:

@@ -18,7 +18,15 @@ from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
 from omnitrain.rendezvous import init_method
 
-__all__ = ["adopt_precision", "find_ranks", "is_set", "make_accelerator", "refuse_lost_processes", "start_from_main"]
+__all__ = [
+    "adopt_precision",
+    "find_ranks",
+    "is_set",
+    "make_accelerator",
+    "refuse_lost_processes",
+    "sharding_of",
+    "start_from_main",
+]
 
 logger = logging.getLogger("omnitrain")
 
@@ -96,6 +104,15 @@ def make_accelerator(
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return accelerator
+
+
+def sharding_of(accelerator: Any) -> str | None:
+    """Return the name of what cuts the weights up, if anything does.
+
+    Asked once, when the accelerator is new: its state is shared, and the next one to be made changes it.
+    """
+    kind = None if accelerator is None else str(accelerator.distributed_type.value)
+    return kind if kind in ("FSDP", "DEEPSPEED") else None
 
 
 def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:

@@ -22,7 +22,13 @@ from omnitrain.loaders import MapLoader
 from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
 from omnitrain.sampling import Window
-from omnitrain.trainers.accelerators import adopt_precision, find_ranks, refuse_lost_processes, start_from_main
+from omnitrain.trainers.accelerators import (
+    adopt_precision,
+    find_ranks,
+    refuse_lost_processes,
+    sharding_of,
+    start_from_main,
+)
 from omnitrain.trainers.engine import Boundary, Bridge, Engine, Schedule
 from omnitrain.trainers.generating import take_generation
 from omnitrain.trainers.hf_arguments import (
@@ -149,7 +155,7 @@ class HFTrainer(Renewable, HFEvaluation):
         self._engine_args = engine_arguments(training_args, str(self._output_dir or self._scratch.name), **ours)
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
-        self.accelerator, self._scheduler_config = sharding_accelerator(training_args, kwargs)
+        self._make_accelerator(kwargs)
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
         check_model_init(model, model_init, kwargs)
@@ -250,8 +256,15 @@ class HFTrainer(Renewable, HFEvaluation):
         kept = {*taken, "label", "labels", "label_ids", *named}
         return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
 
+    def _make_accelerator(self, given: dict[str, Any]) -> None:
+        """Have an accelerator of our own where weights are to be cut up; else transformers makes one."""
+        self.accelerator, self._scheduler_config = sharding_accelerator(self.training_args, given)
+        self._sharded_by = sharding_of(self.accelerator)
+
     def _setup_training_components(self) -> None:
         """Build the engine around the model; FSDP and DeepSpeed take the optimizer with it."""
+        if self._sharded_by and hasattr(self, "engine"):
+            self._make_accelerator(dict(self._given))  # for a model made anew
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
         if self._by_window:  # of any length: the lifecycle ends the run, and the data an epoch

@@ -30,16 +30,12 @@ class Sharding(LossScaling):
 
     accelerator: Any
     """accelerate's `Accelerator`; None where transformers has yet to make it."""
+    _sharded_by: str | None = None
+    """The name of what cuts the weights up, if anything does."""
     _zero: ZeroEngine | None = None
     _is_last: bool = True
     _reduces: bool = True
     """Whether FSDP's backward passes exchange gradients."""
-
-    @property
-    def _sharded_by(self) -> str | None:
-        """The name of what cuts the weights up, if anything does."""
-        kind = None if self.accelerator is None else str(self.accelerator.distributed_type.value)
-        return kind if kind in ("FSDP", "DEEPSPEED") else None
 
     def _shard(self) -> None:
         """Wrap the model, and the optimizer with it."""

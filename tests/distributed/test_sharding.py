@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,8 +22,13 @@ from backends import Job, gap, launch, make_trainer  # noqa: E402
 from recipes import Trace, rows, t16  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_hf_two_processes import Tokens, correct, llama, rank  # noqa: E402
+from transformers import (  # noqa: E402
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
 from transformers import Trainer as Stock  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
 
 from omnitrain import HFTrainer  # noqa: E402
 from omnitrain.checkpoint.tensors import Gathered, whole  # noqa: E402
@@ -62,6 +69,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3": {"deepspeed": {**AUTO, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}},
     "configured": {"deepspeed": {**AUTO, "optimizer": THEIR_OPTIMIZER, "scheduler": THEIR_SCHEDULE}},
 }
+PLAIN: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}},
+    "zero2": {"deepspeed": {"zero_optimization": {"stage": 2}}},
+}
+"""The same for models that are none of transformers."""
 LAUNCHED = {
     "fsdp": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
     "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
@@ -71,7 +84,17 @@ LAUNCHED = {
 # --- what runs on every process
 
 
-def arguments(folder: str, **options: Any) -> TrainingArguments:
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=1, dropout_rate=0.0,
+        )
+    )  # fmt: skip
+
+
+def arguments(folder: str, kind: Any = TrainingArguments, **options: Any) -> Any:
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8 // int(os.environ.get("WORLD_SIZE", "1")),
         "num_train_epochs": 2, "learning_rate": 0.05, "weight_decay": 0.1, "lr_scheduler_type": "cosine",
@@ -79,7 +102,7 @@ def arguments(folder: str, **options: Any) -> TrainingArguments:
         "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": False,
         "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
-    return TrainingArguments(folder, **{**defaults, **options})
+    return kind(folder, **{**defaults, **options})
 
 
 def speaker(args: TrainingArguments, model: Any = None, **options: Any) -> HFTrainer:
@@ -190,6 +213,43 @@ def by_configuration(backend: str, stage: int, configured: bool) -> dict[str, An
     return {"losses": [row["loss"] for row in trace.logs]}
 
 
+def make_anew(backend: str, way: str, folder: str) -> dict[str, Any]:
+    """Train a model of `model_init` twice, after another trainer was made; then search for a learning rate."""
+    trace = Trace()
+    args = arguments(
+        folder,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        gradient_accumulation_steps=1,
+        **PLAIN[way],
+    )
+    trainer = HFTrainer(
+        None, args, rows(20, torch.float32), rows(6, torch.float32), loss_fn=F.mse_loss, callbacks=[trace],
+        model_init=lambda: t16(dtype=torch.float32),
+    )  # fmt: skip
+    make_trainer("hf2", t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss)
+    trainer.train()
+    trainer.train()
+    losses, made = [row["loss"] for row in trace.logs], type(trainer.model).__name__
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [0.05, 1e-4])}, n_trials=2,
+        sampler=optuna.samplers.RandomSampler(seed=0), backend="optuna",
+    )  # fmt: skip
+    objective = best.objective if trainer.is_main_process else None
+    return {"made of": made, "losses": losses, "objective": objective}
+
+
+def answer(backend: str, way: str) -> dict[str, Any]:
+    """Have a model in parts generate what metrics look at."""
+    options = {"predict_with_generate": True, "generation_max_length": 9, "max_steps": 2, "save_strategy": "no"}
+    args = arguments(tempfile.mkdtemp(), kind=Seq2SeqTrainingArguments, **options, **WAYS[way])
+    trainer = HFTrainer(
+        t5(), args, Tokens(16), Tokens(7), compute_metrics=lambda p: {"sum": float(p.predictions.sum())}
+    )
+    return {"valid": trainer.train()["valid"], "predictions": trainer.predict(Tokens(7)).predictions.tolist()}
+
+
 def adapt(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train adapters of PEFT, save them, and resume."""
     import peft
@@ -244,6 +304,10 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
         Job(f"adapters-{way}", "hf2", f"{HERE}:adapt", {"way": way, "folder": str(folder / f"adapters-{way}")})
         for way in ("whole", "fsdp", "zero2")
     ]
+    for way in PLAIN:
+        options = {"way": way, "folder": str(folder / f"anew-{way}")}
+        jobs.append(Job(f"anew-{way}", "hf2", f"{HERE}:make_anew", options))
+    jobs += [Job(f"answers-{way}", "hf2", f"{HERE}:answer", {"way": way}) for way in ("whole", "zero2", "zero3")]
     for backend in ("ddp", "fsdp", "zero1", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero2"):
         jobs.append(Job(f"twice-{backend}", backend, f"{HERE}:train_twice"))
         jobs.append(
@@ -326,6 +390,21 @@ def test_adapters_of_weights_in_parts_are_saved_whole_and_resumed(results: Any, 
         assert len(expected) == 4
         assert gap(load_file(folder / f"adapters-{way}" / file), expected) < 1e-5
     for one, expected in zip(results[f"adapters-{way}"], results["adapters-whole"], strict=True):
+        assert gap(one, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("way", "made"), [("fsdp", "FSDPSequential"), ("zero2", "DeepSpeedEngine")])
+def test_a_model_made_anew_is_cut_up_anew_for_each_training_and_each_trial(results: Any, way: str, made: str) -> None:
+    for one, expected in zip(results[f"anew-{way}"], results["anew-whole"], strict=True):
+        assert one.get("made of") == made, one
+        assert one["losses"][3:] == pytest.approx(one["losses"][:3], abs=1e-6) and len(one["losses"]) == 6
+        assert gap({**one, "made of": 0}, {**expected, "made of": 0}) < 1e-5
+
+
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+def test_a_model_in_parts_generates_what_one_in_one_piece_does(results: Any, way: str) -> None:
+    for one, expected in zip(results[f"answers-{way}"], results["answers-whole"], strict=True):
+        assert "error" not in expected, expected
         assert gap(one, expected) < 1e-5
 
 
