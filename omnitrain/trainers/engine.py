@@ -123,6 +123,8 @@ class Engine(Searching):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a micro-batch forward and backward; where data have no length, all those of a window in turn."""
         owner, last = self.owner, len(self._window.batches) - 1
+        if not owner._by_window and not owner._sharded_by:
+            return super().training_step(model, inputs, num_items_in_batch)
         if not owner._by_window:
             with owner._accumulating(last=self._turn == last):
                 return super().training_step(model, inputs, num_items_in_batch)

@@ -182,8 +182,12 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
     adopt(said, given, "the training arguments")
 
 
-def refuse_of_datasets(args: transformers.TrainingArguments | None) -> None:
-    """Refuse what would have no effect on training data whose samples nobody can name.
+def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: bool) -> None:
+    """Refuse what would have no effect on training data that transformers' loop gets by whole steps.
+
+    Args:
+        args: The user's.
+        has_order: Whether the data are a dataset all the same, whose samples can be named.
 
     Raises:
         ConfigError: Naming what was asked for.
@@ -191,15 +195,16 @@ def refuse_of_datasets(args: transformers.TrainingArguments | None) -> None:
     if args is None:
         return
     asked = {
-        "dataloader_drop_last": args.dataloader_drop_last,
-        "data_seed": args.data_seed not in (None, args.seed),
+        "dataloader_drop_last": args.dataloader_drop_last and not has_order,
+        "data_seed": args.data_seed not in (None, args.seed) and not has_order,
         "include_num_input_tokens_seen": word_of(args.include_num_input_tokens_seen) not in ("no", False),
     }
     for name, is_asked in asked.items():
         if is_asked:
             raise ConfigError(
-                f"`training_args.{name}={getattr(args, name)!r}` would have no effect on a stream or a loader of your "
-                "own, whose batches come as they are. Leave it out."
+                f"`training_args.{name}={getattr(args, name)!r}` would have no effect on "
+                f"{'whole steps (auto_find_batch_size)' if has_order else 'a stream or a loader of your own'}, "
+                "whose batches come as they are. Leave it out."
             )
 
 

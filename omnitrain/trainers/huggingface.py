@@ -228,7 +228,7 @@ class HFTrainer(Renewable, HFEvaluation):
         if self._finds_batch_size:
             check_sparing(self)
         if self.train_loader is not None and self._by_window:
-            refuse_of_datasets(self.training_args)
+            refuse_of_datasets(self.training_args, isinstance(self.train_loader, MapLoader))
 
     @property
     def _sampling(self) -> dict[str, Any]:

@@ -46,13 +46,18 @@ def check_sparing(owner: HFTrainer) -> None:
     """Get the data ready to be read anew in other batches, or refuse it where nobody could change them.
 
     Raises:
-        ConfigError: On several processes, and for a loader of the user's own.
+        ConfigError: On several processes, for a loader of the user's own, and beside `dataloader_drop_last`.
     """
     if owner.world_size > 1:
         raise ConfigError(
             f"`training_args.auto_find_batch_size=True` works on one process, and there are {owner.world_size}: one "
             "that runs out of memory in a backward pass cannot tell the others. Set a smaller "
             "per_device_train_batch_size with `global_batch_size`, which gives the same numbers."
+        )
+    if owner._sampling.get("drop_last"):
+        raise ConfigError(
+            "`training_args.auto_find_batch_size=True` would change what `dataloader_drop_last=True` leaves out, which "
+            "depends on the batch size. Leave one of them out."
         )
     if isinstance(owner.train_loader, GivenLoader):
         raise ConfigError(
@@ -77,7 +82,8 @@ def shrink(owner: HFTrainer, size: int, accumulation: int) -> None:
     former.close()
     owner.train_loader = make_loader(
         owner._without_unused_columns(owner.train_dataset), size, name="train_dataset",
-        shuffle=owner._given["shuffle"], marks=owner.store is not None, **owner._loading,
+        shuffle=owner._given["shuffle"], marks=owner.store is not None, **owner._sampling,
+        **owner._loading,
     )  # fmt: skip
     if isinstance(former, MapLoader) and isinstance(owner.train_loader, MapLoader):
         owner.train_loader.fetch.drawn += former.fetch.drawn

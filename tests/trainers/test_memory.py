@@ -378,6 +378,23 @@ def test_without_the_argument_memory_that_ends_is_an_error(run: Any) -> None:
         run(Greedy(room=4), finds=False).train()
 
 
+def test_the_order_keeps_its_own_seed(run: Any) -> None:
+    found, small = run(Greedy(room=3, start=1), data_seed=11), run(Greedy(), 2, 4, data_seed=11, finds=False)
+    found.train()
+    small.train()
+    assert close(found, small)
+
+
+def test_what_is_left_out_of_an_epoch_cannot_follow_the_batches(run: Any) -> None:
+    with pytest.raises(ConfigError, match="would change what `dataloader_drop_last=True` leaves out"):
+        run(Greedy(), dataloader_drop_last=True)
+
+
+def test_tokens_that_transformers_would_not_count_are_refused(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"include_num_input_tokens_seen=.*no effect on whole steps"):
+        run(Greedy(), include_num_input_tokens_seen="all")
+
+
 def test_a_loader_of_the_users_own_cannot_be_changed(run: Any) -> None:
     with pytest.raises(ConfigError, match=r"cannot change the batches of a loader of your own.*`train_dataset`"):
         run(Greedy(), train_loader=DataLoader(rows(21), batch_size=8))
