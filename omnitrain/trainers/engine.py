@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.loaders import MapLoader
-from omnitrain.sampling import Window, windows
+from omnitrain.sampling import Window
+from omnitrain.trainers.hf_data import Windows, train_loader_of
 from omnitrain.trainers.hf_files import write_model_files, write_optimizer, write_state
 from omnitrain.trainers.memory import sparing
 from omnitrain.trainers.trials import Searching, run_trial
-from omnitrain.workers import outlive_signals
 
 if TYPE_CHECKING:
     from omnitrain.trainers.huggingface import HFTrainer
@@ -91,7 +90,7 @@ class Engine(Searching):
     # --- data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return _train_loader(self.owner)
+        return train_loader_of(self.owner)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Take the micro-batches of a window, and weigh them while they are on the host."""
@@ -110,7 +109,7 @@ class Engine(Searching):
 
     def begin_anew(self) -> list[Any]:
         """Return the micro-batches of the present step, cut anew; so are those of the rest of the epoch."""
-        self._rest = iter(_Windows(self.owner))
+        self._rest = iter(Windows(self.owner))
         (batches,), _ = self.get_batch_samples(self._rest, 1, self.args.device)
         return batches
 
@@ -431,71 +430,3 @@ class Boundary(transformers.TrainerCallback):
         control.should_epoch_stop |= self._ends_epoch
         self._ends_epoch = False
         return control
-
-
-# --- our order of samples in a DataLoader that transformers and accelerate know how to wind forward
-
-
-class _Requests(Sampler[Any]):
-    """The micro-batches of the present epoch as (epoch, indices); skipping some of them reads nothing."""
-
-    def __init__(self, owner: HFTrainer) -> None:
-        self.owner = owner
-
-    def __len__(self) -> int:
-        return len(self.owner.train_loader)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        epoch = self.owner.progress.epoch
-        for indices in self.owner.train_loader.sampler.batches(epoch):
-            yield [(epoch, indices)]
-
-
-class _Fetched(Dataset[Any]):
-    def __init__(self, fetch: Any, size: int) -> None:
-        self.fetch = fetch
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, request: Any) -> Any:
-        return self.fetch(*request)
-
-
-class _Windows(IterableDataset[Any]):
-    """The rest of the present epoch of a stream or of a user's own loader, as lists of a window's micro-batches."""
-
-    def __init__(self, owner: HFTrainer) -> None:
-        self.owner = owner
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        owner = self.owner
-        batches = owner.train_loader.batches(owner.progress.epoch, owner.progress.samples_in_epoch)
-        return iter(owner._until_signal(windows(batches, owner.gradient_accumulation_steps)))
-
-
-def _only(batches: list[Any]) -> Any:
-    return batches[0]
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
-def _train_loader(owner: HFTrainer) -> DataLoader[Any]:
-    loader = owner.train_loader
-    generator = torch.Generator().manual_seed(owner.seed)  # else it draws from the training's generator
-    if owner._by_window or not isinstance(loader, MapLoader):
-        return DataLoader(_Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
-    workers = owner._given["num_workers"]
-    return DataLoader(
-        _Fetched(loader.fetch, loader.sampler.size),
-        batch_sampler=_Requests(owner),
-        collate_fn=_only,
-        num_workers=workers,
-        pin_memory=loader.pin_memory,
-        prefetch_factor=owner._given["prefetch_factor"],
-        worker_init_fn=outlive_signals if workers else None,
-        generator=generator,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -42,6 +41,7 @@ from omnitrain.trainers.hf_arguments import (
     sharding_accelerator,
     word_of,
 )
+from omnitrain.trainers.hf_data import without_unused_columns
 from omnitrain.trainers.hf_evaluation import HFEvaluation
 from omnitrain.trainers.hf_files import adapters_of, write_adapters
 from omnitrain.trainers.memory import check_sparing, is_out_of_memory
@@ -244,17 +244,7 @@ class HFTrainer(Renewable, HFEvaluation):
         return super()._evaluation_loader(self._without_unused_columns(dataset), loader, name)
 
     def _without_unused_columns(self, dataset: Any) -> Any:
-        """Return a Hugging Face dataset with the columns that the model takes; anything else as it is."""
-        if self.training_args is not None and not self.training_args.remove_unused_columns:
-            return dataset
-        if not (hasattr(dataset, "remove_columns") and getattr(dataset, "column_names", None)):
-            return dataset
-        taken = inspect.signature(unwrap(self.model).forward).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()) and "input_ids" not in taken:
-            return dataset
-        named = (self.training_args and self.training_args.label_names) or ()
-        kept = {*taken, "label", "labels", "label_ids", *named}
-        return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
+        return without_unused_columns(dataset, self.model, self.training_args)
 
     def _make_accelerator(self, given: dict[str, Any]) -> None:
         """Have an accelerator of our own where weights are to be cut up; else transformers makes one."""

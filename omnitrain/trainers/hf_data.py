@@ -1,0 +1,101 @@
+"""HFTrainer's data: our order of samples in a DataLoader that transformers and accelerate can wind forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from omnitrain.checkpoint.state import unwrap
+from omnitrain.loaders import MapLoader
+from omnitrain.sampling import windows
+from omnitrain.workers import outlive_signals
+
+if TYPE_CHECKING:
+    from omnitrain.trainers.huggingface import HFTrainer
+
+__all__ = ["Windows", "train_loader_of", "without_unused_columns"]
+
+
+def without_unused_columns(dataset: Any, model: nn.Module, args: Any) -> Any:
+    """Return a Hugging Face dataset with the columns that the model takes; anything else as it is."""
+    if args is not None and not args.remove_unused_columns:
+        return dataset
+    if not (hasattr(dataset, "remove_columns") and getattr(dataset, "column_names", None)):
+        return dataset
+    taken = inspect.signature(unwrap(model).forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()) and "input_ids" not in taken:
+        return dataset
+    named = (args and args.label_names) or ()
+    kept = {*taken, "label", "labels", "label_ids", *named}
+    return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
+
+
+class _Requests(Sampler[Any]):
+    """The micro-batches of the present epoch as (epoch, indices); skipping some of them reads nothing."""
+
+    def __init__(self, owner: HFTrainer) -> None:
+        self.owner = owner
+
+    def __len__(self) -> int:
+        return len(self.owner.train_loader)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        epoch = self.owner.progress.epoch
+        for indices in self.owner.train_loader.sampler.batches(epoch):
+            yield [(epoch, indices)]
+
+
+class _Fetched(Dataset[Any]):
+    def __init__(self, fetch: Any, size: int) -> None:
+        self.fetch = fetch
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, request: Any) -> Any:
+        return self.fetch(*request)
+
+
+class Windows(IterableDataset[Any]):
+    """The rest of the present epoch of a stream or of a user's own loader, as lists of a window's micro-batches."""
+
+    def __init__(self, owner: HFTrainer) -> None:
+        self.owner = owner
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        owner = self.owner
+        batches = owner.train_loader.batches(owner.progress.epoch, owner.progress.samples_in_epoch)
+        return iter(owner._until_signal(windows(batches, owner.gradient_accumulation_steps)))
+
+
+def _only(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def train_loader_of(owner: HFTrainer) -> DataLoader[Any]:
+    """Return the loader that transformers' loop reads an epoch's micro-batches, or whole windows, from."""
+    loader = owner.train_loader
+    generator = torch.Generator().manual_seed(owner.seed)  # else it draws from the training's generator
+    if owner._by_window or not isinstance(loader, MapLoader):
+        return DataLoader(Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
+    workers = owner._given["num_workers"]
+    return DataLoader(
+        _Fetched(loader.fetch, loader.sampler.size),
+        batch_sampler=_Requests(owner),
+        collate_fn=_only,
+        num_workers=workers,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=owner._given["prefetch_factor"],
+        worker_init_fn=outlive_signals if workers else None,
+        generator=generator,
+    )
