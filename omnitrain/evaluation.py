@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -132,7 +132,7 @@ def _run(trainer: Any, loader: Loader, scorer: Scorer, keeps: bool, needs_loss: 
             if keeps:
                 kept = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else kept
                 kept = _in_order(ranks.gather("the predictions of an evaluation", kept))
-        predictions = _join([one for one, *_ in kept], trainer._filler) if keeps else None
+        predictions = _join([one for one, *_ in kept], lambda: trainer._filler) if keeps else None
         labels, extra = (_join([one[i] for one in kept]) if keeps else None for i in (1, 2))
         loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
         metrics = {"loss": loss / weights} if weights else {"loss": math.nan} if needs_loss else {}
@@ -175,7 +175,7 @@ def _whole(trainer: Any, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[
     parts = _in_order(trainer.ranks.gather("a batch of an evaluation", own))
     if not trainer.ranks.is_main or not parts:
         return None
-    predictions, labels = _join([one for one, _ in parts], trainer._filler), _join([one for _, one in parts])
+    predictions, labels = _join([one for one, _ in parts], lambda: trainer._filler), _join([one for _, one in parts])
     return default_convert(predictions), default_convert(labels)
 
 
@@ -216,7 +216,7 @@ def _to_numpy(value: Any) -> Any:
     return value
 
 
-def _join(parts: list[Any], filler: int = IGNORED_LABEL) -> Any:
+def _join(parts: list[Any], filler: Callable[[], int] = lambda: IGNORED_LABEL) -> Any:
     """Concatenate the batches' arrays along the first dimension, filling the others up to a common shape."""
     first = next((part for part in parts if part is not None), None)
     if first is None:
@@ -232,7 +232,7 @@ def _join(parts: list[Any], filler: int = IGNORED_LABEL) -> Any:
     shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     if all(part.shape[1:] == shape for part in parts):
         return np.concatenate(parts)
-    joined = np.full((sum(len(part) for part in parts), *shape), filler, dtype=first.dtype)
+    joined = np.full((sum(len(part) for part in parts), *shape), filler(), dtype=first.dtype)
     row = 0
     for part in parts:
         joined[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part

@@ -378,6 +378,8 @@ class Wrapped:
         """Keep what there is: it is still needed."""
         return objects
 
+    clear = free_memory
+
 
 class Schedule:
     """Our schedule as transformers' loop may see it: it reads the rate and saves the state; we step."""

@@ -203,8 +203,8 @@ def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: b
         if is_asked:
             raise ConfigError(
                 f"`training_args.{name}={getattr(args, name)!r}` would have no effect on "
-                f"{'whole steps (auto_find_batch_size)' if has_order else 'a stream or a loader of your own'}, "
-                "whose batches come as they are. Leave it out."
+                + ("whole steps, as auto_find_batch_size has them" if has_order else "a stream or a loader of your own")
+                + ", where transformers' loop sees no single batch. Leave it out."
             )
 
 
@@ -332,6 +332,12 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
         if args is not None and given.get("lr_scheduler") is None:
             schedule = zero.deepspeed_config.pop("scheduler", None)
         adopt_config(zero, given)
+        if mismatches := getattr(config, "mismatches", None):
+            raise ConfigError(
+                "`training_args.deepspeed` contradicts the other training arguments:\n"
+                + "\n".join(mismatches)
+                + "\nGive both the same values, or say 'auto' in the configuration."
+            )
     elif options is not None and args is not None:
         if options["fsdp_version"] != 2:
             raise ConfigError(

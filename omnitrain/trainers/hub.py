@@ -81,8 +81,13 @@ class Uploading(transformers.Trainer):
             self._finish_current_push()  # else it is left out
         self._tell_failed_pushes()
         self._sent = folder
-        with self.showing_arguments():
-            self._push_from_checkpoint(str(folder))
+        try:
+            with self.showing_arguments():
+                self._push_from_checkpoint(str(folder))
+        except Exception as error:  # of the network, or of the disk that a copy goes to: the checkpoint is there
+            if self.owner.save_required:
+                raise
+            logger.warning("%s could not be sent to the Hub: %s. The run goes on.", folder.name, error)
 
     def await_folder(self, folder: Path) -> None:
         """Wait for an upload that reads what the checkpoint to come will replace, or have deleted."""

@@ -164,7 +164,7 @@ class HFTrainer(Renewable, HFEvaluation):
             model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
         smooth_labels(training_args, model, kwargs)
         with self.ranks.calling(f"{type(self).__name__}()"):
-            super().__init__(model, *args, callbacks=[*own, *policies_of(training_args)], **kwargs)
+            super().__init__(model, *args, callbacks=[*policies_of(training_args), *own], **kwargs)
 
     def _adopt(self, kwargs: dict[str, Any], compute_loss_func: Any, optimizers: tuple[Any, Any]) -> None:
         """Take over what transformers' arguments say into ours."""

@@ -58,6 +58,12 @@ class Sharding(LossScaling):
             self.model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
             self.optimizer = prepared.optimizer
 
+    def _release(self) -> None:
+        """Let go of DeepSpeed's engine, which else holds the model for as long as the program runs."""
+        if self._zero is not None:
+            self._zero.model.destroy()
+            self._zero = None
+
     def _place_holder(self) -> Any:
         """Return what accelerate wants where DeepSpeed makes the optimizer, from its own configuration."""
         from accelerate.utils import DummyOptim

@@ -105,6 +105,8 @@ class Renewable(Sharding):
         if self.model_init is None or self._trial is not None:
             return False
         former = self.engine
+        former._finish_current_push()
+        self._release()
         self.model = self._new_model(self.seed, self.device)
         self.unit = ModelUnit(self.model, self.loss_fn)
         vars(self).pop("optimizer", None)
@@ -166,8 +168,11 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
         raise ConfigError(
             f"n_jobs={options['n_jobs']} would have trials draw from each other's random numbers. Leave it out."
         )
-    if owner.world_size > 1 and options.get("timeout") is not None:
-        raise ConfigError("`timeout` would end the search on the main process alone. Use n_trials.")
+    for name in ("timeout", "catch"):
+        if owner.world_size > 1 and options.get(name):
+            raise ConfigError(
+                f"`{name}` would be heeded on the main process alone, and there are {owner.world_size}. Leave it out."
+            )
     kept = engine.model, engine.model_wrapped
     setattr(engine, "model_init", owner.model_init)  # noqa: B010 - transformers looks for it, and types it as None
     try:
@@ -204,6 +209,7 @@ def run_trial(engine: Engine, resume_from_checkpoint: str | None = None, trial: 
         if owner.is_main_process or not _is_pruned(error):
             raise  # what comes of a pruned trial, the main process alone is asked
     finally:
+        trainer._release()
         trainer._scratch.cleanup()
 
 
@@ -221,7 +227,7 @@ class Searching(Uploading):
         **kwargs: Any,
     ) -> Any:
         """Search as theirs does, with a whole run of a trainer like ours for each trial."""
-        with searching(self, backend, kwargs):
+        with searching(self, backend, kwargs), self.owner.ranks.calling("hyperparameter_search()"):
             return super().hyperparameter_search(
                 hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
             )
@@ -262,7 +268,7 @@ class Trial:
 
     def arguments(self, given: transformers.TrainingArguments) -> transformers.TrainingArguments:
         """Return the training arguments of the trial, which writes into a folder of its own."""
-        changed = dataclasses.replace(given, **{**self.values, "output_dir": self.folder})
+        changed = dataclasses.replace(given, **{**self.values, "output_dir": self.folder, "push_to_hub": False})
         for name, value in vars(given).items():  # what is no field
             vars(changed).setdefault(name, value)
         return changed

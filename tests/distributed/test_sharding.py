@@ -5,9 +5,11 @@ The numbers of plain models are in `test_same_numbers.py`, all ways of resuming 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from transformers import Trainer as Stock  # noqa: E402
 
 from omnitrain import HFTrainer  # noqa: E402
 from omnitrain.checkpoint.tensors import Gathered, whole  # noqa: E402
+from omnitrain.errors import ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -215,7 +218,13 @@ def by_configuration(backend: str, stage: int, configured: bool) -> dict[str, An
 
 def make_anew(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train a model of `model_init` twice, after another trainer was made; then search for a learning rate."""
-    trace = Trace()
+    trace, made = Trace(), list[weakref.ref[Any]]()
+
+    def make(trial: Any) -> Any:
+        model = t16(dtype=torch.float32)
+        made.append(weakref.ref(model))
+        return model
+
     args = arguments(
         folder,
         max_steps=3,
@@ -226,18 +235,28 @@ def make_anew(backend: str, way: str, folder: str) -> dict[str, Any]:
     )
     trainer = HFTrainer(
         None, args, rows(20, torch.float32), rows(6, torch.float32), loss_fn=F.mse_loss, callbacks=[trace],
-        model_init=lambda: t16(dtype=torch.float32),
+        model_init=make,
     )  # fmt: skip
     make_trainer("hf2", t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss)
     trainer.train()
     trainer.train()
-    losses, made = [row["loss"] for row in trace.logs], type(trainer.model).__name__
-    best = trainer.hyperparameter_search(
-        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [0.05, 1e-4])}, n_trials=2,
-        sampler=optuna.samplers.RandomSampler(seed=0), backend="optuna",
-    )  # fmt: skip
-    objective = best.objective if trainer.is_main_process else None
-    return {"made of": made, "losses": losses, "objective": objective}
+    losses, kind, before = [row["loss"] for row in trace.logs], type(trainer.model).__name__, trainer.evaluate()
+
+    def space(trial: Any) -> dict[str, Any]:
+        return {"learning_rate": trial.suggest_categorical("learning_rate", [0.05, 1e-4])}
+
+    with pytest.raises(ConfigError, match="`catch` would be heeded on the main process alone"):
+        trainer.hyperparameter_search(space, n_trials=2, backend="optuna", catch=(ValueError,))
+    sampler = optuna.samplers.RandomSampler(seed=0)
+    best = trainer.hyperparameter_search(space, n_trials=2, sampler=sampler, backend="optuna")
+    gc.collect()
+    return {
+        "made of": kind,
+        "losses": losses,
+        "objective": best.objective if trainer.is_main_process else None,
+        "is unchanged": trainer.evaluate() == before,
+        "alive": sum(one() is not None for one in made),
+    }
 
 
 def answer(backend: str, way: str) -> dict[str, Any]:
@@ -397,6 +416,7 @@ def test_adapters_of_weights_in_parts_are_saved_whole_and_resumed(results: Any, 
 def test_a_model_made_anew_is_cut_up_anew_for_each_training_and_each_trial(results: Any, way: str, made: str) -> None:
     for one, expected in zip(results[f"anew-{way}"], results["anew-whole"], strict=True):
         assert one.get("made of") == made, one
+        assert one["is unchanged"] and one["alive"] == 1
         assert one["losses"][3:] == pytest.approx(one["losses"][:3], abs=1e-6) and len(one["losses"]) == 6
         assert gap({**one, "made of": 0}, {**expected, "made of": 0}) < 1e-5
 

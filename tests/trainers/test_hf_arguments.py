@@ -456,9 +456,14 @@ ZERO = {"zero_optimization": {"stage": 2}}
             {"optimizer": "torch.optim.SGD"},
             "has the optimizer 'AdamW', and `optimizer='torch.optim.SGD'`",
         ),
+        (
+            {"deepspeed": {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}},
+            {},
+            "lr=0.01 vs hf learning_rate=5e-05",
+        ),
         ({"deepspeed": {**ZERO, "gradient_clipping": 0.3}}, {}, "gradient_clipping=0.3.*max_grad_norm.*1.0"),
     ],
-    ids=["fsdp 1", "compiled", "cast", "two schedules", "two optimizers", "two limits"],
+    ids=["fsdp 1", "compiled", "cast", "two schedules", "two optimizers", "two rates", "two limits"],
 )
 def test_sharding_that_cannot_be_as_it_is_said_is_refused(
     arguments: Any, said: dict[str, Any], given: dict[str, Any], words: str

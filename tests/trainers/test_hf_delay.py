@@ -91,8 +91,11 @@ def test_the_delay_counts_from_the_beginning_of_the_run_and_not_from_a_resume(ar
     assert [row["step"] for row in metrics["valid"]] == [6, 8, 10, 12]
 
 
-def test_an_evaluation_that_a_callback_asks_for_is_made_all_the_same(arguments: Any) -> None:
+@pytest.mark.parametrize("place", [0, 10])
+def test_an_evaluation_that_a_callback_asks_for_is_made_all_the_same(arguments: Any, place: int) -> None:
     class Asks(Callback):
+        order = place
+
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 3:
                 trainer.request_evaluate()

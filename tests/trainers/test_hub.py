@@ -225,6 +225,19 @@ def test_an_upload_that_fails_is_told_and_ends_no_run(hub: Hub, build: Any, capl
     assert len(told) == 3
 
 
+def test_an_upload_that_cannot_be_started_is_told_and_ends_no_run(
+    hub: Hub, build: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build()
+
+    def fail(folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.engine, "_push_from_checkpoint", fail)
+    assert trainer.train()["stop_reason"] == "max_steps"
+    assert sum("could not be sent to the Hub: [Errno 28]" in text for text in caplog.messages) == 3
+
+
 def test_a_signal_leaves_the_last_checkpoint_on_disk(hub: Hub, build: Any) -> None:
     class Interrupts(Callback):
         def on_step_end(self, trainer: Any) -> None:
