@@ -253,8 +253,9 @@ class HFTrainer(Renewable, HFEvaluation):
 
     def _setup_training_components(self) -> None:
         """Build the engine around the model; FSDP and DeepSpeed take the optimizer with it."""
-        if self._sharded_by and hasattr(self, "engine"):
-            self._make_accelerator(dict(self._given))  # for a model made anew
+        if self._sharded_by and hasattr(self, "engine"):  # for a model made anew
+            in_config = self._scheduler_config is not None
+            self._make_accelerator({**self._given, **({"lr_scheduler": None} if in_config else {})})
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
         if self._by_window:  # of any length: the lifecycle ends the run, and the data an epoch

@@ -259,6 +259,19 @@ def make_anew(backend: str, way: str, folder: str) -> dict[str, Any]:
     }
 
 
+def make_anew_by_configuration(backend: str, folder: str) -> dict[str, Any]:
+    """Train a model of `model_init` twice, on the schedule of DeepSpeed's configuration."""
+    trace, config = Trace(), {**PLAIN["zero2"]["deepspeed"], "scheduler": THEIR_SCHEDULE}
+    args = arguments(folder, max_steps=3, save_strategy="no", eval_strategy="no", deepspeed=config)
+    trainer = HFTrainer(
+        None, args, rows(20, torch.float32), loss_fn=F.mse_loss, callbacks=[trace],
+        model_init=lambda: t16(dtype=torch.float32),
+    )  # fmt: skip
+    trainer.train()
+    trainer.train()
+    return {"rates": [row["learning_rate"] for row in trace.logs]}
+
+
 def answer(backend: str, way: str) -> dict[str, Any]:
     """Have a model in parts generate what metrics look at."""
     options = {"predict_with_generate": True, "generation_max_length": 9, "max_steps": 2, "save_strategy": "no"}
@@ -326,6 +339,8 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for way in PLAIN:
         options = {"way": way, "folder": str(folder / f"anew-{way}")}
         jobs.append(Job(f"anew-{way}", "hf2", f"{HERE}:make_anew", options))
+    options = {"folder": str(folder / "anew-configured")}
+    jobs.append(Job("anew-configured", "hf2", f"{HERE}:make_anew_by_configuration", options))
     jobs += [Job(f"answers-{way}", "hf2", f"{HERE}:answer", {"way": way}) for way in ("whole", "zero2", "zero3")]
     for backend in ("ddp", "fsdp", "zero1", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero2"):
         jobs.append(Job(f"twice-{backend}", backend, f"{HERE}:train_twice"))
@@ -419,6 +434,11 @@ def test_a_model_made_anew_is_cut_up_anew_for_each_training_and_each_trial(resul
         assert one["is unchanged"] and one["alive"] == 1
         assert one["losses"][3:] == pytest.approx(one["losses"][:3], abs=1e-6) and len(one["losses"]) == 6
         assert gap({**one, "made of": 0}, {**expected, "made of": 0}) < 1e-5
+
+
+def test_the_schedule_of_deepspeed_s_configuration_begins_anew_with_the_model(results: Any) -> None:
+    for result in results["anew-configured"]:
+        assert result.get("rates") == pytest.approx(2 * [0.0, 0.025, 0.05]), result
 
 
 @pytest.mark.parametrize("way", ["zero2", "zero3"])
