@@ -12,6 +12,7 @@ class Trainer(LossScaling):
 
     Takes the arguments of `BaseTrainer`.
 
+    >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
     >>> trainer = Trainer(
     ...     torch.nn.Linear(4, 2), data, data, loss_fn=torch.nn.functional.cross_entropy, epochs=1,
