@@ -92,6 +92,17 @@ class Trace(Callback):
         self.logs.append(dict(logs))
 
 
+class StopAt(Callback):
+    """Asks for the end of the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == self.step:
+            trainer.stop()
+
+
 def _noting(event: Event) -> Any:
     def note(self: Trace, trainer: Any, *details: Any) -> None:
         self.events.append(str(event))

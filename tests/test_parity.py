@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Noisy, Sentences, Tagger, Trace, distance, rows, same, t16, weights
+from recipes import Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
 from torch import nn
 
 from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
@@ -216,13 +216,8 @@ def test_patience_counts_evaluations_in_a_row_without_a_gain(trainer_class: Any,
 
 
 def test_a_stop_inside_an_epoch_does_not_count_the_epoch_nor_evaluate_it(trainer_class: Any) -> None:
-    class StopAtThree(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 3:
-                trainer.stop()
-
     trace = Trace()
-    trainer = run(trainer_class, t16(), rows(20), StopAtThree(), trace, eval_dataset=rows(4), batch_size=4, epochs=2)
+    trainer = run(trainer_class, t16(), rows(20), StopAt(3), trace, eval_dataset=rows(4), batch_size=4, epochs=2)
     assert trainer.progress.epoch == 0 and trainer.progress.samples_in_epoch == 12
     assert trainer.metrics["stop_reason"] == "requested"
     assert "eval_start" not in trace.events

@@ -173,23 +173,24 @@ class ZeroEngine:
     def __init__(self, accelerator: Any, model: nn.Module, optimizer: Any) -> None:
         named = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]  # of a place-holder
-        self._groups = [
-            [named[id(one)] for one in group["params"]] for group in groups if group["params"]
-        ]  # as DeepSpeed
+        # DeepSpeed leaves groups without parameters out
+        self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
         self.stage = accelerator.state.deepspeed_plugin.zero_stage
         self.model, prepared = accelerator.prepare(model, optimizer)
         self.prepared = prepared
         self._zero = prepared.optimizer
         self._factor = 1.0
         self.optimizer: torch.optim.Optimizer = getattr(self._zero, "optimizer", self._zero)
-        self._options = [{**group, "params": None} for group in self.optimizer.param_groups]
+        self._options = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
 
     def reset(self) -> None:
         """Forget the optimizer's past: its state, and what a schedule has made of its options."""
         groups = [{"params": names} for names in self._groups]
         self.load_optimizer({}, {"groups": groups}, "a new run")
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
-            group |= {key: value for key, value in options.items() if key != "params"}
+            group |= options
 
     # --- a step
 

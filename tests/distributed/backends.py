@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
-from recipes import Sentences, Tagger, Trace, t16  # noqa: E402
+from recipes import Sentences, StopAt, Tagger, Trace, t16  # noqa: E402
 from resuming import Numbered  # noqa: E402
 from torch import nn  # noqa: E402
 
-from omnitrain import Algorithm, Callback, Trainer  # noqa: E402
+from omnitrain import Algorithm, Trainer  # noqa: E402
 from omnitrain.checkpoint.tensors import whole  # noqa: E402
 
 PROCESSES = {
@@ -226,17 +226,6 @@ class Indices(Algorithm):
         progress = trainer.progress
         self.seen.append((progress.epoch, progress.step, batch[0][:, -1].int().tolist()))
         return batch
-
-
-class StopAt(Callback):
-    """Asks for the end of the run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            trainer.stop()
 
 
 def masked_sentences(size: int) -> Sentences:

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from backends import Job, gap, launch  # noqa: E402
 from nursery import Case, Outcome, mark, play  # noqa: E402
-from recipes import Noisy, Trace, rows, t16, weights  # noqa: E402
+from recipes import Noisy, StopAt, Trace, rows, t16, weights  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments  # noqa: E402
 
 from omnitrain import Callback, HFTrainer, Trainer  # noqa: E402
@@ -119,17 +119,11 @@ def stream(backend: str) -> dict[str, Any]:
     }
 
 
-class StopAt(Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == CUT:
-            trainer.stop()
-
-
 def move(backend: str, folder: str, cut: bool = False) -> dict[str, Any]:
     """Save in the middle of an epoch, or go on from there; dropout is off, the data are noisy."""
     trainer = HFTrainer(
         t16(), None, Noisy(27), Noisy(5), loss_fn=F.mse_loss, learning_rate=0.05, epochs=2, save_dir=folder,
-        batch_size=2, global_batch_size=8, save_steps=2, progress_bar=False, callbacks=[StopAt()] if cut else [],
+        batch_size=2, global_batch_size=8, save_steps=2, progress_bar=False, callbacks=[StopAt(CUT)] if cut else [],
         lr_scheduler="linear", load_best_at_end=False,
     )  # fmt: skip
     trainer.train(resume_from=None if cut else "auto")

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Trace, distance, rows, t16, weights
+from recipes import StopAt, Trace, distance, rows, t16, weights
 from transformers import EarlyStoppingCallback, TrainingArguments
 
-from omnitrain import Callback, HFTrainer, HFTrainingArguments, Trainer
+from omnitrain import HFTrainer, HFTrainingArguments, Trainer
 from omnitrain.errors import ConfigError
 
 
@@ -422,12 +422,7 @@ def test_a_run_with_the_default_optimizer_and_schedule_goes_on_under_another_tra
     assert len(straight.optimizer.param_groups) == 1  # theirs has two, which nothing sets apart
     said = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": False}
 
-    class Stop(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 2:
-                trainer.stop()
-
-    build(arguments(**said), callbacks=[Stop()]).train()
+    build(arguments(**said), callbacks=[StopAt(2)]).train()
     other = Trainer(
         t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, progress_bar=False, device="cpu",
         max_steps=5, epochs=None, learning_rate=5e-5, lr_scheduler="linear",

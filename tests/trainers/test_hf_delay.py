@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from recipes import StopAt
 from tiny import Tokens, bert
 from transformers import TrainingArguments
 
@@ -71,15 +72,6 @@ def test_the_end_of_a_run_is_evaluated_at_only_after_the_delay(arguments: Any) -
         args = arguments(eval_strategy="steps", eval_steps=9, eval_delay=delay)
         metrics = HFTrainer(bert(), args, data, data).train()
         assert [row["step"] for row in metrics["valid"]] == expected
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            trainer.stop()
 
 
 @pytest.mark.parametrize("cut", [3, 7])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from recipes import same, weights
+from recipes import StopAt, same, weights
 from tiny import Tokens, bert, llama
 from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from omnitrain import Callback, HFTrainer
+from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError
 from omnitrain.trainers.hf_arguments import UNSUPPORTED
 
@@ -86,12 +86,6 @@ def test_fields_of_the_loading_that_would_be_ignored_are_refused(
 # --- schedules that follow evaluations
 
 
-class StopAt(Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 3:
-            trainer.stop()
-
-
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 FOLLOWING = [
     ("reduce_lr_on_plateau", None),
@@ -138,7 +132,7 @@ def test_their_state_is_kept_over_a_resume(arguments: Any, kind: str, options: A
         return trainer
 
     straight = run("straight")
-    run("parts", StopAt())
+    run("parts", StopAt(3))
     assert same(weights(straight.model), weights(run("parts", resume="auto").model))
 
 
@@ -207,7 +201,7 @@ def test_tokens_are_counted_as_by_a_stock_trainer_and_over_a_resume(arguments: A
     options = {"include_num_input_tokens_seen": "all", "save_strategy": "steps", "save_steps": 1, "max_steps": 5}
     stock = transformers.Trainer(bert(), arguments("stock", **options), train_dataset=Tokens(8, "classes"))
     stock.train()
-    HFTrainer(bert(), arguments("parts", **options), Tokens(8, "classes"), callbacks=[StopAt()]).train()
+    HFTrainer(bert(), arguments("parts", **options), Tokens(8, "classes"), callbacks=[StopAt(3)]).train()
     resumed = HFTrainer(bert(), arguments("parts", **options), Tokens(8, "classes"))
     resumed.train(resume_from="auto")
     assert tokens_of(resumed) == tokens_of(stock) == [36, 72, 108, 144, 180]

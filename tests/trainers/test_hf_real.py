@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from recipes import distance, same, weights
+from recipes import StopAt, distance, same, weights
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import (
     BertConfig,
@@ -36,7 +36,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from omnitrain import Callback, HFTrainer, Trainer
+from omnitrain import HFTrainer, Trainer
 from omnitrain.errors import ConfigError
 
 datasets = pytest.importorskip("datasets")
@@ -288,11 +288,6 @@ def test_recomputing_activations_gives_the_same_numbers(parts: Any, tokenizer: A
 
 
 def test_a_run_with_dropout_and_padding_is_resumed_to_the_bit(parts: Any, tokenizer: Any, arguments: Any) -> None:
-    class StopAt(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 7:
-                trainer.stop()
-
     def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
         args = arguments(save_strategy="steps", save_steps=3, output_dir=folder, warmup_steps=2)
         trainer = HFTrainer(bert(dropout=0.1), args, parts[0], processing_class=tokenizer, callbacks=callbacks)
@@ -301,7 +296,7 @@ def test_a_run_with_dropout_and_padding_is_resumed_to_the_bit(parts: Any, tokeni
 
     folder = Path(arguments().output_dir)
     straight = run(str(folder / "straight"))
-    run(str(folder / "cut"), StopAt())
+    run(str(folder / "cut"), StopAt(7))
     resumed = run(str(folder / "cut"), resume="auto")
     assert resumed.progress.step == 10 and same(weights(straight.model), weights(resumed.model))
 
@@ -473,11 +468,6 @@ def adapted() -> Iterator[Any]:
 def test_of_a_model_with_adapters_only_these_are_trained_and_the_run_is_resumed_to_the_bit(
     adapted: Any, parts: Any, tokenizer: Any, arguments: Any, tmp_path: Path
 ) -> None:
-    class StopAt(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 4:
-                trainer.stop()
-
     def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
         args = arguments(save_strategy="steps", save_steps=3, output_dir=str(tmp_path / folder))
         trainer = HFTrainer(adapted(), args, parts[0], processing_class=tokenizer, callbacks=callbacks)
@@ -489,7 +479,7 @@ def test_of_a_model_with_adapters_only_these_are_trained_and_the_run_is_resumed_
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name, parameter in before.items() if parameter.requires_grad}
     assert len(straight.optimizer.state) == len(changed)
-    run("cut", StopAt())
+    run("cut", StopAt(4))
     assert same(weights(run("cut", resume="auto").model), weights(straight.model))
 
 

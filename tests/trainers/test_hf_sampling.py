@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Noisy, distance, rows, same, t16, weights
+from recipes import Noisy, StopAt, distance, rows, same, t16, weights
 from tiny import Tokens, bert
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
-from omnitrain import Callback, HFTrainer
+from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError, DataError
 
 
@@ -42,15 +42,6 @@ class Numbered(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         self.read.append(int(index))
         return self.tokens[index]
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            trainer.stop()
 
 
 # --- dataloader_drop_last

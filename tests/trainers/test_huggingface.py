@@ -20,12 +20,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Noisy, Sentences, Tagger, Trace, distance, rows, same, t16, weights
+from recipes import Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from omnitrain import Algorithm, Callback, HFTrainer, LabelSmoothing, NonFiniteError, Trainer
+from omnitrain import Algorithm, HFTrainer, LabelSmoothing, NonFiniteError, Trainer
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.sampling import EpochSampler
 from omnitrain.trainers.engine import Engine
@@ -103,15 +103,6 @@ class InOrder(transformers.Trainer):
                 return iter(map(int, indices))
 
         return Ours()
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            trainer.stop()
 
 
 def state_of(trainer: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from recipes import Noisy, Sentences, Tagger, distance, rows, same, weights
+from recipes import Noisy, Sentences, StopAt, Tagger, distance, rows, same, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback, TrainingArguments
@@ -265,15 +265,6 @@ def test_a_run_that_has_memory_is_the_run_without_the_argument(run: Any) -> None
     assert same(weights(found.get_model()), weights(plain.get_model()))
     for one, other in zip(history(found), history(plain), strict=True):
         assert one == pytest.approx(other, rel=1e-6)
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            trainer.stop()
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])

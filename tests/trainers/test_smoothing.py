@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Sentences, Tagger, distance, rows, t16, weights
+from recipes import Sentences, StopAt, Tagger, distance, rows, t16, weights
 from tiny import Tokens, bert, llama, t5
 from transformers import TrainingArguments
 
-from omnitrain import Callback, HFTrainer
+from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.trainers.smoothing import SmoothedLoss
 
@@ -133,15 +133,9 @@ def test_labels_that_are_no_classes_are_an_error_at_the_first_step(arguments: An
         HFTrainer(llama(), arguments(), Tokens(4, "prompts")).train()
 
 
-class StopAt(Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 1:
-            trainer.stop()
-
-
 def test_a_resume_with_another_factor_is_told(arguments: Any) -> None:
     options = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
-    HFTrainer(bert(), arguments(**options), Tokens(6, "classes"), callbacks=[StopAt()]).train()
+    HFTrainer(bert(), arguments(**options), Tokens(6, "classes"), callbacks=[StopAt(1)]).train()
     trainer = HFTrainer(bert(), arguments(**options, label_smoothing_factor=0.3), Tokens(6, "classes"))
     with pytest.raises(RuntimeError, match=r"loss_fn.*SmoothedLoss\(0.2\).*SmoothedLoss\(0.3\)"):
         trainer.train(resume_from="auto")

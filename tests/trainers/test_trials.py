@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Noisy, rows, same, t16, weights
+from recipes import Noisy, StopAt, rows, same, t16, weights
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
@@ -142,17 +142,11 @@ def test_what_was_added_to_the_engine_stays_when_the_model_is_made_anew(argument
     assert counts.steps == 20
 
 
-class StopAt(Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 7:
-            trainer.stop()
-
-
 def test_a_resumed_run_makes_no_new_model_and_goes_on_to_the_bit(arguments: Any, tmp_path: Path) -> None:
     straight = build(arguments(save_strategy="steps", save_steps=3))
     metrics = straight.train()
     args = arguments(save_strategy="steps", save_steps=3, output_dir=str(tmp_path / "parts"))
-    build(args, callbacks=[StopAt()]).train()
+    build(args, callbacks=[StopAt(7)]).train()
     made = []
     second = build(args, model_init=lambda: made.append(fresh()) or made[-1])
     assert second.train(resume_from="auto") == metrics
