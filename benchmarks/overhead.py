@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from omnitrain import Callback, Trainer
-from omnitrain.sampling import EpochSampler
+from omnitrain.data.sampling import EpochSampler
 
 SEED = 42
 LEARNING_RATE = 1e-3

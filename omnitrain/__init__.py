@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.early_stopping import EarlyStopping
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
     from omnitrain.callbacks.wandb import WandbLogger
-    from omnitrain.collation import Collator
+    from omnitrain.data.collation import Collator
     from omnitrain.duration import Duration
     from omnitrain.errors import (
         CheckpointError,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from omnitrain.progress import Progress
     from omnitrain.trainers.accelerated import AccelerateTrainer
     from omnitrain.trainers.base import BaseTrainer
-    from omnitrain.trainers.hf_arguments import HFTrainingArguments
-    from omnitrain.trainers.huggingface import HFTrainer
+    from omnitrain.hf.arguments import HFTrainingArguments
+    from omnitrain.hf.trainer import HFTrainer
     from omnitrain.trainers.native import Trainer
     from omnitrain.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
 
@@ -46,7 +46,7 @@ _HOMES = {
     "BaseTrainer": "trainers.base",
     "Callback": "events",
     "CheckpointError": "errors",
-    "Collator": "collation",
+    "Collator": "data.collation",
     "ConfigError": "errors",
     "DataError": "errors",
     "DistributedError": "errors",
@@ -54,8 +54,8 @@ _HOMES = {
     "EarlyStopping": "callbacks.early_stopping",
     "EvalUnit": "units",
     "Event": "events",
-    "HFTrainer": "trainers.huggingface",
-    "HFTrainingArguments": "trainers.hf_arguments",
+    "HFTrainer": "hf.trainer",
+    "HFTrainingArguments": "hf.arguments",
     "LabelSmoothing": "algorithms.label_smoothing",
     "MetricsDict": "metrics",
     "MissingExtraError": "errors",

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_convert
 
-from omnitrain.collation import IGNORED_LABEL
+from omnitrain.data.collation import IGNORED_LABEL
 from omnitrain.errors import DataError
-from omnitrain.loaders import Loader
+from omnitrain.data.loaders import Loader
 from omnitrain.reproducibility import isolated_rng
-from omnitrain.sampling import StandIn
+from omnitrain.data.sampling import StandIn
 from omnitrain.scoring import Scorer
 from omnitrain.units import StepOutput
 

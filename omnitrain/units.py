@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.collation import IGNORED_LABEL, LABEL_KEYS, labels_of
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, labels_of
 from omnitrain.errors import DataError
 
 __all__ = [

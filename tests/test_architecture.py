@@ -30,7 +30,7 @@ FLOORS = {
     0: "errors duration progress metrics objective events",
     1: "whatever is named on no other floor",
     2: "callbacks algorithms",
-    3: "evaluation trainers",
+    3: "evaluation trainers hf",
     4: "config cli checkpoint_cli demo launch __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() if floor != 1 for name in names.split()}

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnitrain.collation import Collator, count_samples, labels_of, move_to_device
+from omnitrain.data.collation import Collator, count_samples, labels_of, move_to_device
 from omnitrain.errors import ConfigError, DataError
 
 collate = Collator()

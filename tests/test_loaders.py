@@ -27,11 +27,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from omnitrain.collation import Collator
+from omnitrain.data.collation import Collator
 from omnitrain.errors import DataError
-from omnitrain.loaders import GivenLoader, MapLoader, StreamLoader, has_length, make_loader
+from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, has_length, make_loader
 from omnitrain.reproducibility import snapshot_rng
-from omnitrain.sampling import EpochSampler
+from omnitrain.data.sampling import EpochSampler
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 

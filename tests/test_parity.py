@@ -12,7 +12,7 @@ from recipes import Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, sam
 from torch import nn
 
 from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
-from omnitrain.sampling import EpochSampler
+from omnitrain.data.sampling import EpochSampler
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 

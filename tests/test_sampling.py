@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from omnitrain.collation import Collator
+from omnitrain.data.collation import Collator
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import snapshot_rng
-from omnitrain.sampling import EpochSampler, Fetch, tensor_columns, windows
+from omnitrain.data.sampling import EpochSampler, Fetch, tensor_columns, windows
 
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 7)

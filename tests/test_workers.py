@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from omnitrain import workers
-from omnitrain.loaders import make_loader
+from omnitrain.data.loaders import make_loader
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -183,7 +183,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 
 STUCK = """
 import time, torch
-from omnitrain.loaders import make_loader
+from omnitrain.data.loaders import make_loader
 
 class Stuck(torch.utils.data.IterableDataset):
     def __iter__(self):
@@ -215,7 +215,7 @@ def test_a_stuck_worker_keeps_no_process_from_its_end() -> None:
 
 LEFT = """
 import torch
-from omnitrain.loaders import make_loader
+from omnitrain.data.loaders import make_loader
 
 batches = make_loader(torch.arange(100), 1, name="data", num_workers=8).batches(0)
 next(batches)

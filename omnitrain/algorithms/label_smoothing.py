@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from omnitrain.collation import LABEL_KEYS, labels_of
+from omnitrain.data.collation import LABEL_KEYS, labels_of
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Algorithm
 

@@ -26,14 +26,14 @@ from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import Lifecycle
-from omnitrain.loaders import GivenLoader, make_loader
+from omnitrain.data.loaders import GivenLoader, make_loader
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, follows_evaluations
 from omnitrain.precision import Precision, choose_device
 from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.scoring import make_scorer
 from omnitrain.trainers.calls import Calls
-from omnitrain.trainers.settings import check_settings, describe, describe_data, refuse_unknown, resolve_accumulation
+from omnitrain.settings import check_settings, describe, describe_data, refuse_unknown, resolve_accumulation
 from omnitrain.units import ModelUnit
 
 __all__ = ["BaseTrainer"]

@@ -19,7 +19,7 @@ from omnitrain.callbacks.interrupt import error_of
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.errors import ConfigError
 from omnitrain.lifecycle import STOP_REASONS
-from omnitrain.loaders import end_workers
+from omnitrain.data.loaders import end_workers
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.reproducibility import deterministic as deterministic_kernels

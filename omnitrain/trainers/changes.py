@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint.state import IMPLEMENTATION
-from omnitrain.trainers.settings import describe
+from omnitrain.settings import describe
 
 __all__ = ["DECIDING", "changed_settings", "optimizer_options", "schedule_options"]
 

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from omnitrain.collation import copied_ahead, count_samples
+from omnitrain.data.collation import copied_ahead, count_samples
 from omnitrain.errors import DataError
 from omnitrain.lifecycle import Control, Lifecycle
-from omnitrain.loaders import Loader, MapLoader
+from omnitrain.data.loaders import Loader, MapLoader
 from omnitrain.progress import Progress
-from omnitrain.sampling import StandIn, Window, windows
+from omnitrain.data.sampling import StandIn, Window, windows
 from omnitrain.trainers.hooks import Hooks
 from omnitrain.units import ModelUnit, count_labels, count_tokens, shifts_labels
-from omnitrain.workers import until_signal
+from omnitrain.data.workers import until_signal
 
 __all__ = ["Feeding"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.collation import IGNORED_LABEL, move_to_device
+from omnitrain.data.collation import IGNORED_LABEL, move_to_device
 from omnitrain.distributed import Ranks
 from omnitrain.precision import Precision
 from omnitrain.units import StepOutput, run_unit, without_effect

@@ -21,8 +21,8 @@ from omnitrain.errors import ConfigError, DataError, NonFiniteError
 from omnitrain.events import Algorithm
 from omnitrain.finite import FiniteGuard, LossMeter
 from omnitrain.lifecycle import Control
-from omnitrain.loaders import Loader
-from omnitrain.sampling import Window
+from omnitrain.data.loaders import Loader
+from omnitrain.data.sampling import Window
 from omnitrain.trainers.feeding import Feeding
 from omnitrain.trainers.nonfinite import Place, nonfinite_error
 from omnitrain.units import ModelUnit

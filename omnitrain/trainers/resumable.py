@@ -17,7 +17,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensors import TensorFile
 from omnitrain.errors import CheckpointError, ConfigError
-from omnitrain.loaders import MapLoader, Mark, StreamLoader
+from omnitrain.data.loaders import MapLoader, Mark, StreamLoader
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
 from omnitrain.trainers.changes import DECIDING, changed_settings, optimizer_options, schedule_options

@@ -21,7 +21,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.disk import check_free_space
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError
-from omnitrain.loaders import MapLoader, StreamLoader
+from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.reproducibility import GENERATORS
 from omnitrain.trainers.loop import TrainingLoop
 from omnitrain.trainers.snapshot import Snapshot, versions

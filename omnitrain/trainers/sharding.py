@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import ConfigError
-from omnitrain.sampling import Window
+from omnitrain.data.sampling import Window
 from omnitrain.trainers.accelerators import start_from_main
 from omnitrain.trainers.scaling import LossScaling
 from omnitrain.trainers.zero import ZeroEngine, fill_config

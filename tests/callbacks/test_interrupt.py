@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from omnitrain.callbacks.interrupt import Interrupt
-from omnitrain.workers import until_signal
+from omnitrain.data.workers import until_signal
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has other signals")
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from omnitrain import Callback
 from omnitrain.checkpoint.tensors import whole
 from omnitrain.errors import NonFiniteError
-from omnitrain.sampling import EpochSampler
+from omnitrain.data.sampling import EpochSampler
 
 pytestmark = pytest.mark.timeout(240)
 

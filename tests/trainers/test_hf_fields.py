@@ -17,7 +17,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError
-from omnitrain.trainers.hf_arguments import UNSUPPORTED
+from omnitrain.hf.arguments import UNSUPPORTED
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 

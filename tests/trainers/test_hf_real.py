@@ -364,7 +364,7 @@ def test_a_language_model_gets_the_same_weights_however_a_step_is_split(
     reason="this version of transformers divides by the first labels too, which nothing predicts",
 )
 def test_a_language_model_takes_the_steps_of_a_stock_trainer(texts: Any, tokenizer: Any, arguments: Any) -> None:
-    from omnitrain.sampling import EpochSampler
+    from omnitrain.data.sampling import EpochSampler
 
     order = [int(i) for i in EpochSampler(35, 8, seed=42).order(0)]
 

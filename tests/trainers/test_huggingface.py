@@ -27,9 +27,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from omnitrain import Algorithm, HFTrainer, LabelSmoothing, NonFiniteError, Trainer
 from omnitrain.errors import CheckpointError, ConfigError
-from omnitrain.sampling import EpochSampler
-from omnitrain.trainers.engine import Engine
-from omnitrain.trainers.huggingface import NEVER_CALLED
+from omnitrain.data.sampling import EpochSampler
+from omnitrain.hf.engine import Engine
+from omnitrain.hf.trainer import NEVER_CALLED
 
 
 def make(model: nn.Module, data: Any = None, args: Any = None, kind: Any = HFTrainer, **options: Any) -> Any:

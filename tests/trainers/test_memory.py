@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from omnitrain import Algorithm, Callback, HFTrainer
 from omnitrain.errors import ConfigError
-from omnitrain.trainers.memory import check_sparing, is_out_of_memory, smaller
+from omnitrain.hf.batch_size import check_sparing, is_out_of_memory, smaller
 
 
 class Greedy(nn.Module):

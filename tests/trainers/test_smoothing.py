@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.trainers.smoothing import SmoothedLoss
+from omnitrain.hf.label_smoothing import SmoothedLoss
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from omnitrain import Callback, HFTrainer
 from omnitrain.errors import ConfigError
-from omnitrain.trainers.trials import made_model
+from omnitrain.hf.search import made_model
 from omnitrain.units import ModelUnit
 
 optuna = pytest.importorskip("optuna")

@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.sampling import Window
-from omnitrain.trainers.hf_data import Windows, train_loader_of
-from omnitrain.trainers.hf_files import write_model_files, write_optimizer, write_state
-from omnitrain.trainers.memory import sparing
-from omnitrain.trainers.trials import Searching, run_trial
+from omnitrain.data.sampling import Window
+from omnitrain.hf.data import Windows, train_loader_of
+from omnitrain.hf.files import write_model_files, write_optimizer, write_state
+from omnitrain.hf.batch_size import sparing
+from omnitrain.hf.search import Searching, run_trial
 
 if TYPE_CHECKING:
-    from omnitrain.trainers.huggingface import HFTrainer
+    from omnitrain.hf.trainer import HFTrainer
 
 __all__ = ["Boundary", "Bridge", "Engine", "Schedule"]
 

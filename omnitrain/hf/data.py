@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.loaders import MapLoader
-from omnitrain.sampling import windows
-from omnitrain.workers import outlive_signals
+from omnitrain.data.loaders import MapLoader
+from omnitrain.data.sampling import windows
+from omnitrain.data.workers import outlive_signals
 
 if TYPE_CHECKING:
-    from omnitrain.trainers.huggingface import HFTrainer
+    from omnitrain.hf.trainer import HFTrainer
 
 __all__ = ["Windows", "train_loader_of", "without_unused_columns"]
 

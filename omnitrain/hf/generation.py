@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from omnitrain.collation import IGNORED_LABEL, LABEL_KEYS, count_samples
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples
 from omnitrain.errors import ConfigError, DataError
 
 __all__ = ["Generation", "take_generation"]

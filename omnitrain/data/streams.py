@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
-from omnitrain.sampling import Collate, StandIn, share
+from omnitrain.data.sampling import Collate, StandIn, share
 
 __all__ = ["Mark", "Stream"]
 

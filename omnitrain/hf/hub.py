@@ -18,7 +18,7 @@ from transformers.trainer_utils import HubStrategy
 from omnitrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omnitrain.trainers.huggingface import HFTrainer
+    from omnitrain.hf.trainer import HFTrainer
 
 __all__ = ["Uploading"]
 

@@ -23,13 +23,13 @@ from transformers.hyperparameter_search import default_hp_search_backend
 
 from omnitrain.errors import ConfigError, NonFiniteError, did_you_mean
 from omnitrain.reproducibility import isolated_rng
-from omnitrain.trainers.hub import Uploading
+from omnitrain.hf.hub import Uploading
 from omnitrain.trainers.sharding import Sharding
 from omnitrain.units import ModelUnit
 
 if TYPE_CHECKING:
-    from omnitrain.trainers.engine import Engine
-    from omnitrain.trainers.huggingface import HFTrainer
+    from omnitrain.hf.engine import Engine
+    from omnitrain.hf.trainer import HFTrainer
 
 __all__ = ["Renewable", "Searching", "Trial", "check_model_init", "made_model", "remembered", "run_trial"]
 

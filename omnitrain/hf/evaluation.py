@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.collation import IGNORED_LABEL, count_samples, labels_of
+from omnitrain.data.collation import IGNORED_LABEL, count_samples, labels_of
 from omnitrain.errors import DataError
 from omnitrain.evaluation import Predictions
-from omnitrain.trainers.generating import Generation
+from omnitrain.hf.generation import Generation
 from omnitrain.trainers.sharding import Sharding
 from omnitrain.units import StepOutput
 
 if TYPE_CHECKING:
-    from omnitrain.trainers.engine import Engine
+    from omnitrain.hf.engine import Engine
 
 __all__ = ["HFEvaluation"]
 

@@ -17,10 +17,10 @@ from omnitrain.checkpoint.tensors import whole
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback
-from omnitrain.loaders import MapLoader
+from omnitrain.data.loaders import MapLoader
 from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
-from omnitrain.sampling import Window
+from omnitrain.data.sampling import Window
 from omnitrain.trainers.accelerators import (
     adopt_precision,
     find_ranks,
@@ -28,9 +28,9 @@ from omnitrain.trainers.accelerators import (
     sharding_of,
     start_from_main,
 )
-from omnitrain.trainers.engine import Boundary, Bridge, Engine, Schedule
-from omnitrain.trainers.generating import take_generation
-from omnitrain.trainers.hf_arguments import (
+from omnitrain.hf.engine import Boundary, Bridge, Engine, Schedule
+from omnitrain.hf.generation import take_generation
+from omnitrain.hf.arguments import (
     HFTrainingArguments,
     adopt,
     adopt_arguments,
@@ -41,12 +41,12 @@ from omnitrain.trainers.hf_arguments import (
     sharding_accelerator,
     word_of,
 )
-from omnitrain.trainers.hf_data import without_unused_columns
-from omnitrain.trainers.hf_evaluation import HFEvaluation
-from omnitrain.trainers.hf_files import adapters_of, write_adapters
-from omnitrain.trainers.memory import check_sparing, is_out_of_memory
-from omnitrain.trainers.smoothing import smooth_labels
-from omnitrain.trainers.trials import Renewable, check_model_init, remembered
+from omnitrain.hf.data import without_unused_columns
+from omnitrain.hf.evaluation import HFEvaluation
+from omnitrain.hf.files import adapters_of, write_adapters
+from omnitrain.hf.batch_size import check_sparing, is_out_of_memory
+from omnitrain.hf.label_smoothing import smooth_labels
+from omnitrain.hf.search import Renewable, check_model_init, remembered
 from omnitrain.trainers.zero import schedule_of
 from omnitrain.units import StepOutput, without_effect
 
@@ -109,7 +109,7 @@ class HFTrainer(Renewable, HFEvaluation):
                 other = "Pass `loss_fn` or `unit`, or put it" if name == "compute_loss" else "Put it"
                 raise TypeError(
                     f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here. "
-                    f"{other} into a subclass of omnitrain.trainers.engine.Engine, and name that as `engine_class`."
+                    f"{other} into a subclass of omnitrain.hf.engine.Engine, and name that as `engine_class`."
                 )
 
     @remembered

@@ -14,11 +14,11 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from omnitrain.errors import ConfigError
-from omnitrain.loaders import GivenLoader, MapLoader, StreamLoader, make_loader
+from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, make_loader
 from omnitrain.reproducibility import restore_rng, snapshot_rng
 
 if TYPE_CHECKING:
-    from omnitrain.trainers.huggingface import HFTrainer
+    from omnitrain.hf.trainer import HFTrainer
 
 __all__ = ["check_sparing", "is_out_of_memory", "shrink", "smaller", "sparing"]
 

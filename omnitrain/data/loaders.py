@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from omnitrain.collation import Collator, count_samples, pinned
+from omnitrain.data.collation import Collator, count_samples, pinned
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
-from omnitrain.sampling import (
+from omnitrain.data.sampling import (
     Collate,
     EpochSampler,
     Fetch,
@@ -30,8 +30,8 @@ from omnitrain.sampling import (
     tensor_columns,
     without_padding,
 )
-from omnitrain.streams import Mark, Stream, can_seek
-from omnitrain.workers import outlive_signals, start_workers, stop_workers
+from omnitrain.data.streams import Mark, Stream, can_seek
+from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
 
 __all__ = [
     "GivenLoader",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omnitrain.collation import IGNORED_LABEL
+from omnitrain.data.collation import IGNORED_LABEL
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.units import shifts_labels
 

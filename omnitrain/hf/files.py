@@ -16,8 +16,8 @@ from omnitrain.errors import ConfigError
 from omnitrain.trainers.saving import OPTIMIZER
 
 if TYPE_CHECKING:
-    from omnitrain.trainers.engine import Engine, Schedule
-    from omnitrain.trainers.huggingface import HFTrainer
+    from omnitrain.hf.engine import Engine, Schedule
+    from omnitrain.hf.trainer import HFTrainer
 
 __all__ = ["adapters_of", "write_adapters", "write_model_files", "write_optimizer", "write_state"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
-from omnitrain.collation import Collator
+from omnitrain.data.collation import Collator
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import GENERATORS, Generator, derive_seed
 

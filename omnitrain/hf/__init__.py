@@ -1,0 +1,1 @@
+"""HFTrainer and everything that serves transformers alone."""
