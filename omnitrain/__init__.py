@@ -26,15 +26,15 @@ if TYPE_CHECKING:
         ObjectiveError,
         OmnitrainError,
     )
-    from omnitrain.evaluation import Predictions
     from omnitrain.events import Algorithm, Callback, Event
+    from omnitrain.hf.arguments import HFTrainingArguments
+    from omnitrain.hf.trainer import HFTrainer
     from omnitrain.metrics import MetricsDict
     from omnitrain.objective import Objective
     from omnitrain.progress import Progress
+    from omnitrain.run.evaluation import Predictions
     from omnitrain.trainers.accelerated import AccelerateTrainer
     from omnitrain.trainers.base import BaseTrainer
-    from omnitrain.hf.arguments import HFTrainingArguments
-    from omnitrain.hf.trainer import HFTrainer
     from omnitrain.trainers.native import Trainer
     from omnitrain.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
 
@@ -65,7 +65,7 @@ _HOMES = {
     "Objective": "objective",
     "ObjectiveError": "errors",
     "OmnitrainError": "errors",
-    "Predictions": "evaluation",
+    "Predictions": "run.evaluation",
     "Progress": "progress",
     "StepOutput": "units",
     "TensorBoardLogger": "callbacks.tensorboard",

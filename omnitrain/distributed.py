@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from omnitrain.errors import DistributedError
-from omnitrain.lifecycle import STOP_REASONS, Control
+from omnitrain.events import STOP_REASONS, Control
 
 __all__ = ["ProcessRanks", "Ranks"]
 

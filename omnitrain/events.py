@@ -1,23 +1,28 @@
-"""The events of a run, and the two kinds of guests that may take part in it.
+"""The events of a run, and the two kinds of objects that take part in it: callbacks and algorithms.
 
 A `Callback` is told what happens and returns nothing; an `Algorithm` is handed a value and returns the new one.
-What happens when is decided in `lifecycle.py`; who acts on a request, in `trainers/base.py`.
+Events are fired by `run/lifecycle.py`; requests are answered in `run/loop.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from omnitrain.duration import Limits
 from omnitrain.errors import ConfigError, did_you_mean
+from omnitrain.metrics import MetricsDict
+from omnitrain.objective import Objective
+from omnitrain.progress import Progress
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
-    from omnitrain.trainers.base import BaseTrainer
-
-__all__ = ["Algorithm", "Callback", "Event"]
+__all__ = ["STOP_REASONS", "Algorithm", "Callback", "Control", "Event", "TrainerLike"]
 
 
 class Event(StrEnum):
@@ -59,6 +64,151 @@ class Event(StrEnum):
     TRAIN_END = "train_end"
 
 
+STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal", "requested")
+"""Why a run may end; one of them is in `metrics["stop_reason"]`."""
+
+
+@dataclass(slots=True)
+class Control:
+    """What callbacks have requested. Only the loop acts on it, and only at a step boundary."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: str = ""
+    signal: int = 0
+    """The number of the signal that asks for the end."""
+
+    def take(self, *names: str) -> Control:
+        """Return and clear the requests of these names; a requested end is returned too, and stays."""
+        asked = Control(stop=self.stop, signal=self.signal)
+        for name in names:
+            if getattr(self, name):
+                setattr(asked, name, True)
+                setattr(self, name, False)
+        return asked
+
+
+class TrainerLike(Protocol):
+    """What callbacks and algorithms may use of a trainer."""
+
+    lr_scheduler: Any
+    device: torch.device
+    limits: Limits
+    seed: int
+    batch_size: int
+    trial_name: str | None
+    save_dir: Path | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, on every backend."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        ...
+
+    @property
+    def train_loader(self) -> Any:
+        """The loader of the training set; None without one."""
+        ...
+
+    @property
+    def eval_loader(self) -> Any:
+        """The loader of the evaluation set, a dict of them for named sets; None without one."""
+        ...
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        ...
+
+    @property
+    def control(self) -> Control:
+        """What callbacks on this rank have requested."""
+        ...
+
+    @property
+    def metrics(self) -> MetricsDict:
+        """History and best of the run."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """What evaluations are judged by."""
+        ...
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run where that is known."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in an epoch, or None for data without length."""
+        ...
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run is ending or has ended; empty while nothing ends it."""
+        ...
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this rank is the one that prints and writes."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those of the run."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        ...
+
+    @property
+    def lifecycle(self) -> LifecycleLike:
+        """The state of the run that its events are about."""
+        ...
+
+    def stop(self, reason: str = "requested") -> None:
+        """Request the end of the run at the next step boundary."""
+        ...
+
+    def request_evaluate(self) -> None:
+        """Request an evaluation at the next step boundary."""
+        ...
+
+    def request_save(self) -> None:
+        """Request a checkpoint at the next step boundary."""
+        ...
+
+    def request_log(self) -> None:
+        """Request a row of logs at the next step boundary."""
+        ...
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        ...
+
+
+class LifecycleLike(Protocol):
+    """What callbacks may use of the lifecycle."""
+
+    improved: bool
+    """Whether the latest evaluation was the best so far."""
+    saved_at: tuple[int, int, int] | None
+    """The position of the latest checkpoint of the run; None before any."""
+    saved_path: Path | None
+    """The folder of the latest checkpoint of the run."""
+    is_closing: bool
+    """Whether the run is writing its last rows, which a longer run would not have had."""
+
+
 class Callback:
     """Something that watches a run, and may ask for a log, an evaluation, a checkpoint or the end.
 
@@ -86,40 +236,40 @@ class Callback:
                     f"The events are {', '.join(known)}."
                 )
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Before anything else in `train()`, after a resume."""
 
-    def on_epoch_start(self, trainer: BaseTrainer) -> None:
+    def on_epoch_start(self, trainer: TrainerLike) -> None:
         """Before the first window of an epoch, or of the rest of one."""
 
-    def on_step_start(self, trainer: BaseTrainer) -> None:
+    def on_step_start(self, trainer: TrainerLike) -> None:
         """Before the first micro-batch of a window."""
 
-    def on_before_optimizer_step(self, trainer: BaseTrainer) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerLike) -> None:
         """Gradients are complete, unscaled and clipped; the optimizer has not stepped."""
 
-    def on_step_end(self, trainer: BaseTrainer) -> None:
+    def on_step_end(self, trainer: TrainerLike) -> None:
         """After an optimizer update (or a skipped one) was counted."""
 
-    def on_log(self, trainer: BaseTrainer, logs: Mapping[str, float]) -> None:
+    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """A row of `step, epoch, loss, learning_rate, grad_norm, samples_per_second, ...` is there."""
 
-    def on_eval_start(self, trainer: BaseTrainer) -> None:
+    def on_eval_start(self, trainer: TrainerLike) -> None:
         """Before an evaluation that belongs to the run."""
 
-    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """After an evaluation that belongs to the run; `metrics` has `eval_loss, eval_<metric>, ...`."""
 
-    def on_save_end(self, trainer: BaseTrainer) -> None:
+    def on_save_end(self, trainer: TrainerLike) -> None:
         """After a checkpoint is complete."""
 
-    def on_epoch_end(self, trainer: BaseTrainer) -> None:
+    def on_epoch_end(self, trainer: TrainerLike) -> None:
         """After the last window of an epoch, or after a stop inside it."""
 
-    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
         """Something raised; the error goes on to the caller afterwards."""
 
-    def on_train_end(self, trainer: BaseTrainer) -> None:
+    def on_train_end(self, trainer: TrainerLike) -> None:
         """After everything else in `train()`, also when it failed."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,15 +291,15 @@ class Algorithm:
     ...         return loss / 2
     """
 
-    def transform_batch(self, trainer: BaseTrainer, batch: Any) -> Any:
+    def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         """Return the training batch (already on the device) that the model is to see."""
         return batch
 
-    def transform_loss(self, trainer: BaseTrainer, loss: torch.Tensor) -> torch.Tensor:
+    def transform_loss(self, trainer: TrainerLike, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of a micro-batch (a scalar) that is to be differentiated."""
         return loss
 
-    def transform_metrics(self, trainer: BaseTrainer, metrics: dict[str, float]) -> dict[str, float]:
+    def transform_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of an evaluation, before anyone else sees them."""
         return metrics
 

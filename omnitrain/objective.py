@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from omnitrain.errors import CheckpointError, ConfigError, ObjectiveError, did_you_mean
@@ -226,6 +226,19 @@ class Objective:
             f"`optimization_metric={self.metric!r}` is not among the metrics: {quoted(known)}."
             f"{did_you_mean(self.metric, known)}"
         )
+
+    def check(self, names: Iterable[str], sets: Iterable[str]) -> None:
+        """Refuse a metric that cannot come, where the names of the metrics are known beforehand.
+
+        Args:
+            names: The names of the metrics.
+            sets: The names of the evaluation sets, if they have some.
+
+        Raises:
+            ObjectiveError: If it is not among them.
+        """
+        known = ["loss", *names]
+        self.key(dict.fromkeys([f"eval_{name}" for name in known] + [f"eval_{s}_{n}" for s in sets for n in known], 0))
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Return whether `value` is strictly better; what is not finite never is, and loses to all that is."""

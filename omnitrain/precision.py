@@ -1,4 +1,4 @@
-"""What is computed in, and where: one vocabulary of precisions and of devices, or an error."""
+"""Precision and device selection, and telling that a device has no memory left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["Precision", "choose_device", "precision_name"]
+__all__ = ["Precision", "choose_device", "is_out_of_memory", "precision_name"]
 
 _NAMES = {
     "fp32": "fp32",
@@ -93,3 +93,11 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"`device={device!r}` cannot be used: {reason} Leave it out to take what there is.") from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device has no memory left."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    known = isinstance(error, Exception) and should_reduce_batch_size(error)
+    return known or isinstance(error, torch.OutOfMemoryError)

@@ -1,16 +1,165 @@
-"""What may be said to a trainer: each argument by itself, and those that contradict each other. No torch here."""
+"""The arguments of a trainer: one frozen object that holds them, and their validation. No torch here."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, did_you_mean
+from omnitrain.events import Algorithm, Callback
 
-__all__ = ["check_settings", "describe", "describe_data", "refuse_unknown", "resolve_accumulation"]
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = [
+    "Nothing",
+    "PrecisionName",
+    "ScheduleName",
+    "Settings",
+    "check_settings",
+    "describe",
+    "describe_data",
+    "resolve_accumulation",
+    "takes_arguments",
+]
+
+
+ScheduleName = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "inverse_sqrt",
+    "polynomial",
+    "warmup_stable_decay",
+]
+"""Schedules that `lr_scheduler` knows by name; those from the fifth on are of transformers."""
+
+PrecisionName = Literal["fp32", "fp16", "bf16", "float32", "float16", "half", "bfloat16"]
+"""What `autocast` may be called."""
+
+
+class Nothing(TypedDict):
+    """The further arguments of a constructor that has none: a type checker finds each that is misspelt."""
+
+
+def takes_arguments(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor declare and document its arguments, and `_construct(given)` do the work.
+
+    `_construct` is called with the arguments that the caller passed, by name, so that it can tell them from defaults.
+    A name that the constructor does not declare is a TypeError that names the nearest one.
+    """
+    signature = inspect.signature(constructor)
+    known = [name for name in signature.parameters if name not in ("self", "unknown")]
+
+    @functools.wraps(constructor)
+    def declared(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in [name for name in kwargs if name not in known]:
+            _refuse(type(self), name, kwargs.pop(name), known)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        self._construct(given)
+
+    shown = [one for one in signature.parameters.values() if one.name != "unknown"]
+    declared.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return declared
+
+
+def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:
+    """Raise for an argument that a trainer does not have; those of other trainers may be given as None or False."""
+    reason = getattr(trainer, "REFUSED", {}).get(name)
+    if reason is None:
+        raise TypeError(f"{trainer.__name__}() got an unexpected argument {name!r}.{did_you_mean(name, known)}")
+    if value is not None and value is not False:
+        raise ConfigError(f"`{name}={str(value)!r}` {reason}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of a trainer but for the model, as they were given. `BaseTrainer.__init__` describes each."""
+
+    # <fields, written by `make signatures`>
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    test_dataset: Any = None
+    # data
+    train_loader: Iterable[Any] | None = None
+    eval_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None
+    test_loader: Iterable[Any] | None = None
+    data_collator: Callable[[Any], Any] | None = None
+    batch_size: int = 8
+    eval_batch_size: int | None = None
+    global_batch_size: int | None = None
+    shuffle: bool = True
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    prefetch_factor: int | None = None
+    # length
+    epochs: int | float | None = 3
+    max_steps: int | None = None
+    max_duration: int | str | Duration | None = None
+    # optimizer
+    optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None
+    learning_rate: float = 2e-5
+    weight_decay: float = 0.0
+    lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None
+    warmup_steps: int = 0
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = 1.0
+    grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean"
+    # loss and metrics
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    unit: Callable[..., Any] | None = None
+    compute_metrics: Any = None
+    optimization_metric: str = "loss"
+    optimization_direction: Literal["max", "min"] | None = None
+    patience: int | None = None
+    delta: float = 0.0
+    early_stopper: Callable[[int, float], bool] | None = None
+    # cadence
+    eval_steps: int | str | Duration | None = None
+    eval_on_start: bool = False
+    save_steps: int | str | Duration | None = None
+    log_steps: int | str | Duration = 10
+    # checkpoints
+    save_dir: str | Path | None = None
+    save_total_limit: int | None = None
+    keep_best: int = 1
+    keep_every: int | None = None
+    load_best_at_end: bool | None = None
+    overwrite: bool = False
+    save_required: bool = False
+    save_only_model: bool = False
+    async_save: bool = False
+    # precision and placement
+    autocast: PrecisionName | torch.dtype | None = None
+    fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4)
+    device: str | torch.device | None = None
+    # run
+    seed: int = 42
+    deterministic: bool = False
+    on_nonfinite: Literal["raise", "skip", "warn"] = "raise"
+    detect_anomaly: bool = False
+    callbacks: Iterable[Callback] = ()
+    algorithms: Iterable[Algorithm] = ()
+    progress_bar: bool | None = None
+    trial_name: str | None = None
+    # </fields>
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of them by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "scheduler_interval": ("step", "epoch"),
@@ -32,20 +181,9 @@ OF_A_LOADER = {"shuffle": True, "global_batch_size": None}
 """What has no effect on a `train_loader`, with its default."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any], trainer: type) -> None:
-    """Raise a TypeError that names the nearest argument of the trainer's class, if there are unknown ones."""
-    for name in unknown:
-        makers = [one for one in trainer.__mro__ if "__init__" in vars(one)]
-        known = [known for one in makers for known in inspect.signature(one.__init__).parameters]
-        raise TypeError(f"{trainer.__name__}() got an unexpected argument {name!r}.{did_you_mean(name, known)}")
-
-
-def check_settings(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument, or pair of arguments, that cannot be meant.
-
-    Args:
-        given: All arguments of the constructor by name.
-    """
+def check_settings(settings: Settings) -> None:
+    """Raise ConfigError for the first argument that is wrong, or pair of arguments that contradict each other."""
+    given = settings.to_dict()
     _check_each(given)
     _check_data(given)
     _check_pairs(given)
@@ -146,25 +284,25 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
                 )
 
 
-def resolve_accumulation(given: Mapping[str, Any], world_size: int) -> int:
+def resolve_accumulation(settings: Settings, world_size: int) -> int:
     """Return the micro-batches per window and process, from `global_batch_size` if that is given.
 
     Raises:
         ConfigError: If the global batch does not divide, or contradicts `gradient_accumulation_steps`.
     """
-    accumulation, whole = given["gradient_accumulation_steps"], given["global_batch_size"]
+    accumulation, whole, size = settings.gradient_accumulation_steps, settings.global_batch_size, settings.batch_size
     if whole is None:
         return accumulation
-    share = given["batch_size"] * world_size
+    share = size * world_size
     if whole % share:
         raise ConfigError(
             f"`global_batch_size={whole}` must be a multiple of batch_size x processes = "
-            f"{given['batch_size']} x {world_size} = {share}."
+            f"{size} x {world_size} = {share}."
         )
     if accumulation not in (1, whole // share):
         raise ConfigError(
             f"`gradient_accumulation_steps={accumulation}` contradicts `global_batch_size={whole}`, which makes it "
-            f"{whole} / ({given['batch_size']} x {world_size}) = {whole // share}. Leave one of them out."
+            f"{whole} / ({size} x {world_size}) = {whole // share}. Leave one of them out."
         )
     return whole // share
 

@@ -27,6 +27,7 @@ __all__ = [
     "TrainUnit",
     "count_labels",
     "count_tokens",
+    "no_token_counts",
     "run_unit",
     "shifts_labels",
     "without_effect",
@@ -283,6 +284,14 @@ def shifts_labels(model: Any) -> bool:
     kind = getattr(model, "loss_type", None)
     return kind == "ForCausalLM" or (
         kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
+    )
+
+
+def no_token_counts() -> DataError:
+    """Return the error for `grad_reduction="per-token-mean"` where nobody counts tokens."""
+    return DataError(
+        "`grad_reduction='per-token-mean'` needs token counts: labels that are integers of more than one "
+        "dimension, or a `unit` that returns (loss, num_targets). Use grad_reduction='mean' otherwise."
     )
 
 

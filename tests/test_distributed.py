@@ -20,7 +20,7 @@ from nursery import Case, Outcome, mark, play  # noqa: E402
 
 from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402
 from omnitrain.errors import CheckpointError, DistributedError  # noqa: E402
-from omnitrain.lifecycle import Control  # noqa: E402
+from omnitrain.events import Control  # noqa: E402
 
 
 def join() -> ProcessRanks:

@@ -18,8 +18,9 @@ import pytest
 
 import omnitrain
 from omnitrain import BaseTrainer, Trainer, objective
+from omnitrain.hf import arguments as hf_arguments
+from omnitrain.hf.trainer import NEVER_CALLED
 from omnitrain.streaming import names
-from omnitrain.trainers import hf_arguments, huggingface
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -132,7 +133,7 @@ def test_the_page_for_users_of_transformers_has_all_older_names() -> None:
 
 def test_the_page_for_users_of_transformers_has_all_hooks_that_are_never_called() -> None:
     text = PAGES["docs/huggingface.md"].read_text(encoding="utf-8").split("\n## Overriding\n")[1]
-    assert not [hook for hook in huggingface.NEVER_CALLED if f"`{hook}`" not in text]
+    assert not [hook for hook in NEVER_CALLED if f"`{hook}`" not in text]
 
 
 def test_the_layout_in_contributing_has_every_file_of_the_package() -> None:

@@ -54,13 +54,13 @@ def by_hand(
                 loss = F.mse_loss(model(x), y)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler:
-                scheduler.step()
             seen["loss"].append(loss.item())
             seen["grad_norm"].append(norm.item())
             seen["learning_rate"].append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+            optimizer.zero_grad()
     return seen
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from omnitrain.data.collation import LABEL_KEYS, labels_of
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Algorithm
-
-if TYPE_CHECKING:
-    from omnitrain.trainers.base import BaseTrainer
+from omnitrain.events import Algorithm, TrainerLike
 
 __all__ = ["MixUp"]
 
@@ -38,7 +35,7 @@ class MixUp(Algorithm):
         self.num_classes = num_classes
         self.alpha = alpha
 
-    def transform_batch(self, trainer: BaseTrainer, batch: Any) -> Any:
+    def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         """Return the mixed batch: every floating-point tensor and the labels."""
         labels = labels_of(batch)
         if not isinstance(labels, torch.Tensor):

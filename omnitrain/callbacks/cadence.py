@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from omnitrain.duration import Every, Limits
-from omnitrain.events import Callback
-
-if TYPE_CHECKING:
-    from omnitrain.trainers.base import BaseTrainer
+from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["Cadence"]
 
@@ -31,29 +26,29 @@ class Cadence(Callback):
         self.evaluate = evaluate
         self.save = save
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Start the intervals where the run is, and end a run at once that has reached its limit already."""
         for interval in (self.log, self.evaluate, self.save):
             if interval is not None:
                 interval.restart(trainer.progress)
         self._finish(trainer)
 
-    def on_step_end(self, trainer: BaseTrainer) -> None:
+    def on_step_end(self, trainer: TrainerLike) -> None:
         """Ask for what is due at this step."""
         self._ask(trainer)
         self._finish(trainer)
 
-    def on_epoch_end(self, trainer: BaseTrainer) -> None:
+    def on_epoch_end(self, trainer: TrainerLike) -> None:
         """Ask for what is due at the end of an epoch."""
         self._ask(trainer)
         self._finish(trainer)
 
-    def _finish(self, trainer: BaseTrainer) -> None:
+    def _finish(self, trainer: TrainerLike) -> None:
         reason = self.limits.reached(trainer.progress)
         if reason and not trainer.control.stop:  # an empty one could overwrite a signal that came this very moment
             trainer.control.stop = reason
 
-    def _ask(self, trainer: BaseTrainer) -> None:
+    def _ask(self, trainer: TrainerLike) -> None:
         if self.log.due(trainer.progress):
             trainer.control.log = True
         if self.evaluate is not None and self.evaluate.due(trainer.progress):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from omnitrain.errors import ConfigError
-from omnitrain.events import Callback
-
-if TYPE_CHECKING:
-    from omnitrain.trainers.base import BaseTrainer
+from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["EarlyStopping"]
 
@@ -40,12 +36,12 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.stopper = stopper
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """End a resumed run at once that patience has ended already."""
         if self._has_run_out(trainer) and not trainer.control.stop:
             trainer.stop("early_stopping")
 
-    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Look at the evaluation and ask for the end if it is time."""
         stops = self._has_run_out(trainer)
         if self.stopper is not None:
@@ -53,5 +49,5 @@ class EarlyStopping(Callback):
         if stops:
             trainer.stop("early_stopping")
 
-    def _has_run_out(self, trainer: BaseTrainer) -> bool:
+    def _has_run_out(self, trainer: TrainerLike) -> bool:
         return self.patience is not None and trainer.objective.evaluations_without_gain >= self.patience

@@ -12,12 +12,9 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from omnitrain.events import Callback
-
-if TYPE_CHECKING:
-    from omnitrain.trainers.base import BaseTrainer
+from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["Interrupt", "error_of"]
 
@@ -44,22 +41,22 @@ class Interrupt(Callback):
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._previous: dict[int, Any] = {}
-        self._trainer: BaseTrainer | None = None
+        self._trainer: TrainerLike | None = None
         self._process = 0
         self._noted = (0, 0.0)
         """The first signal, and when it came."""
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Install the handlers."""
         self.error, self._trainer, self._previous, self._process = None, trainer, {}, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers in the main thread only
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
-        if trainer.store is not None and hasattr(signal, "SIGUSR1"):
+        if trainer.save_dir is not None and hasattr(signal, "SIGUSR1"):
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_checkpoint)
 
-    def on_train_end(self, trainer: BaseTrainer) -> None:
+    def on_train_end(self, trainer: TrainerLike) -> None:
         """Put the earlier handlers back."""
         for number in list(self._previous):
             self._put_back(number)

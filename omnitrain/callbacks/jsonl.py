@@ -12,12 +12,9 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
+from typing import Any, ClassVar, Literal, TextIO
 
-from omnitrain.events import Callback
-
-if TYPE_CHECKING:
-    from omnitrain.trainers.base import BaseTrainer
+from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["JsonlLogger", "row_kind"]
 
@@ -54,7 +51,7 @@ class JsonlLogger(Callback):
         self._file: TextIO | None = None
         self._last: dict[str, tuple[int, float]] = {}
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Start the file anew, or cut it back to the step that the run resumes from."""
         self._last = {}
         path = self._path(trainer)
@@ -66,7 +63,7 @@ class JsonlLogger(Callback):
             self._last = keep_rows(path, until=trainer.progress.step)
             self._file = _open(path, "a")
 
-    def on_log(self, trainer: BaseTrainer, logs: Mapping[str, float]) -> None:
+    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Append a row of kind `train` or `test`."""
         if row_kind(logs) == "train":
             self._append(trainer, "train", logs)
@@ -80,21 +77,21 @@ class JsonlLogger(Callback):
         self._append(trainer, "test", logs)
         self._close()
 
-    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Append a row of kind `eval`."""
         self._append(trainer, "eval", metrics)
 
-    def on_train_end(self, trainer: BaseTrainer) -> None:
+    def on_train_end(self, trainer: TrainerLike) -> None:
         """Close the file."""
         self._close()
 
-    def _path(self, trainer: BaseTrainer) -> Path | None:
+    def _path(self, trainer: TrainerLike) -> Path | None:
         if trainer.save_dir is None or not trainer.is_main_process:
             return None
         return Path(trainer.save_dir) / self.filename
 
     def _append(
-        self, trainer: BaseTrainer, kind: Literal["train", "eval", "test"], values: Mapping[str, float]
+        self, trainer: TrainerLike, kind: Literal["train", "eval", "test"], values: Mapping[str, float]
     ) -> None:
         if self._file is None:
             return

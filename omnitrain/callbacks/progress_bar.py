@@ -13,13 +13,12 @@ from importlib.util import find_spec
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from omnitrain.events import Callback
+from omnitrain.events import Callback, TrainerLike
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-    from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["ProgressBar"]
 
@@ -56,7 +55,7 @@ class ProgressBar(Callback):
         self._started_from = 0.0
         self._is_gone = False
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Draw the bar at the run's absolute position, which after a resume is not 0."""
         self._is_gone = False
         self._held_logs, self._latest_logs, self._latest_eval = None, {}, {}
@@ -67,21 +66,21 @@ class ProgressBar(Callback):
         if console is not None:
             self._guard(lambda: self._start_bar(console, trainer))
 
-    def on_epoch_start(self, trainer: BaseTrainer) -> None:
+    def on_epoch_start(self, trainer: TrainerLike) -> None:
         """Print the line of the last log, whose epoch is over (a trainer with its own loop may start no steps)."""
         self._release_line(trainer)
 
-    def on_step_start(self, trainer: BaseTrainer) -> None:
+    def on_step_start(self, trainer: TrainerLike) -> None:
         """Print the line of the last log, whose step is over."""
         if self._held_logs is not None:
             self._release_line(trainer)
 
-    def on_step_end(self, trainer: BaseTrainer) -> None:
+    def on_step_end(self, trainer: TrainerLike) -> None:
         """Redraw the bar, at most about ten times a second; else only look at the clock."""
         if self._bar is not None and perf_counter() >= self._next_refresh:
             self._refresh(trainer)
 
-    def on_log(self, trainer: BaseTrainer, logs: Mapping[str, float]) -> None:
+    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Show a row of the training, or the result of a test."""
         if not self._prints(trainer):
             return
@@ -97,7 +96,7 @@ class ProgressBar(Callback):
             self._release_line(trainer)
             self._held_logs = dict(logs)
 
-    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Show the result of an evaluation: above the bar, or in the line of its step."""
         if not self._prints(trainer):
             return
@@ -107,15 +106,15 @@ class ProgressBar(Callback):
             self._print_line(_words(position | self._latest_eval))
             self._refresh(trainer)
 
-    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
         """Leave the terminal as it was, so that the traceback can be read."""
         self._close(trainer)
 
-    def on_train_end(self, trainer: BaseTrainer) -> None:
+    def on_train_end(self, trainer: TrainerLike) -> None:
         """Draw the bar a last time and give the terminal back, or print the last line."""
         self._close(trainer)
 
-    def _prints(self, trainer: BaseTrainer) -> bool:
+    def _prints(self, trainer: TrainerLike) -> bool:
         return self.enabled is not False and trainer.is_main_process and not self._is_gone
 
     def _guard(self, draw: Callable[[], Any]) -> None:
@@ -143,7 +142,7 @@ class ProgressBar(Callback):
             # Flushed, because a batch log that lags behind by 8 KiB shows nothing for an hour.
             self._guard(lambda: print(line, file=self.stream or sys.stdout, flush=True))
 
-    def _release_line(self, trainer: BaseTrainer) -> None:
+    def _release_line(self, trainer: TrainerLike) -> None:
         logs, self._held_logs = self._held_logs, None
         if logs is None:
             return
@@ -151,7 +150,7 @@ class ProgressBar(Callback):
         words = _words({**logs, **evaluation}, trainer.total_steps, trainer.limits.fraction(trainer.progress))
         self._print_line([*words, f"ETA {self._eta(trainer)}"])
 
-    def _start_bar(self, console: Console, trainer: BaseTrainer) -> None:
+    def _start_bar(self, console: Console, trainer: TrainerLike) -> None:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
         from rich.table import Column
@@ -172,7 +171,7 @@ class ProgressBar(Callback):
         self._bar.start()
         self._refresh(trainer)
 
-    def _refresh(self, trainer: BaseTrainer) -> None:
+    def _refresh(self, trainer: TrainerLike) -> None:
         if self._bar is None:
             return
         self._next_refresh = perf_counter() + REFRESH_SECONDS
@@ -187,14 +186,14 @@ class ProgressBar(Callback):
         )
         self._guard(self._bar.refresh)
 
-    def _close(self, trainer: BaseTrainer) -> None:
+    def _close(self, trainer: TrainerLike) -> None:
         self._release_line(trainer)
         self._refresh(trainer)
         if self._bar is not None:  # the refresh may have found the stream closed
             self._guard(self._bar.stop)
             self._bar = None
 
-    def _eta(self, trainer: BaseTrainer) -> str:
+    def _eta(self, trainer: TrainerLike) -> str:
         """The time left at the pace of this part of the run: a resumed run's earlier part may have been elsewhere."""
         fraction = trainer.limits.fraction(trainer.progress)
         if fraction >= 1.0:

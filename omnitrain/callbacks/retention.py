@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from omnitrain.checkpoint.store import Store
-from omnitrain.events import Callback
-
-if TYPE_CHECKING:
-    from omnitrain.trainers.base import BaseTrainer
+from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["Retention"]
 
@@ -39,12 +35,12 @@ class Retention(Callback):
         self.replaces = replaces
         self._earlier: list[int] = []
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Note the checkpoints of an earlier run, if this one replaces it."""
         is_fresh = trainer.lifecycle.saved_at is None
         self._earlier = [kept.step for kept in self.store.kept()] if self.replaces and is_fresh else []
 
-    def on_save_end(self, trainer: BaseTrainer) -> None:
+    def on_save_end(self, trainer: TrainerLike) -> None:
         """Delete what may go now that a new checkpoint is complete."""
         if not trainer.is_main_process:
             return

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from omnitrain.callbacks.jsonl import row_kind
 from omnitrain.errors import MissingExtraError
-from omnitrain.events import Callback
+from omnitrain.events import Callback, TrainerLike
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["TensorBoardLogger", "dashboard_names"]
 
@@ -50,7 +49,7 @@ class TensorBoardLogger(Callback):
         self.log_dir = log_dir
         self._writer: SummaryWriter | None = None
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Open an event file and write the run's settings into it."""
         if not trainer.is_main_process:
             return
@@ -60,7 +59,7 @@ class TensorBoardLogger(Callback):
         settings = json.dumps(trainer.resolved_config(), indent=2)
         self._writer.add_text("config", "\n".join("    " + line for line in settings.splitlines()), step)
 
-    def on_log(self, trainer: BaseTrainer, logs: Mapping[str, float]) -> None:
+    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Write a row of the training, or the result of a test."""
         if not trainer.is_main_process:
             return
@@ -72,20 +71,20 @@ class TensorBoardLogger(Callback):
         else:
             self._write(trainer, kind, logs)
 
-    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Write an evaluation."""
         self._write(trainer, "eval", metrics)
 
-    def on_save_end(self, trainer: BaseTrainer) -> None:
+    def on_save_end(self, trainer: TrainerLike) -> None:
         """Put on disk all that a run resumed from this checkpoint will not write again."""
         if self._writer is not None:
             self._writer.flush()
 
-    def on_train_end(self, trainer: BaseTrainer) -> None:
+    def on_train_end(self, trainer: TrainerLike) -> None:
         """Close the event file."""
         self._close()
 
-    def _open(self, trainer: BaseTrainer, purge_step: int | None = None) -> SummaryWriter:
+    def _open(self, trainer: TrainerLike, purge_step: int | None = None) -> SummaryWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -93,7 +92,7 @@ class TensorBoardLogger(Callback):
         log_dir = self.log_dir or Path(trainer.save_dir or "runs") / "tensorboard"
         return SummaryWriter(str(log_dir), purge_step=purge_step)
 
-    def _write(self, trainer: BaseTrainer, kind: str, values: Mapping[str, float]) -> None:
+    def _write(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
         if self._writer is None:
             return
         step = int(values.get("step", trainer.progress.step))

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from omnitrain.callbacks.jsonl import row_kind
 from omnitrain.callbacks.tensorboard import dashboard_names
 from omnitrain.errors import MissingExtraError
-from omnitrain.events import Callback
+from omnitrain.events import Callback, TrainerLike
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
-    from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["WandbLogger"]
 
@@ -46,7 +45,7 @@ class WandbLogger(Callback):
         self._first_step = 0
         self._has_failed = False
 
-    def on_train_start(self, trainer: BaseTrainer) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         """Open a run, go on with the one of the checkpoint, or take the one that is open."""
         self._has_failed = False
         if trainer.progress.step == 0:
@@ -54,7 +53,7 @@ class WandbLogger(Callback):
         if trainer.is_main_process:
             self._open(trainer)
 
-    def on_log(self, trainer: BaseTrainer, logs: Mapping[str, float]) -> None:
+    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Send a row of the training, or put the result of a test into the run's summary."""
         if not trainer.is_main_process:
             return
@@ -68,15 +67,15 @@ class WandbLogger(Callback):
         if is_outside_training:
             self._close()
 
-    def on_eval_end(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Send an evaluation."""
         self._send(trainer, "eval", metrics)
 
-    def on_exception(self, trainer: BaseTrainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
         """Remember to mark the run as failed."""
         self._has_failed = True
 
-    def on_train_end(self, trainer: BaseTrainer) -> None:
+    def on_train_end(self, trainer: TrainerLike) -> None:
         """Finish the run, with exit code 1 if the training failed."""
         self._close()
 
@@ -88,7 +87,7 @@ class WandbLogger(Callback):
         """Take the id of the W&B run that a resumed training continues."""
         self._run_id = state.get("run_id")
 
-    def _open(self, trainer: BaseTrainer) -> Run:
+    def _open(self, trainer: TrainerLike) -> Run:
         try:
             import wandb
         except ImportError as error:
@@ -108,7 +107,7 @@ class WandbLogger(Callback):
         self._first_step = self._run.step  # asked once: it is a question to W&B's service process
         return self._run
 
-    def _send(self, trainer: BaseTrainer, kind: str, values: Mapping[str, float]) -> None:
+    def _send(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
         if self._run is None:
             return
         step = int(values.get("step", trainer.progress.step))

@@ -19,8 +19,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from omnitrain.data.collation import Collator, count_samples, pinned
-from omnitrain.errors import DataError
-from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 from omnitrain.data.sampling import (
     Collate,
     EpochSampler,
@@ -32,6 +30,8 @@ from omnitrain.data.sampling import (
 )
 from omnitrain.data.streams import Mark, Stream, can_seek
 from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
+from omnitrain.errors import DataError
+from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 
 __all__ = [
     "GivenLoader",

@@ -47,6 +47,7 @@ class Window:
         weight: Their sum over all processes.
         samples: Samples in the window, over all processes.
         tokens: Tokens in the window, over all processes.
+        divisor: What the weighted losses of this rank are divided by.
     """
 
     batches: list[Any]
@@ -54,6 +55,7 @@ class Window:
     weight: float
     samples: int
     tokens: int
+    divisor: float
 
 
 class StandIn(NamedTuple):

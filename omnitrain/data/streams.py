@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 from omnitrain.data.sampling import Collate, StandIn, share
+from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 
 __all__ = ["Mark", "Stream"]
 

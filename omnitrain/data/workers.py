@@ -13,14 +13,13 @@ import signal
 import weakref
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["outlive_signals", "start_workers", "stop_workers", "until_signal"]
+from omnitrain.events import Control
 
-if TYPE_CHECKING:
-    from omnitrain.lifecycle import Control
+__all__ = ["outlive_signals", "start_workers", "stop_workers", "until_signal"]
 
 logger = logging.getLogger("omnitrain")
 

@@ -18,21 +18,18 @@ import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from omnitrain.backends.accelerators import is_set, make_accelerator
+from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
 from omnitrain.errors import ConfigError, did_you_mean
-from omnitrain.events import Callback
 from omnitrain.precision import precision_name
-from omnitrain.progress import Progress
 from omnitrain.scoring import ByBatch
-from omnitrain.trainers.accelerators import is_set, make_accelerator
-from omnitrain.trainers.zero import adopt_config, deepspeed_plugin
 
 __all__ = [
     "HFTrainingArguments",
     "adopt",
     "adopt_arguments",
+    "ddp_handler",
     "engine_arguments",
-    "is_delayed",
-    "policies_of",
     "refuse_of_datasets",
     "sharding_accelerator",
     "word_of",
@@ -365,59 +362,6 @@ def _interval(strategy: str, steps: Any) -> Any:
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
 
 
-def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
-    """Return what transformers' arguments ask for beside intervals."""
-    found: list[Callback] = []
-    if args is not None and args.logging_first_step:
-        found.append(_LogsFirstStep())
-    if args is not None and word_of(args.save_strategy) == "best":
-        found.append(_SavesBest())
-    if args is not None and args.eval_delay:
-        found.append(_DelaysEvaluations(args))
-    return found
-
-
-def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) -> bool:
-    """Return whether it is too early in a run for an evaluation, by transformers' `eval_delay`."""
-    if args is None or not args.eval_delay:
-        return False
-    return (progress.step if word_of(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
-
-
-class _LogsFirstStep(Callback):
-    order = 0
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 1:
-            trainer.request_log()
-
-
-class _DelaysEvaluations(Callback):
-    """Takes back what the interval of evaluations has asked for too early; it comes right after that."""
-
-    order = 0
-
-    def __init__(self, args: transformers.TrainingArguments) -> None:
-        self.args = args
-
-    def on_step_end(self, trainer: Any) -> None:
-        if is_delayed(self.args, trainer.progress):
-            trainer.control.evaluate = False
-
-    def on_epoch_end(self, trainer: Any) -> None:
-        self.on_step_end(trainer)
-
-
-class _SavesBest(Callback):
-    """Saves after an evaluation that was the best so far."""
-
-    order = 20
-
-    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-        if trainer.lifecycle.improved:
-            trainer.request_save()
-
-
 def engine_arguments(
     args: transformers.TrainingArguments | None, output_dir: str, **ours: Any
 ) -> transformers.TrainingArguments:
@@ -455,3 +399,18 @@ def engine_arguments(
     engine.eval_strategy = engine.logging_strategy = IntervalStrategy.NO
     engine.save_strategy = SaveStrategy.NO
     return engine
+
+
+def ddp_handler(args: transformers.TrainingArguments, model: Any) -> Any:
+    """Return accelerate's options of DDP as transformers' arguments say; newer versions of it set them themselves."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    unused = args.ddp_find_unused_parameters
+    if unused is None:
+        unused = not getattr(model, "is_gradient_checkpointing", False)
+    options: dict[str, Any] = {"find_unused_parameters": unused}
+    for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph"):
+        value = getattr(args, f"ddp_{name}", None)
+        if value is not None:
+            options[name] = value
+    return DistributedDataParallelKwargs(**options)

@@ -1,10 +1,10 @@
-"""HFTrainer's data: our order of samples in a DataLoader that transformers and accelerate can wind forward."""
+"""HFTrainer's data: the columns that a model takes, and our order of samples as a loader that transformers counts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.loaders import MapLoader
 from omnitrain.data.sampling import windows
-from omnitrain.data.workers import outlive_signals
+from omnitrain.trainers.base import BaseTrainer
 
-if TYPE_CHECKING:
-    from omnitrain.hf.trainer import HFTrainer
-
-__all__ = ["Windows", "train_loader_of", "without_unused_columns"]
+__all__ = ["counting_loader", "without_unused_columns"]
 
 
 def without_unused_columns(dataset: Any, model: nn.Module, args: Any) -> Any:
@@ -38,7 +35,7 @@ def without_unused_columns(dataset: Any, model: nn.Module, args: Any) -> Any:
 class _Requests(Sampler[Any]):
     """The micro-batches of the present epoch as (epoch, indices); skipping some of them reads nothing."""
 
-    def __init__(self, owner: HFTrainer) -> None:
+    def __init__(self, owner: BaseTrainer) -> None:
         self.owner = owner
 
     def __len__(self) -> int:
@@ -62,16 +59,16 @@ class _Fetched(Dataset[Any]):
         return self.fetch(*request)
 
 
-class Windows(IterableDataset[Any]):
-    """The rest of the present epoch of a stream or of a user's own loader, as lists of a window's micro-batches."""
+class _Windows(IterableDataset[Any]):
+    """The rest of the present epoch of data that are no dataset by index, as lists of a window's micro-batches."""
 
-    def __init__(self, owner: HFTrainer) -> None:
+    def __init__(self, owner: BaseTrainer) -> None:
         self.owner = owner
 
     def __iter__(self) -> Iterator[list[Any]]:
-        owner = self.owner
-        batches = owner.train_loader.batches(owner.progress.epoch, owner.progress.samples_in_epoch)
-        return iter(owner._until_signal(windows(batches, owner.gradient_accumulation_steps)))
+        owner, progress = self.owner, self.owner.progress
+        batches = owner.train_loader.batches(progress.epoch, progress.samples_in_epoch)
+        return windows(batches, owner.gradient_accumulation_steps)
 
 
 def _only(batches: list[Any]) -> Any:
@@ -82,20 +79,19 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-def train_loader_of(owner: HFTrainer) -> DataLoader[Any]:
-    """Return the loader that transformers' loop reads an epoch's micro-batches, or whole windows, from."""
+def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
+    """Return a loader by which transformers' loop counts micro-batches, or windows.
+
+    It reads nothing unless somebody iterates it: the loop's own batches come from the trainer's feed.
+    """
     loader = owner.train_loader
     generator = torch.Generator().manual_seed(owner.seed)  # else it draws from the training's generator
-    if owner._by_window or not isinstance(loader, MapLoader):
-        return DataLoader(Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
-    workers = owner._given["num_workers"]
+    if by_window or not isinstance(loader, MapLoader):
+        return DataLoader(_Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
     return DataLoader(
         _Fetched(loader.fetch, loader.sampler.size),
         batch_sampler=_Requests(owner),
         collate_fn=_only,
-        num_workers=workers,
         pin_memory=loader.pin_memory,
-        prefetch_factor=owner._given["prefetch_factor"],
-        worker_init_fn=outlive_signals if workers else None,
         generator=generator,
     )

@@ -1,18 +1,17 @@
-"""transformers' own Trainer as the engine of `HFTrainer`: its loop, with our data, losses, evaluation and checkpoints.
+"""transformers' own Trainer as the engine of `HFTrainer`: its loop, with our data, step, evaluation and checkpoints.
 
-`Engine` overrides where their loop asks for something, `Bridge` tells our lifecycle what their loop does and puts our
-requests onto their flags. What the user says is in `huggingface.py`.
+`Engine` overrides where their loop asks for something, `Bridge` and `Boundary` tell our lifecycle what their loop does,
+`Reporter` tells their callbacks what ours does. The facades are what their loop sees of our parts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -20,44 +19,102 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import ExportableState
 
-from omnitrain.errors import ConfigError, DataError
+from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.sampling import Window
-from omnitrain.hf.data import Windows, train_loader_of
+from omnitrain.errors import ConfigError
+from omnitrain.events import Callback, Control
+from omnitrain.hf.batch_size import smaller_on_out_of_memory
+from omnitrain.hf.data import counting_loader
 from omnitrain.hf.files import write_model_files, write_optimizer, write_state
-from omnitrain.hf.batch_size import sparing
-from omnitrain.hf.search import Searching, run_trial
+from omnitrain.hf.policies import is_delayed
+from omnitrain.hf.search import Searching, Trial, run_trial
+from omnitrain.run.loop import Loop
+from omnitrain.trainers.base import BaseTrainer
 
-if TYPE_CHECKING:
-    from omnitrain.hf.trainer import HFTrainer
+__all__ = ["Boundary", "Bridge", "Engine", "EngineLoop", "Reporter", "ScheduleFacade"]
 
-__all__ = ["Boundary", "Bridge", "Engine", "Schedule"]
+
+class EngineLoop(Loop):
+    """Our loop where transformers' goes through the epochs; it answers requests as everywhere.
+
+    Args:
+        engine: Returns the engine, which is made after the loop.
+        parts: The arguments of `Loop`.
+    """
+
+    def __init__(self, engine: Callable[[], Engine], *parts: Any) -> None:
+        super().__init__(*parts)
+        self._engine = engine
+
+    def train(self) -> None:
+        """Let transformers train until the run ends."""
+        if not self.lifecycle.stop:
+            self._engine().run()
+
+    def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
+        """Return which of these requests any rank has made, transformers' callbacks included."""
+        engine = self._engine()
+        engine.take_flags(requests)
+        asked = super().agree(where, *requests, ahead=ahead)
+        engine.control.should_training_stop = bool(self.lifecycle.stop)
+        return asked
+
+    def evaluate(self, counts: bool = True) -> None:
+        """Evaluate as a part of the run, unless it is the last evaluation and `eval_delay` says it is too early."""
+        if not (self.lifecycle.is_closing and is_delayed(self._engine().training_args, self.lifecycle.progress)):
+            super().evaluate(counts)
 
 
 class Engine(Searching):
-    """transformers' Trainer, asked for its loop alone.
+    """transformers' Trainer, used for its loop alone.
 
     A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and whatever else their loop calls.
+
+    Args:
+        owner: The trainer whose run this is.
+        training_args: The user's TrainingArguments, or None.
+        by_window: Whether their loop gets whole windows, for data whose length it cannot go by, or that may change.
+        scratch: A folder for temporary files.
+        trial: The trial of a search that this run is, or None.
+        accelerator: The `Accelerator` of a backend that shards; None has transformers make one.
+        kwargs: The arguments of `transformers.Trainer`.
     """
 
-    is_asked_for = False
-    """Whether it is our trainer that has their loop run."""
     has_ended = False
     """Whether the present epoch is over."""
-    has_untold_evaluation = False
-    """Whether there was an evaluation before the first step, when their callbacks had not heard of the run."""
     stops: bool | None = None
     """Whether transformers' callbacks had asked for the end of the run when the data of an epoch ended."""
-    rate: float | None = None
-    """The learning rate of the latest update, which transformers logs; the schedule has moved on by then."""
-    _window: Window
-    _turn: int
-    _last: Any = None
-    _rest: Iterator[list[Any]] | None = None
-    """The rest of an epoch's data, where memory has run out in the middle of it."""
+    owner: BaseTrainer
+    window: Window
+    """The window of the present step."""
+    windows: Iterator[Window]
+    """The windows of the rest of the epoch."""
+    _is_asked_for = False
+    """Whether it is our trainer that runs their loop."""
+    _untold_evaluation: dict[str, float] | None = None
+    """An evaluation before the first step, when their callbacks had not heard of the run."""
+    _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    """What their loop passed to `_maybe_log_save_evaluate` at this step."""
 
-    def __init__(self, owner: HFTrainer, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        owner: BaseTrainer,
+        training_args: transformers.TrainingArguments | None,
+        by_window: bool,
+        scratch: Path,
+        trial: Trial | None,
+        accelerator: Any,
+        **kwargs: Any,
+    ) -> None:
         self.owner = owner
-        super().__init__(*args, **kwargs)
+        self.training_args = training_args
+        self.by_window = by_window
+        self.scratch = scratch
+        self.own_trial = trial
+        self.real_accelerator = accelerator
+        super().__init__(**kwargs)
+        self.callback_handler.callbacks.insert(0, Bridge(self))
+        self.add_callback(Boundary(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Run their loop, for `HFTrainer.train`, or a trial of a search.
@@ -65,78 +122,114 @@ class Engine(Searching):
         Raises:
             ConfigError: If somebody else asks for it.
         """
-        if not self.is_asked_for and self.hp_search_backend is not None:
+        if not self._is_asked_for and self.hp_search_backend is not None:
             return run_trial(self, *args, **kwargs)
-        if not self.is_asked_for:
+        if not self._is_asked_for:
             raise ConfigError(
                 "`engine.train()` would train without checkpoints, history and limits. Call HFTrainer.train()."
             )
-        self.is_asked_for = False
+        self._is_asked_for = False
         return super().train(*args, **kwargs)
 
+    def run(self) -> None:
+        """Run their loop from where the run is."""
+        owner = self.owner
+        self.optimizer, self.lr_scheduler = owner.optimizer, ScheduleFacade(owner)  # type: ignore[assignment]
+        self.has_ended, self._is_asked_for = False, True
+        self.train(resume_from_checkpoint=self._start(), trial=self.own_trial and self.own_trial.trial)
+
+    def _start(self) -> str | None:
+        """Return a folder with the state that transformers needs to begin where the run is; None at the beginning."""
+        owner, progress = self.owner, self.owner.progress
+        if not (progress.epoch or progress.samples_in_epoch):
+            return None
+        share = owner.batch_size * owner.world_size * owner.gradient_accumulation_steps
+        state = self.present_state()
+        # it tells their loop where the data are; the Bridge says which step it is
+        state.global_step = progress.epoch * (owner.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
+        folder = self.scratch / "start"
+        folder.mkdir(exist_ok=True)
+        state.save_to_json(str(folder / "trainer_state.json"))
+        return str(folder)
+
+    def present_state(self) -> transformers.TrainerState:
+        """Return what transformers is to know of the run so far: its own history, and what its callbacks keep."""
+        owner, state = self.owner, transformers.TrainerState()
+        resumed = owner._checkpointer.resumed
+        left = None if resumed is None else resumed[0] / "trainer_state.json"
+        if left is not None and left.exists():
+            state = transformers.TrainerState.load_from_json(str(left))
+        state.global_step = owner.progress.step + owner.progress.skipped_steps
+        state.epoch, state.train_batch_size = owner.progress.epochs, owner.batch_size
+        return state
+
+    # --- set-up
+
     def create_accelerator_and_postprocess(self) -> None:
-        """Make accelerate's `Accelerator`, unless the trainer has one to cut up the weights with."""
-        if not self.owner._sharded_by:
+        """Use the accelerator of a backend that shards, else make one; their loop sees it through a facade."""
+        if self.real_accelerator is None:
             super().create_accelerator_and_postprocess()
-            return
-        self.accelerator = Wrapped(self.owner)  # type: ignore[assignment]
-        self.gather_function = self.accelerator.gather_for_metrics
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False  # so it is no business of theirs
+            self.real_accelerator = self.accelerator
+        self.accelerator = AcceleratorFacade(self.owner, self.real_accelerator)  # type: ignore[assignment]
+        self.gather_function = self.real_accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False  # it is the backend's business
+
+    @property
+    def facade(self) -> OptimizerFacade:
+        """What their loop has for an optimizer."""
+        return self.accelerator.optimizer  # type: ignore[attr-defined]
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        if not self.owner._sharded_by:
-            super()._move_model_to_device(model, device)
+        pass  # the backend does it
 
     # --- data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return train_loader_of(self.owner)
+        """Return a loader that their loop counts by; batches come from `get_batch_samples`."""
+        return counting_loader(self.owner, self.by_window)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """Take the micro-batches of a window, and weigh them while they are on the host."""
-        owner, by_window = self.owner, self.owner._by_window
-        source = self._rest or epoch_iterator
-        taken = next(source, []) if by_window else list(itertools.islice(source, num_batches))
-        group = list(owner._weighed(iter(taken)))
-        self._last = group[-1] if group else self._last
-        window, self._turn = owner._window_of(group, self._last), 0
+        """Return the micro-batches of the next window: one by one, or as one where their loop cannot count them."""
+        window = next(self.windows, None)
         if window is None:
             # their loop goes by a length, which data need not have, and ends the run over an epoch without a step
             self.control.should_epoch_stop, self.stops = True, self.control.should_training_stop
             return [], None
-        self._window = window
-        return [window.batches] if by_window else window.batches, None
+        self.window = window
+        return [window.batches] if self.by_window else window.batches, None
 
-    def begin_anew(self) -> list[Any]:
-        """Return the micro-batches of the present step, cut anew; so are those of the rest of the epoch."""
-        self._rest = iter(Windows(self.owner))
-        (batches,), _ = self.get_batch_samples(self._rest, 1, self.args.device)
+    def start_windows(self) -> None:
+        """Begin with the windows of the epoch where the run is."""
+        owner, progress, feed = self.owner, self.owner.progress, self.owner._feed
+        windows = feed.windows(owner.train_loader, progress.epoch, progress.samples_in_epoch)
+        self.windows = iter(feed.until_signal(windows))
+
+    def restart_step(self) -> list[Any]:
+        """Return the samples of the present step in other micro-batches; so are those of the rest of the epoch."""
+        self.start_windows()
+        ((batches,), _) = self.get_batch_samples(self.windows, 1, self.args.device)
+        self.owner._step.restart(self.window)
         return batches
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # `_loss_of` does it
+        return inputs  # the step does it
 
     # --- a step
 
-    @sparing
+    @smaller_on_out_of_memory
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run a micro-batch forward and backward; where data have no length, all those of a window in turn."""
-        owner, last = self.owner, len(self._window.batches) - 1
-        if not owner._by_window and not owner._sharded_by:
-            return super().training_step(model, inputs, num_items_in_batch)
-        if not owner._by_window:
-            with owner._accumulating(last=self._turn == last):
-                return super().training_step(model, inputs, num_items_in_batch)
+        """Run a micro-batch forward and backward, or those of a window in turn; return the loss."""
+        owner, step = self.owner, self.owner._step
         total = torch.zeros((), device=self.args.device)
-        for turn, batch in enumerate(inputs):
-            with owner._accumulating(last=turn == last):
+        if step.is_empty:
+            return total
+        if not self.by_window:
+            with owner._accumulating(last=step.is_last):
+                return super().training_step(model, inputs, num_items_in_batch)
+        for batch in inputs:
+            with owner._accumulating(last=step.is_last):
                 total += super().training_step(model, batch, num_items_in_batch)
         return total
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return how many there are in a micro-batch, or in those of a window."""
-        batches = inputs if self.owner._by_window else [inputs]
-        return sum(super(Engine, self).floating_point_ops(dict(one)) for one in batches if isinstance(one, Mapping))
 
     def compute_loss(
         self,
@@ -148,17 +241,21 @@ class Engine(Searching):
         """Return a micro-batch's part of the window's loss; outside of training, the plain loss."""
         owner = self.owner
         if not (model.training and self.is_in_train):
-            output = owner._forward(model, owner._prepare_batch(inputs))
+            output = owner.backend.forward(owner._forward, owner._prepare_batch(inputs))
             return (output.loss, {"loss": output.loss, "logits": output.outputs}) if return_outputs else output.loss
-        window, turn = self._window, self._turn
-        self._turn += 1
-        loss = owner._loss_of(
-            model, inputs, window.weights[turn], owner._divisor(window), last=self._turn == len(window.batches)
-        )
+        loss = owner._step.loss_of(inputs)
         return (loss, {}) if return_outputs else loss
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return how many there are in a micro-batch, or in those of a window."""
+        batches = inputs if self.by_window else [inputs]
+        return sum(super(Engine, self).floating_point_ops(dict(one)) for one in batches if isinstance(one, Mapping))
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Leave norm and clipping to the Bridge, which does them once, as every trainer does."""
+        """Leave norm and clipping to the step, which does them once, as every trainer does."""
+
+    def _get_learning_rate(self) -> float:
+        return self.owner._loop.learning_rates()["learning_rate"]
 
     # --- logs, evaluation, checkpoints
 
@@ -166,83 +263,87 @@ class Engine(Searching):
         if "train_runtime" in logs:  # the end of the run, whose length theirs does not know
             seconds = logs["train_runtime"] or 1.0
             logs["train_samples_per_second"] = round(self.owner.progress.samples / seconds, 3)
-        elif "loss" in logs and self.is_in_train:
-            logs.update(self.owner._read_grad_norm())
+        elif "loss" in logs and self.is_in_train and (norm := self.owner._step.grad_norm) is not None:
+            logs["grad_norm"] = float(norm)
         super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.settle("the end of a step", "log", "evaluate", "save")
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        """Answer the requests of our callbacks and theirs, and end the run where it is to end."""
+        self._log_arguments = args, kwargs
+        loop, control = self.owner._loop, self.control
+        loop.answer()
+        if control.should_save:  # without a `save_dir`: a checkpoint of their own kind
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            control.should_save = False
         if self.has_ended and self.owner.lifecycle.stop:
-            self.owner._close()  # while transformers' callbacks can still hear of it
+            loop.close()  # while transformers' callbacks can still hear of it
 
-    def _get_learning_rate(self) -> float:
-        return self.rate if self.rate is not None else super()._get_learning_rate()
-
-    def settle(self, where: str, *requests: str) -> None:
-        """Put what our callbacks and theirs ask for together, agree on it with all processes, and raise the flags."""
+    def take_flags(self, requests: Sequence[str]) -> None:
+        """Take what transformers' callbacks ask for by their flags as requests of ours."""
         owner, control = self.owner, self.control
-        for name in requests:
-            setattr(owner.control, name, getattr(owner.control, name) or getattr(control, f"should_{name}"))
         if control.should_training_stop:
             owner.stop()
-        if control.should_evaluate and owner.eval_loader is None:
-            owner.request_evaluate()  # which says why there is none
-        asked = owner._agree(where, *requests)
-        if asked.log and owner._logged[0] < owner.progress.step:
-            owner._log()
-        for name in requests:
-            setattr(control, f"should_{name}", getattr(asked, name))
-        control.should_training_stop = bool(owner.lifecycle.stop)
+        if "log" in requests and control.should_log:
+            owner.control.log |= owner.lifecycle.logged_at[0] < owner.progress.step
+            control.should_log = False
+        if "evaluate" in requests and control.should_evaluate:
+            if owner.eval_loader is None:
+                owner.request_evaluate()  # which says why there is none
+            owner.control.evaluate, control.should_evaluate = True, False
+        if "save" in requests and control.should_save and (owner.store is not None or owner.backend.sharding):
+            owner.request_save()  # which says why, if that cannot be
+            control.should_save = False
+
+    def report_log(self) -> None:
+        """Let transformers write its row of logs for this step."""
+        self.control.should_log = True
+        kept = self.control.should_save
+        self.control.should_save = False
+        args, kwargs = self._log_arguments
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.control.should_log, self.control.should_save = False, kept
+
+    def report_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Let transformers' history, state and callbacks know of an evaluation."""
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, dict(metrics))
+        objective = self.owner.objective
+        self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
+
+    def report_save(self) -> None:
+        """Tell transformers' callbacks that a checkpoint is complete."""
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as every trainer does, and tell transformers' callbacks of it."""
-        owner = self.owner
-        if not (self.is_in_train and eval_dataset is None and metric_key_prefix == "eval"):
-            return owner.evaluate(eval_dataset, metric_key_prefix)
-        metrics = owner._evaluate_for_engine()
-        self.settle("the end of an evaluation", "save")
-        return metrics
-
-    def tell_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Let transformers' history and callbacks know of an evaluation."""
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, dict(metrics))
-
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """Tell their state what our objective knows: direction and gain are judged once."""
-        objective = self.owner.objective
-        self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
-        return self.owner.lifecycle.improved
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        owner = self.owner
-        if owner.store is None and not owner._sharded_by:
-            super()._save_checkpoint(model, trial)  # asked for by a callback of transformers' kind
-        elif owner.store is None:
-            owner.request_save()  # which says why that cannot be
-        elif owner.lifecycle.saved_at != owner.progress.position:
-            owner._save()
-            self.settle("the end of a save")
+        return self.owner.evaluate(eval_dataset, metric_key_prefix)
 
     def write_own_files(self, folder: Path) -> None:
         """Write what a stock `transformers.Trainer` resumes from beside our files; none of it is read by us."""
-        if not self.owner._given["save_only_model"]:
-            write_optimizer(self, Schedule(self.owner), folder)
+        owner = self.owner
+        if self.args.push_to_hub:
+            self.await_folder(folder.with_name(folder.name.removesuffix(".tmp")))
+        if not owner.settings.save_only_model:
+            decaying = self.get_decay_parameter_names(unwrap(owner.model))  # type: ignore[arg-type]
+            write_optimizer(owner, decaying, ScheduleFacade(owner).state_dict(), folder)
             self._save_rng_state(str(folder))
-        write_state(self, folder)
-        write_model_files(self, folder)
+        if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
+            self.state = self.present_state()  # their loop has yet to begin
+        with self.showing_arguments() as shown:
+            write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown, folder)
+        write_model_files(owner, self.processing_class, folder)
 
-    def _stateful_callbacks(self) -> list[Any]:
+    def stateful_callbacks(self) -> list[Any]:
+        """Return transformers' callbacks that keep a state."""
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def _load_callback_state(self) -> None:
         """Give transformers' callbacks back what they keep, by default and to the very objects that the user has."""
         states: Any = self.state.stateful_callbacks
         for name, kept in states.items():
-            own = [one for one in self._stateful_callbacks() if type(one).__name__ == name]
+            own = [one for one in self.stateful_callbacks() if type(one).__name__ == name]
             for callback, held in zip(own, kept if isinstance(kept, list) else [kept], strict=False):
                 vars(callback).update(held.get("attributes", {}))
 
@@ -259,83 +360,73 @@ class Engine(Searching):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Put the generators back; called when the first batch of the resumed run is there."""
-        self.owner._restore_generators()
+        checkpointer = self.owner._checkpointer
+        if checkpointer.resumed is not None:
+            checkpointer.restore_random_numbers(*checkpointer.resumed)
 
 
 class Bridge(transformers.TrainerCallback):
-    """Their events onto our lifecycle, our requests onto their flags."""
+    """Their events onto our lifecycle, our requests onto their flags. Comes before the user's callbacks."""
 
-    def __init__(self, owner: HFTrainer) -> None:
-        self.owner = owner
-        self._applied = True
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.owner = engine.owner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Say how long the run is, which only our limits know."""
-        owner = self.owner
-        wrapped = owner.engine.model_wrapped  # as a unit of the user's own is to see it
-        owner.model = owner.model if wrapped is None else wrapped
+        owner, engine = self.owner, self.engine
         state.max_steps = owner.total_steps or state.max_steps
         state.num_train_epochs = math.ceil(owner.epochs or state.num_train_epochs)
         state.global_step = owner.progress.step + owner.progress.skipped_steps
-        owner.engine._globalstep_last_logged = owner.engine._initial_global_step = state.global_step
+        engine._globalstep_last_logged = engine._initial_global_step = state.global_step
         return control
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch begins."""
-        self.owner.engine.has_ended, self.owner.engine._rest = False, None
-        self.owner.lifecycle.begin_epoch()
-        self.owner.model.train()
-        self.owner._collect_parameters()
+        owner, engine = self.owner, self.engine
+        engine.has_ended = False
+        owner.lifecycle.begin_epoch()
+        owner.lifecycle.is_epoch_complete = True
+        owner.backend.wrapped.train()
+        owner.backend.collect_parameters()
+        engine.start_windows()
         return control
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A window begins."""
-        owner = self.owner
-        owner.lifecycle.begin_step()
-        if owner._must_undo:
-            owner._loss.begin_step()
-        owner._targets = None
+        self.owner.lifecycle.begin_step()
+        self.owner._step.begin(self.engine.window)
         return control
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The gradients are there: clip and check them."""
-        self.owner.engine.rate = self.owner._learning_rate
-        self._applied = self.owner._finish_gradients(self.owner.engine._window)
+        """The gradients are there: make them final."""
+        self.engine.facade.is_admitted = self.owner._step.finish()
         return control
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """The optimizer has stepped, unless it was kept from it."""
-        owner = self.owner
-        self._applied = self._applied and not owner.engine.accelerator.optimizer_step_was_skipped
-        owner._check_loss_scale(self._applied)
-        owner._conclude_step(self._applied)
+        self.owner._step.conclude(self.engine.facade.was_applied)
         return control
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A window is done."""
-        owner, window = self.owner, self.owner.engine._window
-        owner.lifecycle.end_step(window.samples, window.tokens, skipped=not self._applied)
-        if owner._by_window:  # else theirs is as good
+        owner, window = self.owner, self.engine.window
+        owner.lifecycle.end_step(window.samples, window.tokens, skipped=not self.engine.facade.was_applied)
+        if self.engine.by_window:  # else transformers counts the same
             state.epoch = owner.progress.epochs
-        return self._ask(control)
+        return self._show(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch is over, or the run."""
-        owner, engine = self.owner, self.owner.engine
+        engine, loop = self.engine, self.owner._loop
         if engine.stops is not None:
             control.should_training_stop, engine.stops = engine.stops, None
-        if owner.world_size == 1 and owner.control.stop == "signal":
-            owner._agree("the end of the data")  # which may have come with the signal
-        stops = bool(owner.lifecycle.stop)
-        owner._epoch_is_complete = not stops or (owner.progress.is_epoch_consumed and not owner._owes_evaluation)
-        if not owner.progress.samples_in_epoch and not stops:
-            raise DataError(f"Epoch {owner.progress.epoch + 1} has no samples: the training data yielded none.")
-        owner._end_epoch(owner._loss.mean())
+        loop.end_epoch(loop.finish_data())
         control.should_epoch_stop, engine.has_ended = False, True
-        return self._ask(control)
+        return self._show(control)
 
-    def _ask(self, control: Any) -> Any:
-        """Show what our callbacks ask for on their flags, where their callbacks may see it; `settle` comes later."""
+    def _show(self, control: Any) -> Any:
+        """Show what our callbacks ask for on their flags, where their callbacks may see and change it."""
         asked, lifecycle = self.owner.control, self.owner.lifecycle
         control.should_log |= asked.log
         control.should_evaluate |= asked.evaluate and lifecycle.evaluated_step != self.owner.progress.step
@@ -345,78 +436,20 @@ class Bridge(transformers.TrainerCallback):
         return control
 
 
-class Wrapped:
-    """accelerate's Accelerator as transformers' loop may see it where our trainer has wrapped the model already."""
-
-    def __init__(self, trainer: HFTrainer) -> None:
-        self._trainer = trainer
-        self._optimizer: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer.accelerator, name)
-
-    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Return the model as it is, and the optimizer in accelerate's wrapper, whose step the loop takes."""
-        zero = self._trainer._zero
-        self._optimizer = self._trainer.accelerator.prepare_optimizer(objects[-1]) if zero is None else zero.prepared
-        return (*objects[:-1], self._optimizer) if len(objects) > 1 else self._optimizer
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the latest step of the optimizer was left out."""
-        return self._optimizer.step_was_skipped
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing: `Engine.training_step` says to the model which micro-batch is the last."""
-        return contextlib.nullcontext()
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward as the model's wrapper wants it."""
-        self._trainer._backward(loss)
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Keep what there is: it is still needed."""
-        return objects
-
-    clear = free_memory
-
-
-class Schedule:
-    """Our schedule as transformers' loop may see it: it reads the rate and saves the state; we step."""
-
-    def __init__(self, trainer: HFTrainer) -> None:
-        self._trainer = trainer
-
-    def step(self, *args: Any) -> None:
-        """Do nothing: the trainer has stepped its schedule already, if the update was made."""
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rates in force."""
-        return [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the real schedule."""
-        trainer = self._trainer
-        if trainer.lr_scheduler is not None:
-            return trainer.lr_scheduler.state_dict()
-        rates, step = self.get_last_lr(), trainer.progress.step  # what transformers' constant schedule would keep
-        steps = {"last_epoch": step, "_step_count": step + 1}
-        return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}
-
-
 class Boundary(transformers.TrainerCallback):
     """Comes after the user's callbacks: what they end between two micro-batches ends with the step."""
 
-    def __init__(self, owner: HFTrainer) -> None:
-        self.owner = owner
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.owner = engine.owner
         self._ends_epoch = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """All callbacks know that the run has begun."""
-        owner, engine = self.owner, self.owner.engine
-        is_untold, engine.has_untold_evaluation = engine.has_untold_evaluation, False
-        if is_untold and owner.lifecycle.evaluated_step == owner.progress.step:  # else of a run that came to no step
-            engine.tell_evaluation(owner._latest_metrics())
+        engine, lifecycle = self.engine, self.owner.lifecycle
+        metrics, engine._untold_evaluation = engine._untold_evaluation, None
+        if metrics is not None and lifecycle.evaluated_step == lifecycle.progress.step:
+            engine.report_evaluation(metrics)  # else it is of a run that came to no step
         return control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -432,3 +465,132 @@ class Boundary(transformers.TrainerCallback):
         control.should_epoch_stop |= self._ends_epoch
         self._ends_epoch = False
         return control
+
+
+class Reporter(Callback):
+    """Tells transformers' callbacks, the search and the Hub what our loop has done; comes after all of ours."""
+
+    order = 95
+
+    def __init__(self, engine: Callable[[], Engine]) -> None:
+        self._engine = engine
+
+    def on_log(self, trainer: Any, logs: Any) -> None:
+        """A row of logs is there."""
+        if self._engine().is_in_train:
+            self._engine().report_log()
+
+    def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        """An evaluation of the run is done."""
+        engine = self._engine()
+        if engine.is_in_train:
+            engine.report_evaluation(metrics)
+        elif not engine.owner.lifecycle.is_closing:
+            engine._untold_evaluation = dict(metrics)
+        if engine.own_trial is not None:
+            engine.own_trial.report(engine, metrics)
+
+    def on_save_end(self, trainer: Any) -> None:
+        """A checkpoint is complete."""
+        engine, path = self._engine(), self._engine().owner.lifecycle.saved_path
+        if engine.args.push_to_hub and path is not None:
+            engine.push_checkpoint(path)
+        if engine.is_in_train:
+            engine.report_save()
+
+
+# --- what their loop sees of our parts
+
+
+class AcceleratorFacade:
+    """accelerate's Accelerator as their loop may see it: the backend has wrapped the model, and steps."""
+
+    def __init__(self, owner: BaseTrainer, accelerator: Any) -> None:
+        self._owner = owner
+        self._accelerator = accelerator
+        self.optimizer: OptimizerFacade
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        """Return the wrapped model for a model, and a facade for the optimizer."""
+        self.optimizer = OptimizerFacade(self._owner)
+        found = [self._owner.backend.wrapped if isinstance(one, nn.Module) else self.optimizer for one in objects]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def prepare_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """Return the wrapped model."""
+        return self._owner.backend.wrapped
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the latest step of the optimizer was left out."""
+        return not self.optimizer.was_applied
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Do nothing: `Engine.training_step` says which micro-batch is the last."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward as the trainer does."""
+        self._owner._backward(loss)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Keep what there is: it is still needed."""
+        return objects
+
+    clear = free_memory
+
+
+class OptimizerFacade(torch.optim.Optimizer):
+    """The optimizer as their loop may see it: its step is the trainer's update, if the gradients were admitted."""
+
+    def __init__(self, owner: BaseTrainer) -> None:
+        self._owner = owner
+        self.is_admitted = True
+        self.was_applied = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._owner.optimizer, name)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights."""
+        self.was_applied = self.is_admitted and self._owner._apply_update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the step has cleared the gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the real optimizer."""
+        return self._owner.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the real optimizer."""
+        self._owner.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the real optimizer."""
+        self._owner.optimizer.add_param_group(param_group)
+
+
+class ScheduleFacade:
+    """Our schedule as their loop may see it: it reads the rate and saves the state; the step moves it."""
+
+    def __init__(self, owner: BaseTrainer) -> None:
+        self._owner = owner
+
+    def step(self, *args: Any) -> None:
+        """Do nothing: the step has moved the schedule already, if the update was made."""
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rates in force."""
+        return [float(group["lr"]) for group in self._owner.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the real schedule."""
+        if self._owner.lr_scheduler is not None:
+            return self._owner.lr_scheduler.state_dict()
+        rates, step = self.get_last_lr(), self._owner.progress.step  # as transformers' constant schedule keeps it
+        steps = {"last_epoch": step, "_step_count": step + 1}
+        return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}

@@ -1,62 +1,68 @@
-"""What HFTrainer's evaluations have beside those of every trainer: what users of transformers know of theirs.
+"""Evaluation features of HFTrainer: generation, label names, extra inputs of metrics, half-precision weights.
 
-The evaluation loop itself is in `omnitrain/evaluation.py`.
+The evaluation loop itself is in `run/evaluation.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import IGNORED_LABEL, count_samples, labels_of
 from omnitrain.errors import DataError
-from omnitrain.evaluation import Predictions
+from omnitrain.hf.engine import Engine
 from omnitrain.hf.generation import Generation
-from omnitrain.trainers.sharding import Sharding
+from omnitrain.run.evaluation import Evaluation, Predictions
 from omnitrain.units import StepOutput
-
-if TYPE_CHECKING:
-    from omnitrain.hf.engine import Engine
 
 __all__ = ["HFEvaluation"]
 
 
-def full_evaluation(args: Any) -> torch.dtype | None:
-    """Return the precision that transformers' arguments ask evaluations for; None is that of the weights."""
-    if args is None or not (args.bf16_full_eval or args.fp16_full_eval):
-        return None
-    return torch.bfloat16 if args.bf16_full_eval else torch.float16
+class HFEvaluation(Evaluation):
+    """The evaluations of HFTrainer.
 
+    Args:
+        engine: Returns the engine, which is made later.
+        training_args: The user's TrainingArguments, or None.
+        preprocess: Called as f(logits, labels); its result goes to the metrics.
+        compute_metrics: What looks at the predictions, or None.
+        parts: The arguments of `Evaluation`.
+    """
 
-class HFEvaluation(Sharding):
-    """The evaluations of HFTrainer."""
+    generation: Generation | None = None
+    """What generates the answers that metrics look at, if the training arguments ask for that."""
 
-    engine: Engine
-    training_args: Any
-    compute_metrics: Any
-    _preprocess: Any
-    _generation: Generation | None = None
-    _is_predicting = False
+    def __init__(
+        self,
+        engine: Callable[[], Engine],
+        training_args: Any,
+        preprocess: Callable[[Any, Any], Any] | None,
+        compute_metrics: Any,
+        *parts: Any,
+    ) -> None:
+        super().__init__(*parts)
+        self._engine = engine
+        self._training_args = training_args
+        self._preprocess = preprocess
+        self._compute_metrics = compute_metrics
+        self._is_predicting = False
 
-    def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
-        if torch.is_grad_enabled():
-            return super()._forward(model, batch)
-        generation = self._generation_in_use
+    def output_of(self, batch: Any) -> StepOutput:
+        backend, generation = self.hooks.backend, self._generation_in_use
         # without labels a model of pairs cannot run forward, but it can generate
         needs_forward = generation is None or labels_of(batch) is not None
-        output = super()._forward(model, batch) if needs_forward else StepOutput(None)
-        names = self.engine.label_names
+        output = super().output_of(batch) if needs_forward else StepOutput(None)
+        names = self._engine().label_names
         if isinstance(batch, Mapping) and self._says_labels and all(name in batch for name in names):
             labels = tuple(batch[name] for name in names)  # as of answers: where they begin, where they end
             output.labels = labels if len(labels) != 1 else next(iter(labels))
         if generation is not None:
-            synced = self._sharded_by is not None
-            output.outputs, output.labels = generation.answers(unwrap(self.model), batch, output.labels, synced)
+            synced = backend.sharding is not None
+            output.outputs, output.labels = generation.answers(unwrap(backend.model), batch, output.labels, synced)
         if self._preprocess is not None:
             output.outputs = self._preprocess(output.outputs, output.labels)
         output.extra = self._extra(batch, output)
@@ -64,10 +70,10 @@ class HFEvaluation(Sharding):
 
     def _extra(self, batch: Any, output: StepOutput) -> dict[str, Any] | None:
         """Return what `include_for_metrics` asks for: the model's main input, and its loss for each sample."""
-        wanted = (self.training_args and self.training_args.include_for_metrics) or ()
+        wanted = (self._training_args and self._training_args.include_for_metrics) or ()
         found: dict[str, Any] = {}
         if "inputs" in wanted:
-            name = getattr(unwrap(self.model), "main_input_name", "input_ids")
+            name = getattr(unwrap(self.hooks.backend.model), "main_input_name", "input_ids")
             if not isinstance(batch, Mapping) or name not in batch:
                 has = f"holds {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "is no dict"
                 raise DataError(
@@ -82,34 +88,31 @@ class HFEvaluation(Sharding):
     @property
     def _says_labels(self) -> bool:
         """Whether the names of the labels say more than ours: there are several, or the user gave them."""
-        said = self.training_args is not None and self.training_args.label_names
-        return bool(said) or len(self.engine.label_names) > 1
+        said = self._training_args is not None and self._training_args.label_names
+        return bool(said) or len(self._engine().label_names) > 1
 
     @property
     def _generation_in_use(self) -> Generation | None:
         """What generates, where somebody looks at its answers."""
-        return self._generation if self._is_predicting or self.compute_metrics is not None else None
+        return self.generation if self._is_predicting or self._compute_metrics is not None else None
 
     @property
-    def _filler(self) -> int:  # type: ignore[override]
+    def filler(self) -> int:  # type: ignore[override]
+        """What predictions of different lengths are filled up with to make one array."""
         generation = self._generation_in_use
-        return IGNORED_LABEL if generation is None else generation.filler(unwrap(self.model))
+        return IGNORED_LABEL if generation is None else generation.filler(unwrap(self.hooks.backend.model))
 
-    def predict(self, dataset: Any) -> Predictions:
-        """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any.
-
-        With `predict_with_generate` in the training arguments, the predictions are the tokens that the model generates.
-        """
+    def predict(self, loader: Any, is_interrupted: Callable[[int], bool]) -> Predictions | None:
+        """Return the predictions for every sample; with `predict_with_generate`, the generated tokens."""
         self._is_predicting = True
         try:
-            with self._weights_for_evaluation():
-                return super().predict(dataset)
+            return super().predict(loader, is_interrupted)
         finally:
             self._is_predicting = False
 
-    def _evaluated(self, loader: Any, prefix: str) -> dict[str, float]:
+    def _run(self, *args: Any, **kwargs: Any) -> Predictions | None:
         with self._weights_for_evaluation():
-            return super()._evaluated(loader, prefix)
+            return super()._run(*args, **kwargs)
 
     @contextlib.contextmanager
     def _weights_for_evaluation(self) -> Iterator[None]:
@@ -117,11 +120,11 @@ class HFEvaluation(Sharding):
 
         The weights themselves are kept beside their copies, and put back.
         """
-        dtype = full_evaluation(self.training_args)
+        dtype, model = _full_evaluation(self._training_args), self.hooks.backend.model
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            if dtype is not None and not self.engine.is_in_train:
-                for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if dtype is not None and not self._engine().is_in_train:
+                for tensor in (*model.parameters(), *model.buffers()):
                     if tensor.is_floating_point():
                         kept.append((tensor, tensor.data))
                         tensor.data = tensor.data.to(dtype)
@@ -129,3 +132,10 @@ class HFEvaluation(Sharding):
         finally:
             for tensor, data in kept:
                 tensor.data = data
+
+
+def _full_evaluation(args: Any) -> torch.dtype | None:
+    """Return the precision that transformers' arguments ask evaluations for; None is that of the weights."""
+    if args is None or not (args.bf16_full_eval or args.fp16_full_eval):
+        return None
+    return torch.bfloat16 if args.bf16_full_eval else torch.float16

@@ -1,45 +1,58 @@
-"""What a stock `transformers.Trainer` resumes from, written beside our own files of a checkpoint.
+"""What a stock `transformers.Trainer` resumes from, written beside our own files of a checkpoint, and model folders.
 
-Of all this we read the history in `trainer_state.json` alone.
+Of the files in a checkpoint we read the history in `trainer_state.json` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import transformers
 
-from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, is_in_parts, load_tensors, save_tensors, unwrap
+from omnitrain.checkpoint.contents import OPTIMIZER
+from omnitrain.checkpoint.state import (
+    WEIGHTS,
+    bare_name,
+    from_json,
+    is_in_parts,
+    load_tensors,
+    save_tensors,
+    save_weights,
+    unwrap,
+    whole,
+)
 from omnitrain.errors import ConfigError
-from omnitrain.trainers.saving import OPTIMIZER
+from omnitrain.trainers.base import BaseTrainer
 
-if TYPE_CHECKING:
-    from omnitrain.hf.engine import Engine, Schedule
-    from omnitrain.hf.trainer import HFTrainer
-
-__all__ = ["adapters_of", "write_adapters", "write_model_files", "write_optimizer", "write_state"]
+__all__ = ["write_model", "write_model_files", "write_optimizer", "write_state"]
 
 
-def write_optimizer(engine: Engine, schedule: Schedule, folder: Path) -> None:
+def write_optimizer(owner: BaseTrainer, decaying: Collection[str], steps: Mapping[str, Any], folder: Path) -> None:
     """Write the states of optimizer and schedule.
 
-    Weights in parts have been put together in the checkpoint's own file, and are read from there: all of the state is
-    in the main process's memory for a moment, as with a stock Trainer.
+    Sharded state has been put together in the checkpoint's own file, and is read from there: all of it is in the main
+    process's memory for a moment, as with a stock Trainer.
+
+    Args:
+        owner: The trainer.
+        decaying: The parameters that transformers would decay; they are a group of their own with a stock Trainer.
+        steps: The state of the schedule.
+        folder: Of the checkpoint.
     """
-    optimizer, steps = _optimizer_state(engine, folder), schedule.state_dict()
-    if len(optimizer["param_groups"]) > len(engine.owner.optimizer.param_groups):
+    optimizer = _optimizer_state(owner, decaying, folder)
+    if len(optimizer["param_groups"]) > len(owner.optimizer.param_groups):
         lists = ("base_lrs", "_last_lr", "lr_lambdas")  # an entry for each group
-        steps |= {name: 2 * list(steps[name]) for name in lists if name in steps}
+        steps = {**steps, **{name: 2 * list(steps[name]) for name in lists if name in steps}}
     torch.save(optimizer, folder / "optimizer.pt")
     torch.save(steps, folder / "scheduler.pt")
 
 
-def _optimizer_state(engine: Engine, folder: Path) -> dict[str, Any]:
+def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path) -> dict[str, Any]:
     """Return the optimizer's state by number, as a stock Trainer has it: in its two groups, if ours is in one."""
-    owner = engine.owner
-    tensors, content = owner._optimizer_state()
+    tensors, content = owner.backend.optimizer_state()
     if any(map(is_in_parts, tensors.values())):
         tensors = load_tensors(folder / OPTIMIZER)
     state: dict[str, dict[str, Any]] = {name: from_json(rest) for name, rest in content["rest"].items()}
@@ -47,11 +60,11 @@ def _optimizer_state(engine: Engine, folder: Path) -> dict[str, Any]:
         name, _, entry = key.rpartition("/")
         state.setdefault(name, {})[entry] = tensor
     groups = [{key: from_json(value) for key, value in group.items()} for group in content["groups"]]
-    if owner._given["optimizer"] is None and len(groups) == 1:
-        model, held = unwrap(owner.model), set(groups[0]["params"])
-        decaying = set(map(bare_name, engine.get_decay_parameter_names(model)))  # type: ignore[arg-type]
+    if owner.settings.optimizer is None and len(groups) == 1:
+        held, bare_decaying = set(groups[0]["params"]), set(map(bare_name, decaying))
+        model = unwrap(owner.model)
         names = [name for name in (bare_name(name) for name, _ in model.named_parameters()) if name in held]
-        halves = [name for name in names if name in decaying], [name for name in names if name not in decaying]
+        halves = ([n for n in names if n in bare_decaying], [n for n in names if n not in bare_decaying])
         groups = [{**groups[0], "params": half} for half in halves]
     number = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
     return {
@@ -60,46 +73,77 @@ def _optimizer_state(engine: Engine, folder: Path) -> dict[str, Any]:
     }
 
 
-def write_state(engine: Engine, folder: Path) -> None:
-    """Write transformers' history, and what its callbacks keep."""
-    owner = engine.owner
-    if engine.state.global_step != owner.progress.step + owner.progress.skipped_steps:
-        engine.state = owner._engine_state()  # their loop has yet to begin
+def write_state(
+    owner: BaseTrainer,
+    state: transformers.TrainerState,
+    stateful: Iterable[Any],
+    args: transformers.TrainingArguments,
+    folder: Path,
+) -> None:
+    """Write transformers' history, what its callbacks keep, and the training arguments.
+
+    Args:
+        owner: The trainer.
+        state: transformers' state of the run.
+        stateful: The callbacks, and transformers' control, that keep a state.
+        args: The training arguments as the user gave them.
+        folder: Of the checkpoint.
+    """
     held: dict[str, Any] = {}
-    for one in [*engine._stateful_callbacks(), engine.control]:
+    for one in stateful:
         held.setdefault(type(one).__name__, []).append(one.state())
-    vars(engine.state)["stateful_callbacks"] = held
-    own_name = f"checkpoint-{owner.progress.step:06d}"
-    best = own_name if owner._has_uncredited_best else owner.metrics.get("best_checkpoint")
-    engine.state.best_model_checkpoint = best and str(owner.store.root / best)  # type: ignore[union-attr]
-    engine.state.save_to_json(str(folder / "trainer_state.json"))
-    with engine.showing_arguments() as shown:
-        torch.save(shown, folder / "training_args.bin")
+    vars(state)["stateful_callbacks"] = held
+    store: Any = owner.store
+    best = owner.metrics.get("best_checkpoint")
+    if owner._checkpointer.has_unsaved_best:
+        best = store.path(owner.progress.step).name
+    state.best_model_checkpoint = best and str(store.root / best)
+    state.save_to_json(str(folder / "trainer_state.json"))
+    torch.save(args, folder / "training_args.bin")
 
 
-def write_model_files(engine: Engine, folder: Path) -> None:
-    """Write the tokenizer or processor, and adapters of PEFT."""
-    owner = engine.owner
-    if engine.processing_class is not None:
-        engine.processing_class.save_pretrained(str(folder))
+def write_model_files(owner: BaseTrainer, processing_class: Any, folder: Path) -> None:
+    """Write the tokenizer or processor, and adapters of PEFT, into the folder of a checkpoint."""
+    if processing_class is not None:
+        processing_class.save_pretrained(str(folder))
     if hasattr(unwrap(owner.model), "peft_config"):
-        adapters = adapters_of(owner)
+        adapters = _adapters_of(owner)
         if any(map(is_in_parts, adapters.values())):
             written = load_tensors(folder / WEIGHTS)
             adapters = {name: written[name] for name in adapters}
-        write_adapters(owner.model, folder, adapters, overwrite=True)
+        _write_adapters(owner.model, folder, adapters, overwrite=True)
 
 
-def adapters_of(trainer: HFTrainer) -> dict[str, Any]:
-    """Return the tensors of PEFT's adapters, and what else is trained, by name; those in parts as they are."""
-    model: Any = unwrap(trainer.model)
+def write_model(owner: BaseTrainer, processing_class: Any, path: Path, overwrite: bool) -> None:
+    """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one.
+
+    Of a model with adapters of PEFT, these are written, in PEFT's own form. Called on every rank.
+
+    Raises:
+        ConfigError: If there are weights in `path` already and `overwrite` is False.
+    """
+    with owner.ranks.calling("save_model()"):
+        if hasattr(unwrap(owner.model), "peft_config"):
+            adapters = {name: whole(tensor) for name, tensor in _adapters_of(owner).items()}
+            owner.ranks.on_main(
+                "the writing of adapters", lambda: _write_adapters(owner.model, path, adapters, overwrite)
+            )
+        else:
+            save_weights(owner.model, path, overwrite, owner.backend.model_tensors(), owner.ranks)
+        if processing_class is not None and owner.is_main_process:
+            processing_class.save_pretrained(path)
+
+
+def _adapters_of(owner: BaseTrainer) -> dict[str, Any]:
+    """Return the tensors of PEFT's adapters, and what else is trained, by name; sharded ones as they are."""
+    model: Any = unwrap(owner.model)
     trained = {bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     marks = [f".{name}." for name in model.peft_config]
-    tensors = trainer._model_tensors().items()
+    tensors = owner.backend.model_tensors().items()
     return {name: one for name, one in tensors if name in trained or any(mark in name for mark in marks)}
 
 
-def write_adapters(model: Any, folder: Path, tensors: Mapping[str, torch.Tensor], overwrite: bool) -> None:
+def _write_adapters(model: Any, folder: Path, tensors: Mapping[str, torch.Tensor], overwrite: bool) -> None:
     """Write adapters in PEFT's own form.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What transformers' Trainer sends to the Hub: when, and under which arguments.
+"""Uploads to the Hub by transformers' Trainer: when, and under which arguments.
 
-What is in a checkpoint, and how it is written, is in `saving.py` and `engine.py`.
+What is in a checkpoint is in `checkpoint/contents.py` and `files.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 from transformers.trainer_utils import HubStrategy
 
 from omnitrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omnitrain.hf.trainer import HFTrainer
+from omnitrain.hf.files import write_model
+from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["Uploading"]
 
@@ -28,7 +27,10 @@ logger = logging.getLogger("omnitrain")
 class Uploading(transformers.Trainer):
     """transformers' Trainer, whose uploads are of whole checkpoints and say what the user said."""
 
-    owner: HFTrainer
+    owner: BaseTrainer
+    training_args: transformers.TrainingArguments | None
+    _has_output_dir = True
+    """Whether the user said where to write, which is what a model on the Hub is named after."""
     _sent: Path | None = None
     """The checkpoint that was sent last."""
 
@@ -36,12 +38,12 @@ class Uploading(transformers.Trainer):
     def showing_arguments(self) -> Iterator[transformers.TrainingArguments]:
         """Let transformers see the arguments of the run where it writes them down; its loop has others."""
         owner, own = self.owner, self.args
-        shown = copy.copy(owner.training_args or own)
+        shown = copy.copy(self.training_args or own)
         shown.output_dir, shown._n_gpu = own.output_dir, own.n_gpu
         shown.per_device_train_batch_size, shown.per_device_eval_batch_size = owner.batch_size, owner.eval_batch_size
         shown.gradient_accumulation_steps = owner.gradient_accumulation_steps
         shown.learning_rate, shown.seed = owner.learning_rate, owner.seed
-        if owner.training_args is None:
+        if self.training_args is None:
             shown.num_train_epochs, shown.max_steps = owner.epochs or 0, owner.max_steps or -1
         self.args = shown
         try:
@@ -50,11 +52,12 @@ class Uploading(transformers.Trainer):
             self.args = own
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as transformers does, but for weights in parts, which our trainer puts together."""
-        if self.owner._sharded_by is None:
+        """Write the model as transformers does, but for sharded weights, which our trainer puts together."""
+        if self.owner.backend.sharding is None:
             super().save_model(output_dir, _internal_call)
         else:
-            self.owner._write_model(Path(output_dir or str(self.args.output_dir)), overwrite=True)
+            path = Path(output_dir or str(self.args.output_dir))
+            write_model(self.owner, self.processing_class, path, overwrite=True)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with self.showing_arguments():
@@ -66,7 +69,7 @@ class Uploading(transformers.Trainer):
         Raises:
             ConfigError: If it has no name.
         """
-        if self.hub_model_id is None and self.args.hub_model_id is None and self.owner._output_dir is None:
+        if self.hub_model_id is None and self.args.hub_model_id is None and not self._has_output_dir:
             raise ConfigError(
                 "The model has no name on the Hub. Pass training_args=TrainingArguments(..., hub_model_id='me/model')."
             )
@@ -85,7 +88,7 @@ class Uploading(transformers.Trainer):
             with self.showing_arguments():
                 self._push_from_checkpoint(str(folder))
         except Exception as error:  # of the network, or of the disk that a copy goes to: the checkpoint is there
-            if self.owner.save_required:
+            if self.owner.settings.save_required:
                 raise
             logger.warning("%s could not be sent to the Hub: %s. The run goes on.", folder.name, error)
 
@@ -93,7 +96,7 @@ class Uploading(transformers.Trainer):
         """Wait for an upload that reads what the checkpoint to come will replace, or have deleted."""
         if self.args.hub_strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             return  # of the others a copy is sent
-        if self._sent == folder or self.owner._given["save_total_limit"] is not None:
+        if self._sent == folder or self.owner.settings.save_total_limit is not None:
             self._finish_current_push()
 
     def _finish_current_push(self) -> None:

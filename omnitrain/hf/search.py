@@ -1,7 +1,6 @@
-"""Models made anew by `model_init`, and the trials of a search, each a whole run of a trainer like the one that asks.
+"""Hyperparameter search: each trial runs a full trainer built with the same arguments.
 
-Which values are tried next is for the backend of `transformers.Trainer.hyperparameter_search` to say; how a run goes,
-for the trainer.
+The values of the next trial are chosen by the backend of `transformers.Trainer.hyperparameter_search`.
 """
 
 from __future__ import annotations
@@ -9,129 +8,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import transformers
-from torch import nn
 from transformers.hyperparameter_search import default_hp_search_backend
 
 from omnitrain.errors import ConfigError, NonFiniteError, did_you_mean
-from omnitrain.reproducibility import isolated_rng
 from omnitrain.hf.hub import Uploading
-from omnitrain.trainers.sharding import Sharding
-from omnitrain.units import ModelUnit
 
-if TYPE_CHECKING:
-    from omnitrain.hf.engine import Engine
-    from omnitrain.hf.trainer import HFTrainer
-
-__all__ = ["Renewable", "Searching", "Trial", "check_model_init", "made_model", "remembered", "run_trial"]
+__all__ = ["Searching", "Trial", "remembered", "run_trial", "take_callbacks"]
 
 logger = logging.getLogger("omnitrain")
 
 
-# --- model_init
-
-
-def check_model_init(model: Any, model_init: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what does not say what is to be trained, or is bound to one model where each run has its own.
-
-    Raises:
-        ConfigError: If so.
-    """
-    if (model is None) == (model_init is None):
-        said = "neither is given" if model is None else "both are given"
-        raise ConfigError(f"HFTrainer needs `model` or `model_init`, and {said}. Pass one of them.")
-    if model_init is None:
-        return
-    if not callable(model_init) or isinstance(model_init, nn.Module):
-        raise ConfigError(f"`model_init` must be a function that returns a model, got {type(model_init).__name__}.")
-    if hasattr(given.get("optimizer"), "param_groups"):
-        raise ConfigError(
-            "`optimizer` belongs to one model, but `model_init` makes a new one for each run. Pass the optimizer's "
-            "class, or a function of the parameters."
-        )
-    if given.get("unit") is not None:
-        raise ConfigError(
-            "`unit` has a model of its own, but `model_init` makes a new one for each run. Pass `model` instead."
-        )
-
-
-def made_model(model_init: Callable[..., Any], trial: Any, seed: int, device: torch.device) -> nn.Module:
-    """Return a new model, whose weights depend on the seed alone; the program's random numbers stay as they are.
-
-    Raises:
-        ConfigError: If `model_init` takes more than a trial, or returns no model.
-    """
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = [one for one in inspect.signature(model_init).parameters.values() if one.kind in positional]
-    if len(taken) > 1:
-        names = ", ".join(one.name for one in taken)
-        raise ConfigError(f"`model_init` must take no argument, or one, the trial of a search. It takes {names}.")
-    with isolated_rng(device, seed):
-        model = model_init(*[trial][: len(taken)])
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"`model_init` must return an nn.Module, got {type(model).__name__}.")
-    return model
-
-
-def take_callbacks(new: Engine, old: Engine) -> None:
-    """Give an engine the callbacks of another, the very objects, but for those that speak for a trainer of ours."""
-    own = {type(one): one for one in new.callback_handler.callbacks if getattr(one, "owner", None) is new.owner}
+def take_callbacks(new: Searching, old: Searching) -> None:
+    """Give an engine the callbacks of another, the very objects, but for those that belong to the engine itself."""
+    own = {type(one): one for one in new.callback_handler.callbacks if getattr(one, "engine", None) is new}
     new.callback_handler.callbacks = [own.get(type(one), one) for one in old.callback_handler.callbacks]
-
-
-class Renewable(Sharding):
-    """A trainer that makes its model by `model_init`."""
-
-    engine: Any
-    model_init: Callable[..., nn.Module] | None
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
-    _trial: Trial | None = None
-    """The trial of a search that this trainer is for."""
-
-    def _new_model(self, seed: int, device: torch.device) -> nn.Module:
-        trial = self._trial and self._trial.trial
-        return made_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
-
-    def _renew_model(self) -> bool:
-        """Begin with a new model, if there is a `model_init`; that of a trial is new already."""
-        if self.model_init is None or self._trial is not None:
-            return False
-        former = self.engine
-        former._finish_current_push()
-        self._release()
-        self.model = self._new_model(self.seed, self.device)
-        self.unit = ModelUnit(self.model, self.loss_fn)
-        vars(self).pop("optimizer", None)
-        self._setup_training_components()
-        take_callbacks(self.engine, former)
-        self._finish_setup()
-        return True
-
-    def _train(self, resume_from: str | Path | None, allow_change: Collection[str]) -> None:
-        if resume_from is None:
-            self._renew_model()
-        super()._train(resume_from, allow_change)
-
-    def _resume(self, which: str | Path, allow_change: Collection[str]) -> tuple[Path, dict[str, Any]] | None:
-        found = super()._resume(which, allow_change)
-        if found is None and self._renew_model():
-            self._begin_run()  # with the optimizer of this model
-        return found
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
-        return self.engine.hyperparameter_search(*args, **kwargs)
-
-
-# --- a search
 
 
 def remembered(init: Callable[..., None]) -> Callable[..., None]:
@@ -152,7 +49,7 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
     Raises:
         ConfigError: If there is nothing to search with, or in a way that would not give the same result twice.
     """
-    owner = engine.owner
+    owner: Any = engine.owner
     for name, value, why in (
         ("model_init", owner.model_init, "makes the model of each trial"),
         ("training_args", owner.training_args, "hold what a trial changes"),
@@ -182,7 +79,7 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
         engine.model, engine.model_wrapped = kept
 
 
-def run_trial(engine: Engine, resume_from_checkpoint: str | None = None, trial: Any = None) -> None:
+def run_trial(engine: Searching, resume_from_checkpoint: str | None = None, trial: Any = None) -> None:
     """Train a trainer like the one of `engine` with the values of a trial, and leave the objective with `engine`.
 
     A trial whose loss is not finite has NaN for its objective: a backend counts it as failed, and goes on.
@@ -191,9 +88,9 @@ def run_trial(engine: Engine, resume_from_checkpoint: str | None = None, trial: 
         ConfigError: If the trial names what is no training argument.
         optuna.TrialPruned: If the backend has given the trial up.
     """
-    owner = engine.owner
+    owner: Any = engine.owner
     args, kwargs = owner._made_with
-    trainer = type(owner).__new__(type(owner))
+    trainer = object.__new__(type(owner))
     own = trainer._trial = Trial(engine, trial)
     trainer.__init__(*args, **kwargs)
     take_callbacks(trainer.engine, engine)
@@ -209,7 +106,7 @@ def run_trial(engine: Engine, resume_from_checkpoint: str | None = None, trial: 
         if owner.is_main_process or not _is_pruned(error):
             raise  # what comes of a pruned trial, the main process alone is asked
     finally:
-        trainer._release()
+        trainer.backend.release()
         trainer._scratch.cleanup()
 
 
@@ -241,7 +138,7 @@ class Trial:
         trial: The backend's: an object of optuna, or a dict of values.
     """
 
-    def __init__(self, engine: Engine, trial: Any) -> None:
+    def __init__(self, engine: Searching, trial: Any) -> None:
         self.engine = engine
         self.trial = trial
         self.values = self._values()
@@ -256,7 +153,7 @@ class Trial:
             raise ConfigError(f"`hp_space` must return a dict of training arguments, got {space!r}.")
         if isinstance(trial, dict):  # of W&B, whose space is the description of a sweep
             space = {name: trial[name] for name in space["parameters"] if name in trial}
-        given: Any = engine.owner.training_args
+        given: Any = engine.training_args
         known = [field.name for field in dataclasses.fields(given) if field.init]
         for name in space:
             if name not in known:
@@ -273,18 +170,22 @@ class Trial:
             vars(changed).setdefault(name, value)
         return changed
 
-    def report(self, trainer: HFTrainer) -> None:
+    def report(self, running: Searching, metrics: Mapping[str, float]) -> None:
         """Tell the backend of an evaluation.
 
+        Args:
+            running: The engine of the trial's own trainer.
+            metrics: Of the evaluation.
+
         Raises:
-            optuna.TrialPruned: On all processes, if the backend gives the trial up.
+            optuna.TrialPruned: On all ranks, if the backend gives the trial up.
         """
-        self.engine.objective = self.engine.compute_objective(trainer._latest_metrics())
+        trainer = running.owner
+        self.engine.objective = self.engine.compute_objective(dict(metrics))
         if trainer.ranks.on_main("the pruning of a trial", lambda: self._is_given_up(trainer.progress.step)):
             from optuna import TrialPruned
 
-            engine = trainer.engine
-            engine.control = engine.callback_handler.on_train_end(engine.args, engine.state, engine.control)
+            running.control = running.callback_handler.on_train_end(running.args, running.state, running.control)
             raise TrialPruned
 
     def _is_given_up(self, step: int) -> bool:

@@ -5,105 +5,102 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 import transformers
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from omnitrain.backends.accelerators import adopt_precision, backend_for, find_ranks, refuse_lost_processes
+from omnitrain.backends.backend import Backend
+from omnitrain.backends.ddp import DDP
+from omnitrain.backends.deepspeed import schedule_of
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.checkpoint.tensors import whole
-from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError
-from omnitrain.events import Callback
 from omnitrain.data.loaders import MapLoader
-from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
-from omnitrain.precision import choose_device
-from omnitrain.data.sampling import Window
-from omnitrain.trainers.accelerators import (
-    adopt_precision,
-    find_ranks,
-    refuse_lost_processes,
-    sharding_of,
-    start_from_main,
-)
-from omnitrain.hf.engine import Boundary, Bridge, Engine, Schedule
-from omnitrain.hf.generation import take_generation
+from omnitrain.data.sets import Sets
+from omnitrain.distributed import Ranks
+from omnitrain.duration import Duration
+from omnitrain.errors import ConfigError
+from omnitrain.events import Algorithm, Callback
 from omnitrain.hf.arguments import (
     HFTrainingArguments,
     adopt,
     adopt_arguments,
+    ddp_handler,
     engine_arguments,
-    is_delayed,
-    policies_of,
     refuse_of_datasets,
     sharding_accelerator,
     word_of,
 )
+from omnitrain.hf.batch_size import prepare_to_shrink
 from omnitrain.hf.data import without_unused_columns
+from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
-from omnitrain.hf.files import adapters_of, write_adapters
-from omnitrain.hf.batch_size import check_sparing, is_out_of_memory
+from omnitrain.hf.files import write_model
+from omnitrain.hf.generation import take_generation
 from omnitrain.hf.label_smoothing import smooth_labels
-from omnitrain.hf.search import Renewable, check_model_init, remembered
-from omnitrain.trainers.zero import schedule_of
-from omnitrain.units import StepOutput, without_effect
+from omnitrain.hf.model_init import check_model_init, new_model
+from omnitrain.hf.policies import policies_of
+from omnitrain.hf.search import Trial, remembered, take_callbacks
+from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
+from omnitrain.precision import choose_device
+from omnitrain.settings import Nothing, PrecisionName, ScheduleName, takes_arguments
+from omnitrain.trainers.base import BaseTrainer
+from omnitrain.units import ModelUnit, StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
-
-_PADS = (transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor)
 
 NEVER_CALLED = {
     "_fit": "HFTrainer's own; transformers' loop is Engine.train",
     "_train_epoch": "engine_class, as a subclass of Engine that overrides `_run_epoch`",
     "_train_step": "engine_class, as a subclass of Engine that overrides `training_step`",
     "_optimizer_step": "a callback's on_before_optimizer_step",
-    "_apply_update": "the optimizer's own step()",
-    "_backward": "engine_class, as a subclass of Engine that overrides `training_step`",
-    "_accumulating": "engine_class, as a subclass of Engine that overrides `training_step`",
     "_answer_requests": "a callback",
 }
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
+_PADS = (transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor)
+_ENDLESS = 1 << 40
 
-class HFTrainer(Renewable, HFEvaluation):
+
+class HFTrainer(BaseTrainer):
     """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
 
-    Takes the arguments of `BaseTrainer` except `device`, and those below. `trainer.engine` is the real
-    `transformers.Trainer`, for everything that is not ours (`engine.push_to_hub()`, `engine.add_callback(...)`, ...).
-    FSDP and DeepSpeed are asked for by the training arguments or by `accelerate launch`, as in transformers.
-
-    Args:
-        model: As in `BaseTrainer`; left out where there is a `model_init`.
-        training_args: transformers' TrainingArguments, or `HFTrainingArguments`, which takes older names too. They
-            fill our arguments; where both speak and differ, that is an error.
-        args: As in `BaseTrainer`.
-        processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
-        preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; its result goes to the metrics.
-        compute_loss_func: transformers' name of `loss_fn`, called as f(outputs, labels, num_items_in_batch=None).
-        optimizers: transformers' pair of optimizer and schedule.
-        model_init: Returns a new model, for each `train()` that starts afresh and for each trial of a search, which it
-            may take as an argument.
-        kwargs: As in `BaseTrainer`. `callbacks` may hold transformers' callbacks too.
-
-    Raises:
-        ConfigError: If the training arguments and ours contradict each other.
-        TypeError: At the definition of a subclass that overrides what transformers' loop never calls.
+    `trainer.engine` is the real `transformers.Trainer`, for everything that is not ours (`engine.push_to_hub()`,
+    `engine.add_callback(...)`, ...). FSDP and DeepSpeed are asked for by the training arguments or by
+    `accelerate launch`, as in transformers.
     """
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "device": "is an argument of Trainer. Pass training_args=TrainingArguments(..., use_cpu=True) to keep a run "
+        "off the GPUs.",
+        "async_save": "is not supported by HFTrainer, whose own files are written at once.",
+    }
+    """Arguments of other trainers that this one does not have, and why."""
+
+    NEVER_CALLED: ClassVar[Mapping[str, str]] = {
+        name: use for name, use in BaseTrainer.NEVER_CALLED.items() if not hasattr(transformers.Trainer, name)
+    }
 
     engine_class: type[Engine] = Engine
     engine: Engine
+    accelerator: Any = None
+    """accelerate's `Accelerator`."""
+    _trial: Trial | None = None
+    """The trial of a search that this trainer is for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        for name in NEVER_CALLED.keys() & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__} overrides {name}, which transformers' loop never calls. Use {NEVER_CALLED[name]} "
+                "instead."
+            )
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = remembered(cls.__init__)
-        for name, instead in NEVER_CALLED.items():
-            if name in vars(cls):
-                raise TypeError(
-                    f"{cls.__name__} overrides {name}, which transformers' loop never calls. Use {instead} instead."
-                )
         for name in vars(cls):
             if hasattr(transformers.Trainer, name) and not hasattr(HFTrainer, name):
                 other = "Pass `loss_fn` or `unit`, or put it" if name == "compute_loss" else "Put it"
@@ -113,84 +110,229 @@ class HFTrainer(Renewable, HFEvaluation):
                 )
 
     @remembered
+    @takes_arguments
     def __init__(
         self,
         model: nn.Module | None = None,
         training_args: transformers.TrainingArguments | None = None,
-        *args: Any,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        test_dataset: Any = None,
+        *,
+        # transformers
+        args: transformers.TrainingArguments | None = None,
         processing_class: Any = None,
-        preprocess_logits_for_metrics: Any = None,
-        compute_loss_func: Any = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         model_init: Callable[..., nn.Module] | None = None,
-        callbacks: Iterable[Any] = (),
-        **kwargs: Any,
+        # <arguments of BaseTrainer, written by `make signatures`>
+        # data
+        train_loader: Iterable[Any] | None = None,
+        eval_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
+        test_loader: Iterable[Any] | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        batch_size: int = 8,
+        eval_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int | None = None,
+        # length
+        epochs: int | float | None = 3,
+        max_steps: int | None = None,
+        max_duration: int | str | Duration | None = None,
+        # optimizer
+        optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
+        learning_rate: float = 2e-5,
+        weight_decay: float = 0.0,
+        lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
+        warmup_steps: int = 0,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = 1.0,
+        grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean",
+        # loss and metrics
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        unit: Callable[..., Any] | None = None,
+        compute_metrics: Any = None,
+        optimization_metric: str = "loss",
+        optimization_direction: Literal["max", "min"] | None = None,
+        patience: int | None = None,
+        delta: float = 0.0,
+        early_stopper: Callable[[int, float], bool] | None = None,
+        # cadence
+        eval_steps: int | str | Duration | None = None,
+        eval_on_start: bool = False,
+        save_steps: int | str | Duration | None = None,
+        log_steps: int | str | Duration = 10,
+        # checkpoints
+        save_dir: str | Path | None = None,
+        save_total_limit: int | None = None,
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        load_best_at_end: bool | None = None,
+        overwrite: bool = False,
+        save_required: bool = False,
+        save_only_model: bool = False,
+        # precision and placement
+        autocast: PrecisionName | torch.dtype | None = None,
+        fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        # run
+        seed: int = 42,
+        deterministic: bool = False,
+        on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
+        detect_anomaly: bool = False,
+        callbacks: Iterable[Callback] = (),
+        algorithms: Iterable[Algorithm] = (),
+        progress_bar: bool | None = None,
+        trial_name: str | None = None,
+        # </arguments>
+        **unknown: Unpack[Nothing],
     ) -> None:
-        training_args = training_args if training_args is not None else kwargs.pop("args", None)  # as theirs is called
+        """Set up a trainer; nothing is trained or written before `train()`.
+
+        Args:
+            model: Any `nn.Module`; left out where there is a `model_init`.
+            training_args: transformers' TrainingArguments, or `HFTrainingArguments`, which takes older names too.
+            train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
+            eval_dataset: The same, or a dict of named sets; evaluations of it select the best.
+            test_dataset: The same, for `test()`; never used to select anything.
+            args: transformers' name of `training_args`.
+            processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
+            preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
+            compute_loss_func: transformers' name of `loss_fn`; called with num_items_in_batch=None.
+            optimizers: transformers' pair of optimizer and schedule.
+            model_init: Returns a new model, for each fresh `train()` and for each trial of a search.
+            train_loader: A loader of your own instead of `train_dataset`, used as it is.
+            eval_loader: The same instead of `eval_dataset`.
+            test_loader: The same instead of `test_dataset`.
+            data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
+            batch_size: Samples of one forward pass on each process; default 8.
+            eval_batch_size: The same in evaluations; None is `batch_size`.
+            global_batch_size: Samples of one optimizer step over all processes; sets the accumulation, must divide.
+            shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
+            num_workers: Worker processes per loader; default 0.
+            pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
+            prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
+            epochs: Passes over the training data; default 3. 2.5 ends in the middle of the third.
+            max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
+            max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
+            optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
+            learning_rate: For the default optimizer or a class; default 2e-5.
+            weight_decay: For the default optimizer or a class; default 0.
+            lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
+            warmup_steps: Steps over which the rate rises linearly from 0; default 0.
+            scheduler_interval: "step" (default) moves the schedule after each update, "epoch" after each epoch.
+            gradient_accumulation_steps: Micro-batches of one optimizer step; default 1.
+            max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
+            grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
+            loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
+            unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
+            compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            optimization_metric: What evaluations are judged by; default "loss".
+            optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
+            patience: Evaluations in a row without a gain that end the run; None and -1 never do.
+            delta: What an improvement must exceed to count for `patience`; default 0.
+            early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
+            eval_on_start: Whether to evaluate before the first step; default False.
+            save_steps: Interval of checkpoints: steps or a duration; None is each epoch, if `save_dir` is set.
+            log_steps: Interval of logs: steps or a duration; default 10.
+            save_dir: The folder of the run's checkpoints and files; None writes nothing.
+            save_total_limit: How many of the newest checkpoints stay; None keeps all.
+            keep_best: With a limit, how many of the best stay as well; default 1.
+            keep_every: With a limit, checkpoints of steps divisible by this stay as well.
+            load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
+            overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
+            save_required: Whether a disk that fails ends the run; by default it is reported, and the run goes on.
+            save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
+            autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
+            fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
+            deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
+            on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
+            detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
+            callbacks: Instances of `Callback`.
+            algorithms: Instances of `Algorithm`, applied in this order.
+            progress_bar: None is a live bar on a terminal and plain lines elsewhere; True and False always, never.
+            trial_name: The name of the run for `WandbLogger`.
+
+        Raises:
+            ConfigError: If the training arguments and ours contradict each other.
+            ObjectiveError: If it cannot be told whether a higher or a lower `optimization_metric` is better.
+            TypeError: If an argument is unknown; the message names the nearest one.
+        """
+
+    def _construct(self, given: dict[str, Any]) -> None:
+        model, training_args = given.pop("model", None), given.pop("training_args", None)
         if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
-            args, training_args = (training_args, *args), None  # HFTrainer(model, train_dataset): as the other trainers
-        if kwargs.get("device") is not None:
-            raise ConfigError(
-                f"`device={str(kwargs['device'])!r}` is an argument of Trainer. Pass "
-                "training_args=TrainingArguments(..., use_cpu=True) to keep a run off the GPUs."
-            )
-        if kwargs.get("async_save"):
-            raise ConfigError("`async_save=True` is not supported by HFTrainer, whose own files are written at once.")
-        callbacks = self._callbacks = list(callbacks)
+            # HFTrainer(model, train_dataset, eval_dataset): by position, as with the other trainers
+            names = ("train_dataset", "eval_dataset", "test_dataset")
+            shifted = (training_args, given.get("train_dataset"), given.get("eval_dataset"))
+            given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
+            training_args = None
+        called_args = given.pop("args", None)
+        training_args = training_args if training_args is not None else called_args
+        callbacks = self._given_callbacks = list(given.pop("callbacks", ()))
         if self._trial is not None and training_args is not None:
-            training_args, callbacks = self._trial.arguments(training_args), self._trial.engine.owner._callbacks
-            kwargs |= {"save_dir": training_args.output_dir} if kwargs.get("save_dir") is not None else {}
+            searching: Any = self._trial.engine.owner
+            training_args, callbacks = self._trial.arguments(training_args), searching._given_callbacks
+            given |= {"save_dir": training_args.output_dir} if given.get("save_dir") is not None else {}
         self.training_args = training_args
-        self.processing_class = processing_class
-        self._preprocess = preprocess_logits_for_metrics
-        self._adopt(kwargs, compute_loss_func, optimizers)
-        self._evaluates = training_args is None or word_of(training_args.eval_strategy) != "no"
-        own = self._split(callbacks, kwargs)
+        self.processing_class = given.pop("processing_class", None)
+        self._preprocess = given.pop("preprocess_logits_for_metrics", None)
+        self._adopt(given)
+        own = self._split(callbacks, given)
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
-        self._output_dir = kwargs.get("save_dir") or (training_args and training_args.output_dir)
+        self._output_dir = given.get("save_dir") or (training_args and training_args.output_dir)
         ours: dict[str, Any] = {}
         if training_args is None:  # on processors alone transformers forms a group of processes only if told of them
-            ours = {"seed": kwargs.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
+            ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
             ours["ddp_find_unused_parameters"] = False
         self._engine_args = engine_arguments(training_args, str(self._output_dir or self._scratch.name), **ours)
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
-        self._make_accelerator(kwargs)
+        self.accelerator, self._scheduler_config = sharding_accelerator(training_args, given)
+        self._shards = self.accelerator is not None
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
-        check_model_init(model, model_init, kwargs)
-        self.model_init = model_init
-        if model is None:
-            model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
-        smooth_labels(training_args, model, kwargs)
+        self.model_init = given.pop("model_init", None)
+        check_model_init(model, self.model_init, given)
+        if self.model_init is not None:
+            model = self._new_model(given.get("seed", 42), self._engine_args.device)
+        smooth_labels(training_args, model, given)
+        given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
         with self.ranks.calling(f"{type(self).__name__}()"):
-            super().__init__(model, *args, callbacks=[*policies_of(training_args), *own], **kwargs)
+            super()._construct(given)
 
-    def _adopt(self, kwargs: dict[str, Any], compute_loss_func: Any, optimizers: tuple[Any, Any]) -> None:
+    def _adopt(self, given: dict[str, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
-        if compute_loss_func is not None:
-            if kwargs.get("loss_fn") is not None:
+        loss, optimizers = given.pop("compute_loss_func", None), given.pop("optimizers", (None, None))
+        if loss is not None:
+            if given.get("loss_fn") is not None:
                 raise ConfigError(
                     "`loss_fn` and `compute_loss_func` are two names for one thing. Leave one of them out."
                 )
-            kwargs["loss_fn"] = lambda outputs, labels: compute_loss_func(outputs, labels, num_items_in_batch=None)
-        adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), kwargs, "`optimizers`")
+            given["loss_fn"] = lambda outputs, labels: loss(outputs, labels, num_items_in_batch=None)
+        adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), given, "`optimizers`")
         if self.training_args is not None:
-            adopt_arguments(self.training_args, kwargs)
+            adopt_arguments(self.training_args, given)
         else:
-            adopt_precision(kwargs)
-        if isinstance(self.processing_class, _PADS) and kwargs.get("data_collator") is None:
+            adopt_precision(given)
+        if isinstance(self.processing_class, _PADS) and given.get("data_collator") is None:
             padding: Any = transformers.DataCollatorWithPadding
-            kwargs["data_collator"] = padding(self.processing_class)
+            given["data_collator"] = padding(self.processing_class)
 
-    def _split(self, callbacks: Iterable[Any], kwargs: dict[str, Any]) -> list[Callback]:
+    def _split(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
         """Set transformers' callbacks apart; its early stopping is ours, whose state is kept in checkpoints."""
         self._foreign: list[Any] = []
         own: list[Callback] = []
         for callback in callbacks:
             if isinstance(callback, transformers.EarlyStoppingCallback):
                 meant = {"patience": callback.early_stopping_patience, "delta": callback.early_stopping_threshold}
-                adopt(meant, kwargs, "transformers' EarlyStoppingCallback")
+                adopt(meant, given, "transformers' EarlyStoppingCallback")
             else:
                 (own if isinstance(callback, Callback) else self._foreign).append(callback)
         for callback in self._foreign:
@@ -202,94 +344,108 @@ class HFTrainer(Renewable, HFEvaluation):
                 )
         return own
 
-    # --- setting up
+    def _new_model(self, seed: int, device: torch.device) -> nn.Module:
+        trial = self._trial and self._trial.trial
+        return new_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
+
+    # --- the parts of a run
 
     def _choose_device(self, device: Any) -> torch.device:
         return self._engine_args.device
 
     @property
-    def _has_eval(self) -> bool:
-        return super()._has_eval and self._evaluates
-
-    @property
-    def _finds_batch_size(self) -> bool:
-        return self.training_args is not None and self.training_args.auto_find_batch_size
+    def _evaluates(self) -> bool:
+        args = self.training_args
+        return super()._evaluates and (args is None or word_of(args.eval_strategy) != "no")
 
     @property
     def _by_window(self) -> bool:
         """Whether transformers' loop gets whole windows, for data whose length it cannot go by, or that may change."""
         return self._finds_batch_size or not isinstance(self.train_loader, MapLoader)
 
-    def _set_up_data(self) -> None:
-        given = self.train_dataset
-        self.train_dataset = self._without_unused_columns(given)
-        super()._set_up_data()
-        self.train_dataset = given
-        if self._finds_batch_size:
-            check_sparing(self)
-        if self.train_loader is not None and self._by_window:
-            refuse_of_datasets(self.training_args, isinstance(self.train_loader, MapLoader))
+    @property
+    def _finds_batch_size(self) -> bool:
+        return self.training_args is not None and self.training_args.auto_find_batch_size
 
     @property
-    def _sampling(self) -> dict[str, Any]:
+    def _order_seed(self) -> int | None:
+        """The seed of the order of samples, where it is another one than `seed`."""
         args = self.training_args
-        found: dict[str, Any] = {"drop_last": True} if args is not None and args.dataloader_drop_last else {}
-        return found if args is None or args.data_seed in (None, args.seed) else {**found, "order_seed": args.data_seed}
+        return None if args is None or args.data_seed in (None, args.seed) else args.data_seed
 
-    def resolved_config(self) -> dict[str, Any]:
-        """Return every setting as it is in force, as JSON types."""
-        return {**super().resolved_config(), "order_seed": self._sampling.get("order_seed")}
+    def _make_sets(self) -> Sets:
+        args, model = self.training_args, self.model
+        sampling: dict[str, Any] = {} if self._order_seed is None else {"order_seed": self._order_seed}
+        if args is not None and args.dataloader_drop_last:
+            sampling["drop_last"] = True
+        sets = Sets(
+            self.settings, self.device, self.ranks, lambda data: without_unused_columns(data, model, args), **sampling
+        )
+        if self._finds_batch_size:
+            prepare_to_shrink(sets, self.world_size, "drop_last" in sampling)
+        if sets.train is not None and (self._finds_batch_size or not isinstance(sets.train, MapLoader)):
+            refuse_of_datasets(args, isinstance(sets.train, MapLoader))
+        return sets
 
-    def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
-        return super()._evaluation_loader(self._without_unused_columns(dataset), loader, name)
+    def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
+        # without sharding, transformers makes the accelerator, with the engine
+        own = (
+            functools.partial(backend_for, self.accelerator, self.settings)
+            if self._shards
+            else functools.partial(DDP, None)
+        )
+        return super()._make_backend(model, make or own)
 
-    def _without_unused_columns(self, dataset: Any) -> Any:
-        return without_unused_columns(dataset, self.model, self.training_args)
+    def _assemble(self, *parts: Any) -> None:
+        def engine() -> Engine:
+            return self.engine
 
-    def _make_accelerator(self, given: dict[str, Any]) -> None:
-        """Have an accelerator of our own where weights are to be cut up; else transformers makes one."""
-        self.accelerator, self._scheduler_config = sharding_accelerator(self.training_args, given)
-        self._sharded_by = sharding_of(self.accelerator)
+        evaluation = functools.partial(HFEvaluation, engine, self.training_args, self._preprocess, self.compute_metrics)
+        super()._assemble(
+            evaluation, functools.partial(EngineLoop, engine), lambda folder: engine().write_own_files(folder)
+        )
 
     def _setup_training_components(self) -> None:
-        """Build the engine around the model; FSDP and DeepSpeed take the optimizer with it."""
-        if self._sharded_by and hasattr(self, "engine"):  # for a model made anew
-            in_config = self._scheduler_config is not None
-            self._make_accelerator({**self._given, **({"lr_scheduler": None} if in_config else {})})
+        """Build the engine around the model, and put the model in place."""
+        by_window = self._by_window
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
-        if self._by_window:  # of any length: the lifecycle ends the run, and the data an epoch
+        if by_window:  # of any length: the lifecycle ends the run, and the data an epoch
             self._engine_args.gradient_accumulation_steps = 1
             self._engine_args.max_steps = _ENDLESS
             self._engine_args.ignore_data_skip = True
         self.engine = self.engine_class(
             self,
+            self.training_args,
+            by_window,
+            Path(self._scratch.name),
+            self._trial,
+            self.accelerator if self._shards else None,
             model=self.model,
             args=self._engine_args,
             data_collator=self.data_collator,
-            train_dataset=self.train_dataset if not self._by_window else [None],
+            train_dataset=self.train_dataset if not by_window else [None],
             eval_dataset=self.eval_dataset,
             processing_class=self.processing_class,
             compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
-            callbacks=[Bridge(self), *self._foreign, Boundary(self)],
+            callbacks=self._foreign,
         )
         for callback in (transformers.PrinterCallback, transformers.ProgressCallback, transformers.DefaultFlowCallback):
             self.engine.remove_callback(callback)
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
-        if self._sharded_by:
-            self._shard()
-            self.engine.model_wrapped = self.model
-            return
-        self.accelerator = self.engine.accelerator
-        self.model.to(self.device)
-        if self.world_size > 1:
-            start_from_main(self.model, self.ranks)  # DDP comes with the loop, and an evaluation may come before it
+        self.engine._has_output_dir = self._output_dir is not None
+        self.accelerator = self.engine.real_accelerator
+        if isinstance(self.backend, DDP) and not self._shards:
+            self.accelerator.ddp_handler = self.accelerator.ddp_handler or ddp_handler(self._engine_args, self.model)
+            self.backend.accelerator = self.accelerator
+        super()._setup_training_components()
+        self.engine.model_wrapped = self.backend.wrapped
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        if self.training_args is None or self._given["optimizer"] is not None:
+        if self.training_args is None or self.settings.optimizer is not None:
             return super()._build_optimizer()
-        self.engine.args.learning_rate, self.engine.optimizer = self.learning_rate, None
+        self.engine.args.learning_rate, self.engine.optimizer = self.learning_rate, None  # type: ignore[assignment]
         optimizer = self.engine.create_optimizer()
         groups = [group for group in optimizer.param_groups if group["params"]]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -300,143 +456,79 @@ class HFTrainer(Renewable, HFEvaluation):
         return optimizer
 
     def _finish_setup(self) -> None:
-        args = self.training_args
-        self._generation = take_generation(args, unwrap(self.model), self.compute_metrics, self.processing_class)
-        if args is not None and self._can_train and self._given["lr_scheduler"] is None:
-            total = self.total_steps
+        args, settings, total = self.training_args, self.settings, self.total_steps
+        generation = take_generation(args, unwrap(self.model), self.compute_metrics, self.processing_class)
+        self._evaluation.generation = generation  # type: ignore[attr-defined]
+        if args is not None and self.train_loader is not None and settings.lr_scheduler is None:
             warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
             options: Any = args.lr_scheduler_kwargs or {}
             name = word_of(args.lr_scheduler_type)
             is_known = name in SCHEDULES or name in TRANSFORMERS_SCHEDULES
             if self._scheduler_config is not None:
-                self._given["lr_scheduler"] = schedule_of(
+                schedule: Any = schedule_of(
                     self._scheduler_config, warmup_min_lr=0, warmup_max_lr=self.learning_rate,
                     warmup_num_steps=warmup, total_num_steps=total,
                 )  # fmt: skip
             elif is_known and not options and (total is None or warmup < total):
-                self._given["lr_scheduler"] = name
-                self.warmup_steps = self._given["warmup_steps"] = warmup
+                schedule = name
+                self.warmup_steps = warmup
+                self.settings = replace(settings, warmup_steps=warmup)
             else:  # what a name alone does not say, and a warm-up that is longer than the run
-                self._given["lr_scheduler"] = functools.partial(
+                schedule = functools.partial(
                     transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup,
                     num_training_steps=total, scheduler_specific_kwargs=options,
                 )  # fmt: skip
+            self.settings = replace(self.settings, lr_scheduler=schedule)
         super()._finish_setup()
-
-    # --- the run
-
-    def _fit(self) -> None:
-        """Let transformers train; what was left of an epoch that a checkpoint ended in comes first."""
-        self._epoch_is_complete = not self.progress.samples_in_epoch
-        if self.progress.is_epoch_consumed and not self._owes_evaluation:
-            self.lifecycle.begin_epoch()
-            self._epoch_is_complete = True
-            self._end_epoch(self._loss.mean())
-            self._answer_requests()
-        if not self.lifecycle.stop:
-            self.engine.optimizer, self.engine.lr_scheduler = self.optimizer, Schedule(self)
-            self.accelerator.scaler = self.scaler if self.scaler.is_enabled() else None
-            self.engine.has_ended, self.engine.is_asked_for = False, True
-            trial = self._trial and self._trial.trial
-            self.engine.train(resume_from_checkpoint=self._start_of_engine(), trial=trial)
-        if not self.lifecycle.is_closing:
-            self._close()
-
-    def _start_of_engine(self) -> str | None:
-        """Return a folder with the state that transformers needs to begin where the run is."""
-        progress = self.progress
-        if not (progress.epoch or progress.samples_in_epoch):
-            return None
-        share = self.batch_size * self.world_size * self.gradient_accumulation_steps
-        state = self._engine_state()
-        # it tells their loop where the data are; the Bridge says which step it is
-        state.global_step = progress.epoch * (self.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
-        folder = Path(self._scratch.name) / "start"
-        folder.mkdir(exist_ok=True)
-        state.save_to_json(str(folder / "trainer_state.json"))
-        return str(folder)
-
-    def _engine_state(self) -> transformers.TrainerState:
-        """Return what transformers is to know of the run so far: its own history, and what its callbacks keep."""
-        state = transformers.TrainerState()
-        left = None if self._resumed is None else self._resumed[0] / "trainer_state.json"
-        if left is not None and left.exists():
-            state = transformers.TrainerState.load_from_json(str(left))
-        state.global_step = self.progress.step + self.progress.skipped_steps
-        state.epoch, state.train_batch_size = self.progress.epochs, self.batch_size
-        return state
-
-    def _restore_generators(self) -> None:
-        if self._resumed is not None:
-            self._restore_random_numbers(*self._resumed)
-
-    def _finish_gradients(self, window: Window) -> bool:
-        """Do what comes between the last backward pass and the update; return whether it may be made.
-
-        DeepSpeed makes it here, at once with the rest.
-        """
-        self._divide_by_targets(self._divisor(window))
-        if self._zero is not None:
-            return self._update_by_zero(self._zero, window)
-        self._grad_norm = self._clip_gradients()
-        self.lifecycle.before_optimizer_step()
-        admitted = self._is_admitted(self._grad_norm, window)
-        if not admitted:
-            for parameter in self._parameters:
-                parameter.grad = None  # the optimizer leaves out what has no gradient
-        return admitted
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch
 
-    def _evaluate_for_engine(self) -> dict[str, float]:
-        """Evaluate in the run, unless this step has been; return the metrics."""
-        if self.lifecycle.evaluated_step != self.progress.step:
-            self._evaluate_in_run()
-        if self.lifecycle.evaluated_step != self.progress.step:
-            return {}  # a signal has cut it short
-        return self._latest_metrics()
+    # --- training
 
-    def _evaluate_in_run(self, counts: bool = True) -> None:
-        if self.lifecycle.is_closing and is_delayed(self.training_args, self.progress):
-            return
-        try:
-            super()._evaluate_in_run(counts)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")
-            raise
-        if self.lifecycle.evaluated_step != self.progress.step:
-            return
-        if self.engine.is_in_train:
-            self.engine.tell_evaluation(self._latest_metrics())
-        else:
-            self.engine.has_untold_evaluation = not self.lifecycle.is_closing
-        if self._trial is not None:
-            self._trial.report(self)
+    def _begin_run(self, resumes: bool) -> None:
+        if not resumes and self.model_init is not None and self._trial is None:  # that of a trial is new already
+            self._renew_model()
+        super()._begin_run(resumes)
 
-    def _latest_metrics(self) -> dict[str, float]:
-        return {key: value for key, value in self.metrics["valid"][-1].items() if key not in ("epoch", "step")}
+    def _renew_model(self) -> None:
+        """Begin with a new model, and what belongs to it."""
+        former = self.engine
+        former._finish_current_push()
+        self.backend.release()
+        if self._shards:
+            given = self.settings.to_dict()
+            if self._scheduler_config is not None:
+                given["lr_scheduler"] = None
+            self.accelerator, self._scheduler_config = sharding_accelerator(self.training_args, given)
+        model = self._new_model(self.seed, self.device)
+        self.unit = ModelUnit(model, self.loss_fn)
+        self.backend = self._make_backend(model)
+        self._assemble()
+        self._setup_training_components()
+        take_callbacks(self.engine, former)
+        self._finish_setup()
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
+        return self.engine.hyperparameter_search(*args, **kwargs)
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         metrics = super().evaluate(dataset, prefix)
-        self.engine.tell_evaluation(metrics)
+        self.engine.report_evaluation(metrics)
         return metrics
 
-    # --- checkpoints
+    # --- saving
 
-    def _save(self, history: dict[str, Any] | None = None) -> None:
-        engine = self.engine
-        if self._engine_args.push_to_hub and self.store is not None:
-            engine.await_folder(self.store.path(self.progress.step))
-        super()._save(history)
-        if self._engine_args.push_to_hub and self.store is not None and self.lifecycle.saved_at is not None:
-            engine.push_checkpoint(self.lifecycle.saved_path)
-        if self.lifecycle.is_closing and self.engine.is_in_train:  # else transformers' loop says so
-            engine.control = engine.callback_handler.on_save(engine.args, engine.state, engine.control)
+    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one.
 
-    def _write_beside(self, folder: Path) -> None:
-        self.engine.write_own_files(folder)
+        Of a model with adapters of PEFT, these are written, in PEFT's own form.
+        """
+        write_model(self, self.processing_class, Path(path), overwrite)
+        if self._engine_args.push_to_hub:
+            self.engine.push_to_hub(commit_message="Model save")
+        return Path(path)
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
         """Write metrics as `<split>_results.json` into `save_dir`, else where the training arguments write."""
@@ -448,28 +540,6 @@ class HFTrainer(Renewable, HFEvaluation):
         finally:
             self.save_dir = None
 
-    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one.
-
-        Of a model with adapters of PEFT, these are written, in PEFT's own form.
-        """
-        self._write_model(Path(path), overwrite)
-        if self._engine_args.push_to_hub:
-            self.engine.push_to_hub(commit_message="Model save")
-        return Path(path)
-
-    def _write_model(self, path: Path, overwrite: bool) -> None:
-        if hasattr(unwrap(self.model), "peft_config"):
-            with self.ranks.calling("save_model()"):
-                adapters = {name: whole(tensor) for name, tensor in adapters_of(self).items()}
-                self.ranks.on_main(
-                    "the writing of adapters", lambda: write_adapters(self.model, path, adapters, overwrite)
-                )
-        else:
-            super().save_model(path, overwrite)
-        if self.processing_class is not None and self.is_main_process:
-            self.processing_class.save_pretrained(path)
-
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload model, tokenizer and a model card, as `transformers.Trainer.push_to_hub` does."""
         return self.engine.push_to_hub(*args, **kwargs)
@@ -478,8 +548,9 @@ class HFTrainer(Renewable, HFEvaluation):
         """Write a draft of a model card, as `transformers.Trainer.create_model_card` does."""
         self.engine.create_model_card(*args, **kwargs)
 
-
-_ENDLESS = 1 << 40
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        return {**super().resolved_config(), "order_seed": self._order_seed}
 
 
 class _Processes:

@@ -1,114 +1,248 @@
-"""AccelerateTrainer: any number of processes, under DDP, FSDP 2 or DeepSpeed ZeRO, with one process's numbers."""
+"""AccelerateTrainer: any number of processes, under DDP, FSDP 2 or DeepSpeed ZeRO, with the numbers of one process."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from omnitrain.errors import ConfigError
-from omnitrain.precision import precision_name
-from omnitrain.trainers.accelerators import (
+from omnitrain.backends.accelerators import (
     adopt_precision,
+    backend_for,
     find_ranks,
     make_accelerator,
     refuse_lost_processes,
-    sharding_of,
 )
-from omnitrain.trainers.native import Trainer
-from omnitrain.trainers.sharding import Sharding
-from omnitrain.trainers.zero import adopt_config, deepspeed_plugin
+from omnitrain.backends.backend import Backend
+from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
+from omnitrain.duration import Duration
+from omnitrain.errors import ConfigError
+from omnitrain.events import Algorithm, Callback
+from omnitrain.precision import precision_name
+from omnitrain.settings import Nothing, PrecisionName, ScheduleName, describe, takes_arguments
+from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["AccelerateTrainer"]
 
 
-class AccelerateTrainer(Sharding, Trainer):
+class AccelerateTrainer(BaseTrainer):
     """Trains a model on all processes that `accelerate launch`, `torchrun` or `omnitrain launch` started.
 
-    Takes the arguments of `BaseTrainer` except `device`, which each process is given, and those below. What an
-    accelerate config file or a flag of its launcher says (FSDP, DeepSpeed, mixed precision) is honoured. Every public
-    call that concerns the run (`train`, `evaluate`, `save_model`, ...) is made on every process.
-
-    Args:
-        model: As in `BaseTrainer`; every process starts from the weights of the first.
-        args: As in `BaseTrainer`.
-        deepspeed_config: Path or dict of a DeepSpeed configuration; `{}` is ZeRO 2 with its defaults. "auto" entries
-            are filled in, and whatever contradicts an argument is an error.
-        fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin(fsdp_version=2, ...)`.
-        parallelism_config: accelerate's `ParallelismConfig`, of which the data-parallel dimensions are used.
-        accelerator: An `Accelerator` of one's own, instead of the arguments above.
-        find_unused_parameters: Whether DDP looks for parameters without a gradient in every step.
-        gradient_checkpointing: Whether activations are computed twice instead of kept; the model needs
-            transformers' `gradient_checkpointing_enable`.
-        kwargs: As in `BaseTrainer`.
-
-    Raises:
-        ConfigError: If arguments contradict each other or the DeepSpeed configuration.
-        DistributedError: If the program was started on more processes than the trainer sees.
+    What an accelerate config file or a flag of its launcher says (FSDP, DeepSpeed, mixed precision) is honoured. Every
+    public call that concerns the run (`train`, `evaluate`, `save_model`, ...) is made on every process.
     """
 
+    REFUSED: ClassVar[dict[str, str]] = {
+        "device": "is an argument of Trainer: here each process is given its own. "
+        "Leave it out (ACCELERATE_USE_CPU=true keeps a run off the GPUs)."
+    }
+    """Arguments of other trainers that this one does not have, and why."""
+
+    accelerator: Any
+    """accelerate's `Accelerator`."""
+
+    @takes_arguments
     def __init__(
         self,
         model: nn.Module,
-        *args: Any,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        test_dataset: Any = None,
+        *,
+        # accelerate
         deepspeed_config: str | Path | Mapping[str, Any] | None = None,
         fsdp_plugin: Any = None,
         parallelism_config: Any = None,
         accelerator: Any = None,
         find_unused_parameters: bool = False,
         gradient_checkpointing: bool = False,
-        **kwargs: Any,
+        # <arguments of BaseTrainer, written by `make signatures`>
+        # data
+        train_loader: Iterable[Any] | None = None,
+        eval_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
+        test_loader: Iterable[Any] | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        batch_size: int = 8,
+        eval_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int | None = None,
+        # length
+        epochs: int | float | None = 3,
+        max_steps: int | None = None,
+        max_duration: int | str | Duration | None = None,
+        # optimizer
+        optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
+        learning_rate: float = 2e-5,
+        weight_decay: float = 0.0,
+        lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
+        warmup_steps: int = 0,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = 1.0,
+        grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean",
+        # loss and metrics
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        unit: Callable[..., Any] | None = None,
+        compute_metrics: Any = None,
+        optimization_metric: str = "loss",
+        optimization_direction: Literal["max", "min"] | None = None,
+        patience: int | None = None,
+        delta: float = 0.0,
+        early_stopper: Callable[[int, float], bool] | None = None,
+        # cadence
+        eval_steps: int | str | Duration | None = None,
+        eval_on_start: bool = False,
+        save_steps: int | str | Duration | None = None,
+        log_steps: int | str | Duration = 10,
+        # checkpoints
+        save_dir: str | Path | None = None,
+        save_total_limit: int | None = None,
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        load_best_at_end: bool | None = None,
+        overwrite: bool = False,
+        save_required: bool = False,
+        save_only_model: bool = False,
+        async_save: bool = False,
+        # precision and placement
+        autocast: PrecisionName | torch.dtype | None = None,
+        fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        # run
+        seed: int = 42,
+        deterministic: bool = False,
+        on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
+        detect_anomaly: bool = False,
+        callbacks: Iterable[Callback] = (),
+        algorithms: Iterable[Algorithm] = (),
+        progress_bar: bool | None = None,
+        trial_name: str | None = None,
+        # </arguments>
+        **unknown: Unpack[Nothing],
     ) -> None:
-        ways = {"deepspeed_config": deepspeed_config, "fsdp_plugin": fsdp_plugin, "accelerator": accelerator}
+        """Set up a trainer; called on every process. Nothing is trained or written before `train()`.
+
+        Args:
+            model: Any `nn.Module`; every process starts from the weights of the main one.
+            train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
+            eval_dataset: The same, or a dict of named sets; evaluations of it select the best.
+            test_dataset: The same, for `test()`; never used to select anything.
+            deepspeed_config: Path or dict of a DeepSpeed configuration; `{}` is ZeRO 2, "auto" values are filled in.
+            fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin(fsdp_version=2, ...)`.
+            parallelism_config: accelerate's `ParallelismConfig`, of which the data-parallel dimensions are used.
+            accelerator: An `Accelerator` of your own, instead of the arguments above.
+            find_unused_parameters: Whether DDP looks for parameters without a gradient in every step; default False.
+            gradient_checkpointing: Whether activations are recomputed instead of kept; default False.
+            train_loader: A loader of your own instead of `train_dataset`, used as it is.
+            eval_loader: The same instead of `eval_dataset`.
+            test_loader: The same instead of `test_dataset`.
+            data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
+            batch_size: Samples of one forward pass on each process; default 8.
+            eval_batch_size: The same in evaluations; None is `batch_size`.
+            global_batch_size: Samples of one optimizer step over all processes; sets the accumulation, must divide.
+            shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
+            num_workers: Worker processes per loader; default 0.
+            pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
+            prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
+            epochs: Passes over the training data; default 3. 2.5 ends in the middle of the third.
+            max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
+            max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
+            optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
+            learning_rate: For the default optimizer or a class; default 2e-5.
+            weight_decay: For the default optimizer or a class; default 0.
+            lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
+            warmup_steps: Steps over which the rate rises linearly from 0; default 0.
+            scheduler_interval: "step" (default) moves the schedule after each update, "epoch" after each epoch.
+            gradient_accumulation_steps: Micro-batches of one optimizer step; default 1.
+            max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
+            grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
+            loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
+            unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
+            compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            optimization_metric: What evaluations are judged by; default "loss".
+            optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
+            patience: Evaluations in a row without a gain that end the run; None and -1 never do.
+            delta: What an improvement must exceed to count for `patience`; default 0.
+            early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
+            eval_on_start: Whether to evaluate before the first step; default False.
+            save_steps: Interval of checkpoints: steps or a duration; None is each epoch, if `save_dir` is set.
+            log_steps: Interval of logs: steps or a duration; default 10.
+            save_dir: The folder of the run's checkpoints and files; None writes nothing.
+            save_total_limit: How many of the newest checkpoints stay; None keeps all.
+            keep_best: With a limit, how many of the best stay as well; default 1.
+            keep_every: With a limit, checkpoints of steps divisible by this stay as well.
+            load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
+            overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
+            save_required: Whether a disk that fails ends the run; by default it is reported, and the run goes on.
+            save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
+            async_save: Whether checkpoints are written in the background; default False.
+            autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
+            fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
+            deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
+            on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
+            detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
+            callbacks: Instances of `Callback`.
+            algorithms: Instances of `Algorithm`, applied in this order.
+            progress_bar: None is a live bar on a terminal and plain lines elsewhere; True and False always, never.
+            trial_name: The name of the run for `WandbLogger`.
+
+        Raises:
+            ConfigError: If arguments contradict each other or the DeepSpeed configuration.
+            DistributedError: If the program was started on more processes than the trainer sees.
+            ObjectiveError: If it cannot be told whether a higher or a lower `optimization_metric` is better.
+            TypeError: If an argument is unknown; the message names the nearest one.
+        """
+
+    def _construct(self, given: dict[str, Any]) -> None:
+        ways = {name: given.pop(name, None) for name in ("deepspeed_config", "fsdp_plugin", "accelerator")}
+        parallelism, unused = given.pop("parallelism_config", None), given.pop("find_unused_parameters", False)
         chosen = [name for name, value in ways.items() if value is not None]
         if len(chosen) > 1:
             raise ConfigError(f"`{chosen[0]}` and `{chosen[1]}` exclude each other. Pass one of them.")
-        if kwargs.get("device") is not None:
-            raise ConfigError(
-                f"`device={str(kwargs['device'])!r}` is an argument of Trainer: here each process is given its own. "
-                "Leave it out (ACCELERATE_USE_CPU=true keeps a run off the GPUs)."
-            )
-        self.accelerator = accelerator
+        accelerator = ways.pop("accelerator")
         if accelerator is None:
-            plugin = deepspeed_plugin(deepspeed_config)
+            plugin = deepspeed_plugin(ways["deepspeed_config"])
             if plugin is not None:
-                adopt_config(plugin, kwargs)
+                adopt_config(plugin, given)
             else:
-                _adopt_launcher(kwargs)
-            self.accelerator = make_accelerator(
-                precision=precision_name(kwargs.get("autocast")),
+                _adopt_launcher(given)
+            accelerator = make_accelerator(
+                precision=precision_name(given.get("autocast")),
                 deepspeed_plugin=plugin,
-                fsdp_plugin=fsdp_plugin,
-                parallelism_config=parallelism_config,
-                find_unused_parameters=find_unused_parameters,
+                fsdp_plugin=ways["fsdp_plugin"],
+                parallelism_config=parallelism,
+                find_unused_parameters=unused,
             )
-        elif kwargs.get("autocast") is None and accelerator.mixed_precision != "no":
-            kwargs["autocast"] = accelerator.mixed_precision
-        self._sharded_by = sharding_of(self.accelerator)
-        self.ranks = find_ranks(self.accelerator)
+        elif given.get("autocast") is None and accelerator.mixed_precision != "no":
+            given["autocast"] = accelerator.mixed_precision
+        self.accelerator = accelerator
+        self._own_settings = {**ways, "find_unused_parameters": unused}
+        self.ranks = find_ranks(accelerator)
         refuse_lost_processes(self.world_size)
-        if gradient_checkpointing:
-            _checkpoint_activations(model)
+        if given.pop("gradient_checkpointing", False):
+            _checkpoint_activations(given["model"])
         with self.ranks.calling(f"{type(self).__name__}()"):
-            super().__init__(model, *args, **kwargs)
-        self._given |= {name: value for name, value in ways.items() if name != "accelerator"}
-        self._given |= {"find_unused_parameters": find_unused_parameters}
-
-    # --- setting up
+            super()._construct(given)
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
         return self.accelerator.device
 
-    def _setup_training_components(self) -> None:
-        """Wrap the model; FSDP and DeepSpeed take the optimizer with it."""
-        if self._sharded_by:
-            self._shard()
-        else:
-            self.model = self.accelerator.prepare_model(self.model)
+    def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
+        return super()._make_backend(model, make or functools.partial(backend_for, self.accelerator, self.settings))
+
+    def resolved_config(self) -> dict[str, Any]:
+        own = {name: describe(value) for name, value in self._own_settings.items()}
+        return {**super().resolved_config(), **own}
 
 
 def _adopt_launcher(given: dict[str, Any]) -> None:

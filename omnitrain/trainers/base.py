@@ -1,39 +1,57 @@
-"""BaseTrainer: the arguments, and the calls that a user makes. The loop that they start is in `loop.py`."""
+"""BaseTrainer: the arguments, the parts that a run is made of, and the calls that a user makes."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from abc import ABC
-from collections.abc import Callable, Iterable
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from omnitrain import evaluation
-from omnitrain.callbacks.cadence import Cadence
-from omnitrain.callbacks.early_stopping import EarlyStopping
-from omnitrain.callbacks.interrupt import Interrupt
-from omnitrain.callbacks.jsonl import JsonlLogger
-from omnitrain.callbacks.progress_bar import ProgressBar
-from omnitrain.callbacks.retention import Retention
-from omnitrain.checkpoint.state import class_of
+from omnitrain.backends.backend import Backend
+from omnitrain.callbacks.defaults import default_callbacks
+from omnitrain.callbacks.interrupt import error_of
+from omnitrain.checkpoint import state
+from omnitrain.checkpoint.changes import InitialOptions
+from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
+from omnitrain.checkpoint.contents import Contents
 from omnitrain.checkpoint.store import Store
-from omnitrain.duration import Duration, Every, Limits
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, Callback
-from omnitrain.finite import FiniteGuard, LossMeter
-from omnitrain.lifecycle import Lifecycle
-from omnitrain.data.loaders import GivenLoader, make_loader
+from omnitrain.data.sets import Sets
+from omnitrain.distributed import Ranks
+from omnitrain.duration import Duration, Limits
+from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
+from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, follows_evaluations
-from omnitrain.precision import Precision, choose_device
-from omnitrain.reproducibility import derive_seed, seed_everything
+from omnitrain.precision import Precision
+from omnitrain.progress import Progress
+from omnitrain.reproducibility import deterministic as deterministic_kernels
+from omnitrain.run.evaluation import Evaluation, Predictions
+from omnitrain.run.feed import Feed
+from omnitrain.run.hooks import NEVER_CALLED, Hooks
+from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.loop import Loop
+from omnitrain.run.nonfinite import nonfinite_error
+from omnitrain.run.step import Step
 from omnitrain.scoring import make_scorer
-from omnitrain.trainers.calls import Calls
-from omnitrain.settings import check_settings, describe, describe_data, refuse_unknown, resolve_accumulation
+from omnitrain.settings import (
+    Nothing,
+    PrecisionName,
+    ScheduleName,
+    Settings,
+    check_settings,
+    describe,
+    describe_data,
+    resolve_accumulation,
+    takes_arguments,
+)
 from omnitrain.units import ModelUnit
 
 __all__ = ["BaseTrainer"]
@@ -41,23 +59,25 @@ __all__ = ["BaseTrainer"]
 logger = logging.getLogger("omnitrain")
 
 
-class BaseTrainer(Calls, ABC):
+class BaseTrainer(Hooks, ABC):
     """The common base of all trainers: one lifecycle, one loop, hooks for what differs.
 
-    Every argument is described in `docs/arguments.md`; `Trainer` is the one to use on one device. A subclass that
-    overrides `_setup_training_components`, `_prepare_batch` and `_train_epoch` is complete.
-
-    Args:
-        model: Any `nn.Module`.
-        train_dataset: Map-style or iterable dataset, or tensors.
-        eval_dataset: The same, or a dict of named sets.
-        test_dataset: The same; never used to select anything.
-
-    Raises:
-        ConfigError: If an argument is wrong, or two contradict each other.
-        ObjectiveError: If nobody can tell whether a higher or a lower `optimization_metric` is better.
+    `Trainer` is the one to use on one device. A subclass that overrides `_setup_training_components`, `_prepare_batch`
+    and `_train_epoch` is complete.
     """
 
+    NEVER_CALLED: ClassVar[Mapping[str, str]] = NEVER_CALLED
+    """Methods that nothing calls, though users of other trainers override them, and what to use instead."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            is_event = name.startswith("on_") and callable(value)
+            instead = "a callback, a subclass of omnitrain.Callback," if is_event else cls.NEVER_CALLED.get(name)
+            if instead is not None:
+                raise TypeError(f"{cls.__name__} overrides {name}, which is never called. Use {instead} instead.")
+
+    @takes_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -67,7 +87,7 @@ class BaseTrainer(Calls, ABC):
         *,
         # data
         train_loader: Iterable[Any] | None = None,
-        eval_loader: Iterable[Any] | None = None,
+        eval_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
         test_loader: Iterable[Any] | None = None,
         data_collator: Callable[[Any], Any] | None = None,
         batch_size: int = 8,
@@ -85,18 +105,18 @@ class BaseTrainer(Calls, ABC):
         optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
         learning_rate: float = 2e-5,
         weight_decay: float = 0.0,
-        lr_scheduler: Any = None,
+        lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
         warmup_steps: int = 0,
-        scheduler_interval: str = "step",
+        scheduler_interval: Literal["step", "epoch"] = "step",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
-        grad_reduction: str = "mean",
+        grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean",
         # loss and metrics
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-        unit: Any = None,
+        unit: Callable[..., Any] | None = None,
         compute_metrics: Any = None,
         optimization_metric: str = "loss",
-        optimization_direction: str | None = None,
+        optimization_direction: Literal["max", "min"] | None = None,
         patience: int | None = None,
         delta: float = 0.0,
         early_stopper: Callable[[int, float], bool] | None = None,
@@ -116,179 +136,478 @@ class BaseTrainer(Calls, ABC):
         save_only_model: bool = False,
         async_save: bool = False,
         # precision and placement
-        autocast: str | torch.dtype | None = None,
+        autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
         device: str | torch.device | None = None,
         # run
         seed: int = 42,
         deterministic: bool = False,
-        on_nonfinite: str = "raise",
+        on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
         detect_anomaly: bool = False,
         callbacks: Iterable[Callback] = (),
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
         trial_name: str | None = None,
-        **unknown: Any,
+        **unknown: Unpack[Nothing],
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "unknown")}
-        refuse_unknown(unknown, type(self))
+        """Set up a trainer; nothing is trained or written before `train()`.
+
+        Args:
+            model: Any `nn.Module`; it is moved to the device and trained in place.
+            train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
+            eval_dataset: The same, or a dict of named sets; evaluations of it select the best.
+            test_dataset: The same, for `test()`; never used to select anything.
+            train_loader: A loader of your own instead of `train_dataset`, used as it is.
+            eval_loader: The same instead of `eval_dataset`.
+            test_loader: The same instead of `test_dataset`.
+            data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
+            batch_size: Samples of one forward pass on each process; default 8.
+            eval_batch_size: The same in evaluations; None is `batch_size`.
+            global_batch_size: Samples of one optimizer step over all processes; sets the accumulation, must divide.
+            shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
+            num_workers: Worker processes per loader; default 0.
+            pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
+            prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
+            epochs: Passes over the training data; default 3. 2.5 ends in the middle of the third.
+            max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
+            max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
+            optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
+            learning_rate: For the default optimizer or a class; default 2e-5.
+            weight_decay: For the default optimizer or a class; default 0.
+            lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
+            warmup_steps: Steps over which the rate rises linearly from 0; default 0.
+            scheduler_interval: "step" (default) moves the schedule after each update, "epoch" after each epoch.
+            gradient_accumulation_steps: Micro-batches of one optimizer step; default 1.
+            max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
+            grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
+            loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
+            unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
+            compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            optimization_metric: What evaluations are judged by; default "loss".
+            optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
+            patience: Evaluations in a row without a gain that end the run; None and -1 never do.
+            delta: What an improvement must exceed to count for `patience`; default 0.
+            early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
+            eval_on_start: Whether to evaluate before the first step; default False.
+            save_steps: Interval of checkpoints: steps or a duration; None is each epoch, if `save_dir` is set.
+            log_steps: Interval of logs: steps or a duration; default 10.
+            save_dir: The folder of the run's checkpoints and files; None writes nothing.
+            save_total_limit: How many of the newest checkpoints stay; None keeps all.
+            keep_best: With a limit, how many of the best stay as well; default 1.
+            keep_every: With a limit, checkpoints of steps divisible by this stay as well.
+            load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
+            overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
+            save_required: Whether a disk that fails ends the run; by default it is reported, and the run goes on.
+            save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
+            async_save: Whether checkpoints are written in the background; default False.
+            autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
+            fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            device: Where to train; None is the first there is of cuda, xpu, mps, cpu.
+            seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
+            deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
+            on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
+            detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
+            callbacks: Instances of `Callback`.
+            algorithms: Instances of `Algorithm`, applied in this order.
+            progress_bar: None is a live bar on a terminal and plain lines elsewhere; True and False always, never.
+            trial_name: The name of the run for `WandbLogger`.
+
+        Raises:
+            ConfigError: If an argument is wrong, or two contradict each other.
+            ObjectiveError: If it cannot be told whether a higher or a lower `optimization_metric` is better.
+            TypeError: If an argument is unknown; the message names the nearest one.
+        """
+
+    def _construct(self, given: dict[str, Any]) -> None:
+        """Build the trainer from the arguments that the caller passed, by name."""
+        model = given.pop("model")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
-        check_settings(given)
-        self._given = {name: value for name, value in given.items() if name != "model"}
-        self.model = model
-        self.train_dataset, self.eval_dataset, self.test_dataset = train_dataset, eval_dataset, test_dataset
-        self.data_collator = data_collator
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.epochs, self.max_steps = epochs, max_steps
-        self.limits = Limits(epochs, max_steps, max_duration)
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
-        self.max_grad_norm, self.grad_reduction = max_grad_norm, grad_reduction
-        self.scheduler_interval = scheduler_interval
-        self.loss_fn, self.unit = loss_fn, unit if unit is not None else ModelUnit(model, loss_fn)
-        self.compute_metrics = compute_metrics
-        self.scorer = make_scorer(compute_metrics)
-        self.eval_on_start = eval_on_start
-        self.save_dir = None if save_dir is None else Path(save_dir)
+        settings = self.settings = Settings(**given)
+        check_settings(settings)
+        self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
+        self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
+        self.batch_size = settings.batch_size
+        self.eval_batch_size = settings.eval_batch_size or settings.batch_size
+        self.epochs, self.max_steps = settings.epochs, settings.max_steps
+        self.limits = Limits(settings.epochs, settings.max_steps, settings.max_duration)
+        self.learning_rate, self.weight_decay = settings.learning_rate, settings.weight_decay
+        self.warmup_steps, self.scheduler_interval = settings.warmup_steps, settings.scheduler_interval
+        self.max_grad_norm, self.grad_reduction = settings.max_grad_norm, settings.grad_reduction
+        self.loss_fn = settings.loss_fn
+        self.unit = settings.unit if settings.unit is not None else ModelUnit(model, settings.loss_fn)
+        self.compute_metrics, self.scorer = settings.compute_metrics, make_scorer(settings.compute_metrics)
+        self.save_dir = None if settings.save_dir is None else Path(settings.save_dir)
         self.store = None if self.save_dir is None else Store(self.save_dir)
-        self.save_required = save_required
-        self.fp16_loss_scale = fp16_loss_scale
-        self.seed, self.deterministic, self.on_nonfinite = seed, deterministic, on_nonfinite
-        self.trial_name = trial_name
-        self.algorithms = list(algorithms)
+        self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
+        self.algorithms = list(settings.algorithms)
         for algorithm in self.algorithms:
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
-        self._user_callbacks = list(callbacks)
-        self.device = self._choose_device(device)
-        self.gradient_accumulation_steps = resolve_accumulation(given, self.world_size)
-        self._set_up_data()
-        self.precision = Precision.parse(autocast, self.device)
-        self._new_run()
+        self._callbacks = list(settings.callbacks)
+        self.ranks = getattr(self, "ranks", Ranks())
+        self._initial = InitialOptions()
+        self.lr_scheduler: Any = None
+        self.device = self._choose_device(settings.device)
+        self.gradient_accumulation_steps = resolve_accumulation(settings, self.world_size)
+        self.precision = Precision.parse(settings.autocast, self.device)
+        self.backend = self._make_backend(model)
+        self._sets = self._make_sets()
+        self._assemble()
         self._setup_training_components()
         self._finish_setup()
 
-    # --- setting up
+    # --- the parts of a run
 
-    def _set_up_data(self) -> None:
-        given = self._given
-        pin_memory = self.device.type == "cuda" if given["pin_memory"] is None else given["pin_memory"]
-        self._loading = {
-            "collate": self.data_collator,
-            "seed": self.seed,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "num_workers": given["num_workers"],
-            "pin_memory": pin_memory and self.device.type != "cpu",
-            "prefetch_factor": given["prefetch_factor"],
-        }
-        self.train_loader: Any = None
-        if given["train_loader"] is not None:
-            self.train_loader = GivenLoader(given["train_loader"], self.seed, self.rank, self.world_size)
-        elif self.train_dataset is not None:
-            self.train_loader = make_loader(
-                self.train_dataset, self.batch_size, name="train_dataset", shuffle=given["shuffle"],
-                marks=self.store is not None, **self._sampling, **self._loading,
-            )  # fmt: skip
-        self.eval_loader = self._evaluation_loader(self.eval_dataset, given["eval_loader"], "eval_dataset")
-        self.test_loader = self._evaluation_loader(self.test_dataset, given["test_loader"], "test_dataset")
+    def _make_sets(self) -> Sets:
+        """Return the data."""
+        return Sets(self.settings, self.device, self.ranks)
+
+    def _make_backend(self, model: nn.Module, make: Callable[..., Backend] = Backend) -> Backend:
+        """Return the backend; `_setup_training_components` puts the model in place.
+
+        Args:
+            model: The model.
+            make: The class of the backend, or another maker of it, called with the arguments of `Backend`.
+        """
+        scaler = self.precision.grad_scaler(self.settings.fp16_loss_scale[0])
+        return make(model, self.device, scaler, self._build_optimizer, self.ranks)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer that was asked for, of the model as it is now."""
+        settings = self.settings
+        return build_optimizer(settings.optimizer, self.model, settings.learning_rate, settings.weight_decay)
 
     @property
-    def _sampling(self) -> dict[str, Any]:
-        """What is said of the order of training samples beside `shuffle` and `seed`; see `make_loader`."""
-        return {}
+    def _evaluates(self) -> bool:
+        """Whether the run has evaluations."""
+        return self.eval_loader is not None
 
-    def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
-        given = dataset if loader is None else loader
-        if evaluation.is_named_sets(given):
-            parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
-            return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
-        if loader is not None:
-            return GivenLoader(loader, self.seed, self.rank, self.world_size)
-        if dataset is None:
-            return None
-        return make_loader(dataset, self.eval_batch_size, name=name, marks=False, **self._loading)
+    def _assemble(
+        self,
+        evaluation: Callable[..., Evaluation] = Evaluation,
+        loop: Callable[..., Loop] = Loop,
+        write_beside: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        """Make the parts of a run, which start counting at zero.
 
-    def _new_run(self) -> None:
-        """Start counting from nothing: progress, history, best."""
-        given = self._given
-        metric = given["optimization_metric"]
-        objective = Objective(
-            metric,
-            given["optimization_direction"],
-            given["delta"],
-            self.scorer.higher_is_better.get(metric.removeprefix("eval_")),
+        Args:
+            evaluation: The class of what runs evaluations, or another maker of it.
+            loop: The same for the training loop.
+            write_beside: Writes further files into the folder of a checkpoint, on the main process.
+        """
+        settings, ranks, sets = self.settings, self.ranks, self._sets
+        metric = settings.optimization_metric
+        own_direction = self.scorer.higher_is_better.get(metric.removeprefix("eval_"))
+        objective = Objective(metric, settings.optimization_direction, settings.delta, own_direction)
+        if self._evaluates and self.scorer.names is not None:
+            objective.check(self.scorer.names, list(sets.eval) if isinstance(sets.eval, dict) else [])
+        own = default_callbacks(settings, self.limits, self.store, self._evaluates)
+        lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
+        lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
+        self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps)
+        self._step = Step(
+            self, self.backend, lifecycle, ranks, settings,
+            lambda place: nonfinite_error(self, sets.train, self.save_dir, place),
+        )  # fmt: skip
+        contents = Contents(self, lifecycle, self._step, sets, self._initial)
+        self._checkpointer = Checkpointer(self, lifecycle, contents, self.store, write_beside)
+        self._evaluation = evaluation(self, self._feed, self.scorer)
+        self._loop = loop(
+            self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
         )
-        self._check_objective(objective)
-        log = Every(Duration.parse(given["log_steps"], "ba", "log_steps"), self.limits)
-        evaluate = self._interval("eval_steps") if self._has_eval else None
-        save = self._interval("save_steps") if self.store is not None else None
-        patience = None if given["patience"] == -1 else given["patience"]
-        own: list[Callback] = [
-            Interrupt(),
-            Cadence(self.limits, log, evaluate, save),
-            EarlyStopping(patience, given["early_stopper"]),
-            ProgressBar(given["progress_bar"]),
-        ]
-        if self.store is not None:
-            kept = given["save_total_limit"], given["keep_best"], given["keep_every"]
-            own += [JsonlLogger(), Retention(self.store, *kept, replaces=given["overwrite"])]
-        self.lifecycle = Lifecycle(self, [*own, *self._user_callbacks], objective)
-        self.progress.epoch_size = None if self.train_loader is None else self.train_loader.size
-        self._loss, self._grad_norm, self._logged = LossMeter(self.device, self.ranks), None, (0, 0.0, 0, 0)
-        self._weights_from, self._scored = None, (-1, -1)
-        self._owes_evaluation, self._owes_save, self._credited_step, self._epoch_is_complete = False, False, -1, True
-
-    def _interval(self, name: str) -> Every:
-        value = "1ep" if self._given[name] is None else self._given[name]
-        return Every(Duration.parse(value, "ba", name), self.limits)
-
-    def _check_objective(self, objective: Objective) -> None:
-        """Refuse a metric that cannot come, where the names of the metrics are known beforehand."""
-        names = self.scorer.names
-        if not self._has_eval or names is None:
-            return
-        known = [f"eval_{name}" for name in ("loss", *names)]
-        if isinstance(self.eval_loader, dict):
-            known += [f"eval_{key}_{name}" for key in self.eval_loader for name in ("loss", *names)]
-        objective.key(dict.fromkeys(known, 0.0))
-
-    @property
-    def _loads_best(self) -> bool:
-        wanted = self._given["load_best_at_end"]
-        return self.store is not None and self._has_eval and wanted is not False
 
     def _finish_setup(self) -> None:
-        """Build what `_setup_training_components` left to be built."""
+        """Build the schedule, once `_setup_training_components` has put the model in place."""
         self.lr_scheduler = None
-        if not self._can_train:
+        if self.train_loader is None and not self._loop.has_own_epoch:
             return
-        self._note_optimizer()
+        spec = self.settings.lr_scheduler
+        self._initial.note_optimizer(self.optimizer)
+        steps = self.total_steps
+        if self.scheduler_interval != "step":
+            steps = None if steps is None or not self.steps_per_epoch else -(-steps // self.steps_per_epoch)
         self.lr_scheduler = build_scheduler(
-            self._given["lr_scheduler"],
-            self.optimizer,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.total_steps if self.scheduler_interval == "step" else self._total_epochs,
+            spec, self.optimizer, warmup_steps=self.settings.warmup_steps, total_steps=steps
         )
-        self._note_schedule()
+        if not isinstance(spec, str | None):
+            self._initial.note_schedule(self.lr_scheduler)
         if follows_evaluations(self.lr_scheduler):
-            if not self._has_eval:
+            if not self._evaluates:
                 kind = type(self.lr_scheduler).__name__
                 raise ConfigError(f"`lr_scheduler={kind}` follows evaluations. Pass `eval_dataset`.")
             self.scheduler_interval = "evaluation"
 
-    @cached_property
+    # --- training
+
+    def train(self, resume_from: str | Path | None = None, allow_change: Collection[str] = ()) -> MetricsDict:
+        """Train to the first limit, and return history and best.
+
+        A second call trains once more from the present weights, with progress and history started anew.
+
+        Args:
+            resume_from: A checkpoint's folder, "last", "best", or "auto": the newest one in `save_dir` that is
+                undamaged, else a fresh start.
+            allow_change: Settings that may differ from those of the checkpoint, by name.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged, or was saved under settings that would change the run.
+            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
+            KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
+        """
+        with self.ranks.calling("train()"):
+            self._run(resume_from, allow_change)
+        if self.lifecycle.stop == "signal":
+            raise error_of(self.lifecycle.signal)
+        return self.metrics
+
+    def _run(self, resume_from: str | Path | None, allow_change: Collection[str]) -> None:
+        if self.train_loader is None and not self._loop.has_own_epoch:
+            raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
+        check_allowed(allow_change)
+        found = None if resume_from is None else self._checkpointer.find(resume_from)
+        if found is None and resume_from == "auto":
+            logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
+        elif found is None:
+            self._checkpointer.check_save_dir()
+        self._begin_run(resumes=found is not None)
+        if found is not None:
+            self._checkpointer.resume(*found, allow_change)
+        self._checkpointer.check_disk()
+        failed = True
+        try:
+            anomalies = torch.autograd.set_detect_anomaly if self.settings.detect_anomaly else contextlib.nullcontext
+            with deterministic_kernels(self.settings.deterministic), self._checkpointer.background(), anomalies(True):
+                self.lifecycle.begin_train()
+                if found is not None:
+                    self._checkpointer.restore_random_numbers(*found)
+                else:
+                    self.lifecycle.owes_evaluation = self.settings.eval_on_start
+                self._loop.run()
+            failed = False
+        except BaseException as error:
+            self.lifecycle.failed(error)
+            raise
+        finally:
+            self._step.guard.release(self.optimizer)
+            self._sets.end_workers()
+            self.lifecycle.end_train(failed)
+
+    def _begin_run(self, resumes: bool) -> None:
+        """Start counting at zero, with a fresh optimizer if the trainer has trained before.
+
+        Args:
+            resumes: Whether a checkpoint is about to be restored.
+        """
+        if self.progress.step or self.metrics["train_metrics_history"]:
+            self._assemble()
+            if self.settings.optimizer is None or not hasattr(self.settings.optimizer, "param_groups"):
+                self.backend.reset_optimizer()
+            self._finish_setup()
+        self._seed()
+        self._step.prepare()
+
+    def stop(self, reason: str = "requested") -> None:
+        """Request the end of the run at the next step boundary; the first reason is the one that counts."""
+        if reason not in STOP_REASONS:
+            logger.info("The run was asked to stop: %s", reason)
+            reason = "requested"
+        self.control.stop = self.control.stop or reason
+
+    def request_evaluate(self) -> None:
+        """Request an evaluation at the next step boundary."""
+        if not self._evaluates:
+            raise ConfigError("An evaluation was requested, but there is no evaluation set. Pass `eval_dataset`.")
+        self.control.evaluate = True
+
+    def request_save(self) -> None:
+        """Request a checkpoint at the next step boundary."""
+        if self.store is None:
+            raise ConfigError("A checkpoint was requested, but there is no place for it. Pass `save_dir`.")
+        self.control.save = True
+
+    def request_log(self) -> None:
+        """Request a row of logs at the next step boundary."""
+        self.control.log = True
+
+    # --- evaluating
+
+    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        """Return `<prefix>_loss` and the metrics of a dataset, a loader, a dict of named sets, or of the eval set.
+
+        Leaves the run as it is: history, best and random numbers are not touched.
+        """
+        loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
+        if loader is None:
+            raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
+        with self.ranks.calling("evaluate()"):
+            return self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
+
+    def test(self, dataset: Any = None) -> dict[str, float]:
+        """Return `test_loss` and the metrics of a dataset, or of the test set; never used to select anything."""
+        loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
+        if loader is None:
+            raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
+        with self.ranks.calling("test()"):
+            metrics = self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, "test", stop))
+        progress = self._checkpointer.weights_from or self.progress
+        row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
+        self.metrics.add_test(row)
+        self.lifecycle.logged(row)
+        return metrics
+
+    def predict(self, dataset: Any) -> Predictions:
+        """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any."""
+        loader = self._sets.loader_for(dataset)
+        if isinstance(loader, dict):
+            raise ConfigError(
+                f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
+            )
+        with self.ranks.calling("predict()"):
+            return self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
+
+    # --- saving and loading
+
+    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
+        with self.ranks.calling("save_model()"):
+            return state.save_weights(self.model, Path(path), overwrite, self.backend.model_tensors(), self.ranks)
+
+    def save_checkpoint(self) -> Path:
+        """Save a full checkpoint of the present state, and return its folder.
+
+        Raises:
+            ConfigError: If there is no `save_dir`.
+            CheckpointError: If it cannot be written; earlier ones are untouched.
+        """
+        with self.ranks.calling("save_checkpoint()"):
+            return self._checkpointer.save_now()
+
+    def load_checkpoint(self, path: str | Path) -> Path:
+        """Put the whole trainer back to a checkpoint (a path, "last" or "best"), and return its folder.
+
+        Raises:
+            CheckpointError: If it is missing, damaged, or of another model or optimizer.
+        """
+        with self.ranks.calling("load_checkpoint()"):
+            folder, content = self._checkpointer.find(path) or (None, None)
+            if folder is None or content is None:
+                raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
+            self._checkpointer.restore(folder, content)
+            self._checkpointer.restore_random_numbers(folder, content)
+        return folder
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
+        """Write metrics as `<split>_results.json` into `save_dir`, or into the current folder without one."""
+        path = (self.save_dir or Path()) / f"{split}_results.json"
+        if self.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(dict(metrics), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        resolved = {
+            "autocast": self.precision.name,
+            "batch_size": self.batch_size,
+            "device": str(self.device),
+            "eval_batch_size": self.eval_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "global_batch_size": self.batch_size * self.world_size * self.gradient_accumulation_steps,
+            "optimization_direction": self.objective.direction,
+            "optimizer": None if self.train_loader is None and not self._loop.has_own_epoch else self.optimizer,
+            "optimizer_groups": self._initial.optimizer,
+            "lr_scheduler_options": self._initial.schedule,
+            "samples_per_epoch": None if self.train_loader is None else self.train_loader.size,
+            "total_steps": self.total_steps,
+            "unit": self.unit,
+        }
+        plain = {
+            name: describe_data(value) if name.endswith(("_dataset", "_loader")) else describe(value)
+            for name, value in {**self.settings.to_dict(), **resolved}.items()
+        }
+        return {"trainer": describe(type(self)), "model": describe(state.class_of(self.model)), **plain}
+
+    # --- what the trainer has
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, on every backend; `model_wrapped` is what runs."""
+        return self.backend.model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self.backend.model = self.backend.wrapped = model
+
+    @property
+    def model_wrapped(self) -> nn.Module:
+        """What runs in a forward pass: the model, or what DDP, `torch.compile` or DeepSpeed made of it."""
+        return self.backend.wrapped
+
+    def get_model(self) -> nn.Module:
+        """Return the bare module, without what a backend or `torch.compile` has wrapped around it."""
+        return state.unwrap(self.model)
+
+    unwrap_model = get_model
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer: the user's, or one that is built when it is first looked at, once the model is in place."""
-        return self._build_optimizer()
+        """The optimizer: the user's, or one that is built when it is first used, once the model is in place."""
+        return self.backend.optimizer
 
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that was asked for, of the model as it is now."""
-        return build_optimizer(self._given["optimizer"], self.model, self.learning_rate, self.weight_decay)
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.backend.optimizer = optimizer
 
-    def _renew_optimizer(self) -> None:
-        """Have an optimizer without a past, for another run."""
-        del self.optimizer  # it is built when it is next looked at
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """PyTorch's loss scaler under fp16, else its null object (enabled=False). May be replaced before `train()`."""
+        return self.backend.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler) -> None:
+        self.backend.scaler = scaler
+
+    @property
+    def train_loader(self) -> Any:
+        """The loader of the training set; None without one."""
+        return self._sets.train
+
+    @property
+    def eval_loader(self) -> Any:
+        """The loader of the evaluation set, a dict of them for named sets; None without one."""
+        return self._sets.eval
+
+    @property
+    def test_loader(self) -> Any:
+        """The loader of the test set; None without one."""
+        return self._sets.test
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.lifecycle.progress
+
+    @property
+    def control(self) -> Control:
+        """What callbacks on this rank have requested; what is done about it, all ranks agree on."""
+        return self.lifecycle.control
+
+    @property
+    def metrics(self) -> MetricsDict:
+        """History and best of the run."""
+        return self.lifecycle.metrics
+
+    @property
+    def objective(self) -> Objective:
+        """What evaluations are judged by."""
+        return self.lifecycle.objective
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run is ending or has ended; empty while nothing ends it."""
+        return self.lifecycle.stop or self.control.stop
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -301,65 +620,21 @@ class BaseTrainer(Calls, ABC):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run where that can be told."""
-        return self.limits.total_steps(
-            self.steps_per_epoch, None if self.train_loader is None else self.train_loader.size
-        )
+        """Optimizer steps of the whole run where that is known."""
+        size = None if self.train_loader is None else self.train_loader.size
+        return self.limits.total_steps(self.steps_per_epoch, size)
 
     @property
-    def _total_epochs(self) -> int | None:
-        total, steps = self.total_steps, self.steps_per_epoch
-        return None if total is None or not steps else -(-total // steps)
+    def is_main_process(self) -> bool:
+        """Whether this rank is the one that prints and writes."""
+        return self.ranks.is_main
 
-    def _begin_run(self) -> None:
-        """Refuse what cannot train, and start counting anew."""
-        if not self._can_train:
-            raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
-        if self.progress.step or self.metrics["train_metrics_history"]:
-            self._new_run()
-            if self._given["optimizer"] is None or not hasattr(self._given["optimizer"], "param_groups"):
-                self._renew_optimizer()
-            self._finish_setup()
-        self._seed()
-        self.optimizer.zero_grad()
-        self._collect_parameters()
-        deferred = self.on_nonfinite == "raise" and FiniteGuard.can_defer(self.device, self.optimizer)
-        self._guard = FiniteGuard(self.device, self.optimizer, deferred and self.precision.name != "fp16")
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those of the run."""
+        return self.ranks.rank
 
-    # --- settings
-
-    def resolved_config(self) -> dict[str, Any]:
-        """Return every setting as it is in force, as JSON types."""
-        resolved = {
-            "autocast": self.precision.name,
-            "device": str(self.device),
-            "eval_batch_size": self.eval_batch_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "global_batch_size": self.batch_size * self.world_size * self.gradient_accumulation_steps,
-            "optimization_direction": self.objective.direction,
-            "optimizer": self.optimizer if self._can_train else None,
-            "optimizer_groups": self._optimizer_groups,
-            "lr_scheduler_options": self._schedule_options,
-            "samples_per_epoch": None if self.train_loader is None else self.train_loader.size,
-            "total_steps": self.total_steps,
-            "unit": self.unit,
-        }
-        plain = {
-            name: describe_data(value) if name.endswith(("_dataset", "_loader")) else describe(value)
-            for name, value in {**self._given, **resolved}.items()
-        }
-        return {"trainer": describe(type(self)), "model": describe(class_of(self.model)), **plain}
-
-    # --- what a backend overrides
-
-    def _choose_device(self, device: str | torch.device | None) -> torch.device:
-        """Return the device to train on: the one asked for, else the first there is of cuda, xpu, mps, cpu."""
-        return choose_device(device)
-
-    def _seed(self) -> None:
-        """Seed the generators that training draws from; dropout on one process must not repeat that on another."""
-        seed_everything(self.seed if self.rank == 0 else derive_seed(self.seed, self.rank) & 0x7FFFFFFF)
-
-    def _setup_training_components(self) -> None:
-        """Put the model in place. `self.optimizer` is built afterwards, unless this sets it."""
-        self.model.to(self.device)
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        return self.ranks.world_size

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from omnitrain.trainers.scaling import LossScaling
+from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["Trainer"]
 
 
-class Trainer(LossScaling):
+class Trainer(BaseTrainer):
     """Trains a model on one device: the first there is of cuda, xpu, mps and cpu, or the one that `device` names.
-
-    Takes the arguments of `BaseTrainer`.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
@@ -22,11 +20,3 @@ class Trainer(LossScaling):
     >>> metrics["stop_reason"], sorted(metrics["best_valid"])
     ('epochs', ['epoch', 'eval_loss', 'step'])
     """
-
-    def _apply_update(self) -> bool:
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        applied = self.scaler.get_scale() >= scale  # the scale is only lowered after a skipped step
-        self._check_loss_scale(applied)
-        return applied

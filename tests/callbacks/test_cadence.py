@@ -7,7 +7,7 @@ from typing import Any
 
 from omnitrain.callbacks.cadence import Cadence
 from omnitrain.duration import Duration, Every, Limits
-from omnitrain.lifecycle import Control
+from omnitrain.events import Control
 from omnitrain.progress import Progress
 
 

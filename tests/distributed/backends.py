@@ -278,8 +278,8 @@ def _trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from=resume)
     noted = next(one for one in trainer.lifecycle.callbacks if isinstance(one, Trace))
     speeds = ("samples_per_second", "tokens_per_second")
-    tensors = {f"weights/{name}": whole(one) for name, one in sorted(trainer._model_tensors().items())}
-    moments, _ = trainer._optimizer_state()
+    tensors = {f"weights/{name}": whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}
+    moments, _ = trainer.backend.optimizer_state()
     tensors |= {f"moments/{name}": whole(one) for name, one in sorted(moments.items())}
     return {
         "events": noted.events,

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain import Callback
 from omnitrain.checkpoint.tensors import whole
-from omnitrain.errors import NonFiniteError
 from omnitrain.data.sampling import EpochSampler
+from omnitrain.errors import NonFiniteError
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -70,7 +70,7 @@ def poison(backend: str, dtype: str, place: str, policy: str, finite_gradient: b
         "steps": [trainer.progress.step, trainer.progress.skipped_steps],
         "losses": [row["loss"] for row in trace.logs],
         "history": trainer.metrics["train_metrics_history"],
-        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())],
+        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())],
     }
 
 
@@ -104,7 +104,7 @@ def count_targets(backend: str, dtype: str, reduction: str) -> dict[str, Any]:
     trainer.train()
     return {
         "logs": [[row["loss"], row["grad_norm"]] for row in trace.logs],
-        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())],
+        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())],
     }
 
 
@@ -232,7 +232,7 @@ class Beginning(Callback):
     """Keeps the weights that training begins with."""
 
     def on_train_start(self, trainer: Any) -> None:
-        self.weights = [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())]
+        self.weights = [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())]
 
 
 def draw(backend: str, seeds: list[int]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def draw(backend: str, seeds: list[int]) -> dict[str, Any]:
         learning_rate=0.05,
     )  # fmt: skip
     trainer.train()
-    last = [whole(tensor).tolist() for _, tensor in sorted(trainer._model_tensors().items())]
+    last = [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())]
     return {"masks": model.masks, "first": beginning.weights, "last": last}
 
 

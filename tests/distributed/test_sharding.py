@@ -132,7 +132,7 @@ def speak(backend: str, way: str, folder: str) -> dict[str, Any]:
         "their losses": [row["loss"] for row in trainer.engine.state.log_history if "loss" in row],
         "valid": metrics["valid"],
         "predictions": predicted.predictions.tolist(),
-        "tensors": {name: whole(one) for name, one in trainer._model_tensors().items()},
+        "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
     }
 
 
@@ -195,8 +195,10 @@ def cut_and_resume(backend: str, folder: str) -> dict[str, Any]:
             max_steps=steps, batch_size=2, save_dir=f"{folder}/{place}", save_steps=3,
         )  # fmt: skip
         trainer.train(resume_from=resume)
-        moments, _ = trainer._optimizer_state()
-        found.append({name: whole(one).tolist() for name, one in {**trainer._model_tensors(), **moments}.items()})
+        moments, _ = trainer.backend.optimizer_state()
+        found.append(
+            {name: whole(one).tolist() for name, one in {**trainer.backend.model_tensors(), **moments}.items()}
+        )
     return {"whole": found[0], "parts": found[2]}
 
 
@@ -304,7 +306,7 @@ def fail_on_main(backend: str, folder: str) -> dict[str, Any]:
         save_dir=folder, save_steps=10,
     )  # fmt: skip
     trainer.train()
-    count, weights = [0], trainer._zero.weights()
+    count, weights = [0], trainer.backend.model_tensors()
 
     def failing(one: Gathered) -> Gathered:
         def read() -> torch.Tensor:
@@ -315,7 +317,7 @@ def fail_on_main(backend: str, folder: str) -> dict[str, Any]:
 
         return Gathered(one.shape, one.dtype, read)
 
-    trainer._zero.weights = lambda: {name: failing(one) for name, one in weights.items()}
+    trainer.backend.model_tensors = lambda: {name: failing(one) for name, one in weights.items()}
     trainer.save_checkpoint()
     return {}
 

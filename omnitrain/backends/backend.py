@@ -1,0 +1,182 @@
+"""The backend of one device, which is plain PyTorch, and the base of the others.
+
+A backend owns the model, its wrapper, the optimizer and the loss scaler, and answers for everything about a step that
+depends on where the weights are. When it is called is decided in `run/step.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from omnitrain.checkpoint import state
+from omnitrain.distributed import Ranks
+
+__all__ = ["Backend"]
+
+Output = TypeVar("Output")
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Backend:
+    """One device. The loss scaler is PyTorch's null object (`enabled=False`) unless the precision is fp16.
+
+    Args:
+        model: The user's model.
+        device: Where the model is to be.
+        scaler: The loss scaler.
+        build_optimizer: Returns the optimizer; called once the model is in place.
+        ranks: The ranks of the run.
+
+    Attributes:
+        model: The user's module, on every backend.
+        wrapped: What runs in a forward pass: the model itself, or what DDP, `torch.compile` or DeepSpeed made of it.
+        parameters: Every parameter whose gradient a step clears: those of the model and those of the optimizer.
+    """
+
+    sharding: str | None = None
+    """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None where each rank has all of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        scaler: torch.amp.GradScaler,
+        build_optimizer: Callable[[], torch.optim.Optimizer],
+        ranks: Ranks,
+    ) -> None:
+        self.model = self.wrapped = model
+        self.device = device
+        self.scaler = scaler
+        self.ranks = ranks
+        self.parameters: list[nn.Parameter] = []
+        self._build_optimizer = build_optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def place(self) -> None:
+        """Put the model on the device and wrap it; a backend that shards wraps the optimizer too."""
+        self.wrapped = self.model.to(self.device)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, built when it is first used, so that the model is in place by then."""
+        if self._optimizer is None:
+            self._optimizer = self._build_optimizer()
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a loss scaler may leave updates out."""
+        return self.scaler.is_enabled()
+
+    def reset_optimizer(self) -> None:
+        """Start over with an optimizer that has no state."""
+        self._optimizer = None  # built when it is next used
+
+    def release(self) -> None:
+        """Free what would keep the model in memory."""
+
+    # --- a step
+
+    def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
+        """Return `run(model, batch)`, called so that the gradients of whatever it runs are averaged over the ranks."""
+        return run(self.wrapped, batch)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch's forward and backward; `last` ones complete the gradients."""
+        return _NOTHING
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss`."""
+        self.scaler.scale(loss).backward()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by `factor`."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the L2 norm of all gradients together: a scalar on the device."""
+        return nn.utils.get_total_norm([one.grad for one in self.parameters if one.grad is not None])
+
+    def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
+        """Unscale and clip the gradients; return their norm before clipping.
+
+        Args:
+            clip: Clips them and returns that norm.
+            announce: Tells the callbacks that the gradients are final.
+        """
+        self.scaler.unscale_(self.optimizer)
+        norm = clip()
+        announce()
+        return norm
+
+    def update(self) -> bool:
+        """Take the optimizer's step; return False if the loss scaler skipped it."""
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale  # the scale is lowered after a skipped step only
+
+    def check_reduced(self) -> None:
+        """Refuse an update with gradients that were not averaged over the ranks."""
+
+    def clear_gradients(self) -> None:
+        """Free all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def collect_parameters(self) -> None:
+        """List the parameters, once per epoch: walking through the modules in every step would be slow.
+
+        Those that the optimizer does not hold are listed too, or their gradients would pile up.
+        """
+        listed = {id(parameter): parameter for parameter in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            listed |= {id(parameter): parameter for parameter in group["params"]}
+        self.parameters = list(listed.values())
+
+    def end_evaluation(self) -> None:
+        """Undo what forward passes without a backward pass leave behind."""
+
+    # --- checkpoints
+
+    def model_tensors(self) -> dict[str, Any]:
+        """Return the weights by the names of the user's module; sharded ones as they are."""
+        return state.model_tensors(self.model)
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
+        """Copy weights into the model.
+
+        Args:
+            tensors: What `model_tensors` returned.
+            where: What an error calls them.
+            extra: What `checkpoint.state.extra_state` returned.
+
+        Raises:
+            CheckpointError: If they are not this model's.
+        """
+        state.load_weights(self.model, tensors, where, extra)
+
+    def optimizer_state(self) -> tuple[dict[str, Any], Any]:
+        """Return the optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types."""
+        return state.optimizer_state(self.optimizer, self.model)
+
+    def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+        """Put back what `optimizer_state` returned.
+
+        Raises:
+            CheckpointError: If it is of an optimizer with other parameters or groups.
+        """
+        state.restore_optimizer(self.optimizer, self.model, tensors, saved, where)

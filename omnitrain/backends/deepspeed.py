@@ -1,0 +1,140 @@
+"""The DeepSpeed configuration: reading it, matching it with the trainer's arguments, and filling in its "auto" values.
+
+What DeepSpeed does with the model is in `zero.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omnitrain.errors import ConfigError, MissingExtraError
+from omnitrain.precision import choose_device
+
+__all__ = ["adopt_config", "deepspeed_plugin", "fill_config", "schedule_of"]
+
+
+def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
+    """Return accelerate's plugin for a DeepSpeed configuration, or for what the launcher said; None without either.
+
+    Args:
+        config: A path, a dict (`{}` is ZeRO 2 with its defaults), or None for the launcher's.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
+    from_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if config is None and not from_launcher:
+        return None
+    if choose_device(None).type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks at it when it is imported
+    try:
+        import deepspeed  # noqa: F401
+        from accelerate.utils import DeepSpeedPlugin
+    except ImportError:
+        raise MissingExtraError("deepspeed_config", "deepspeed", "deepspeed") from None
+    if config is None:
+        return DeepSpeedPlugin()
+    if isinstance(config, (str, Path)):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"`deepspeed_config={str(config)!r}` cannot be read: {error}.") from error
+    content = json.loads(json.dumps(config))  # a copy, which DeepSpeed may write into
+    content.setdefault("zero_optimization", {"stage": 2})
+    return DeepSpeedPlugin(hf_ds_config=content)
+
+
+def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
+    """Bring the DeepSpeed configuration and the trainer's arguments to one word.
+
+    What only the configuration says becomes the trainer's argument; where both speak they must say the same.
+
+    Args:
+        plugin: accelerate's, with the configuration.
+        given: The keyword arguments that the user gave; filled.
+
+    Raises:
+        ConfigError: If they contradict each other; both values are named.
+    """
+    config = plugin.deepspeed_config
+    if "scheduler" in config:
+        raise ConfigError(
+            "The DeepSpeed configuration has a 'scheduler', but the schedule is stepped by the trainer, so that it is "
+            "the same everywhere. Remove it and pass `lr_scheduler` and `warmup_steps`."
+        )
+    if "optimizer" in config and given.get("optimizer") is not None:
+        raise ConfigError(
+            f"The DeepSpeed configuration has the optimizer {config['optimizer'].get('type')!r}, and "
+            f"`optimizer={given['optimizer']!r}` is passed too. Leave one of them out."
+        )
+    names = {
+        "train_micro_batch_size_per_gpu": "batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "max_grad_norm",
+        "train_batch_size": "global_batch_size",
+    }
+    for key, name in names.items():
+        says = config.get(key, "auto")
+        if says == "auto" or (key == "gradient_accumulation_steps" and says == 1):
+            continue  # accelerate writes a 1 where nothing was said
+        wanted = given.get(name, says)
+        wanted = 0.0 if wanted is None and key == "gradient_clipping" else wanted
+        if wanted is not None and wanted != says:
+            raise ConfigError(
+                f"The DeepSpeed configuration says {key}={says}, and the argument `{name}` {given.get(name)}. "
+                f"Give both the same value, or say 'auto' in the configuration."
+            )
+        given[name] = says if says or key != "gradient_clipping" else None
+    for precision in ("fp16", "bf16"):
+        says = config.get(precision, {}).get("enabled", "auto")
+        asked = given.get("autocast")
+        if says is True and asked not in (None, precision):
+            raise ConfigError(
+                f"The DeepSpeed configuration enables {precision}, and `autocast={asked!r}`. Make them agree."
+            )
+        if says is False and asked == precision:
+            raise ConfigError(
+                f"The DeepSpeed configuration disables {precision}, and `autocast={asked!r}`. Make them agree."
+            )
+        if says is True:
+            given["autocast"] = precision
+
+
+def fill_config(plugin: Any, batch_size: int, max_grad_norm: float | None, world_size: int) -> None:
+    """Put the trainer's settings into the DeepSpeed configuration, "auto" or not."""
+    # Windows are the loop's: it says at each micro-batch whether it is a step's last.
+    plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": batch_size * world_size,
+        "gradient_clipping": 0.0 if max_grad_norm is None else max_grad_norm,
+    }
+
+
+def schedule_of(content: Mapping[str, Any], **automatic: Any) -> Any:
+    """Return the 'scheduler' of a DeepSpeed configuration as a callable of the optimizer.
+
+    Args:
+        content: Its type and params.
+        automatic: What stands for "auto" among the params.
+
+    Raises:
+        ConfigError: If DeepSpeed has no such schedule.
+    """
+    from deepspeed.runtime import lr_schedules
+
+    name = content.get("type")
+    if name not in lr_schedules.VALID_LR_SCHEDULES:
+        raise ConfigError(
+            f"The DeepSpeed configuration has the scheduler {name!r}, which is none of "
+            f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}."
+        )
+    options = {
+        key: automatic.get(key) if value == "auto" else value for key, value in content.get("params", {}).items()
+    }
+    return functools.partial(getattr(lr_schedules, str(name)), **options)

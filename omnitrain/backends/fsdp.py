@@ -1,0 +1,48 @@
+"""FSDP 2: each rank has a part of every weight, gradient and moment; PyTorch gathers weights layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from omnitrain.backends.ddp import DDP, start_from_main
+
+__all__ = ["FSDP"]
+
+_NOTHING = contextlib.nullcontext()
+
+
+class FSDP(DDP):
+    """accelerate shards the model in place, so that any call of it, also by a unit that holds it, is a sharded one."""
+
+    sharding = "FSDP"
+    _reduces = True
+    """Whether backward passes average gradients at present."""
+
+    def place(self) -> None:
+        start_from_main(self.model, self.ranks)  # before it is sharded
+        self.model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
+        self.wrapped, self.optimizer = self.model, prepared.optimizer
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        if not isinstance(self.model, FSDPModule):
+            return _NOTHING if last else self.accelerator.no_sync(self.model)
+        # accelerate's no_sync asks a state that on a CPU has forgotten FSDP, and then does nothing
+        if last is not self._reduces:
+            self.model.set_requires_gradient_sync(last)
+            self._reduces = last
+        return _NOTHING
+
+    def gradient_norm(self) -> torch.Tensor:
+        norm = super().gradient_norm()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def end_evaluation(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # as backward does: until then the model's parameters are not the optimizer's

@@ -1,0 +1,286 @@
+"""DeepSpeed ZeRO: its engine runs backward, clips and steps by itself, on tensors sharded in buffers of its own.
+
+Weights and optimizer state are read and written by parameter, so that a checkpoint holds what any other backend would
+have written. What DeepSpeed is told is in `deepspeed.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain.backends.ddp import DDP, start_from_main
+from omnitrain.backends.deepspeed import fill_config
+from omnitrain.checkpoint.state import (
+    IMPLEMENTATION,
+    bare_name,
+    check_fit,
+    check_groups,
+    from_json,
+    like,
+    to_json,
+    unwrap,
+)
+from omnitrain.checkpoint.tensors import Gathered, shape_of
+
+__all__ = ["Zero"]
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Zero(DDP):
+    """ZeRO 1, 2 or 3, as accelerate's DeepSpeed plugin says.
+
+    Args:
+        accelerator: accelerate's `Accelerator` with that plugin.
+        batch_size: Samples of a micro-batch.
+        max_grad_norm: The norm that DeepSpeed clips to, or None.
+        optimizer_options: `lr` and `weight_decay` of an optimizer that the DeepSpeed configuration names.
+        parts: The arguments of `Backend`. An optimizer that they build keeps its options (the learning rate among
+            them), which stay in force.
+    """
+
+    sharding = "DEEPSPEED"
+    _is_last = True
+    _was_applied = True
+
+    def __init__(
+        self,
+        accelerator: Any,
+        batch_size: int,
+        max_grad_norm: float | None,
+        optimizer_options: Mapping[str, float],
+        *parts: Any,
+    ) -> None:
+        super().__init__(accelerator, *parts)
+        self.scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed scales by itself
+        self._batch_size = batch_size
+        self._max_grad_norm = max_grad_norm
+        self._optimizer_options = optimizer_options
+
+    def place(self) -> None:
+        start_from_main(self.model, self.ranks)  # before it is sharded
+        plugin = self.accelerator.state.deepspeed_plugin
+        fill_config(plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size)
+        optimizer: Any = self._placeholder() if "optimizer" in plugin.deepspeed_config else self._build_optimizer()
+        named = {id(parameter): bare_name(name) for name, parameter in self.model.named_parameters()}
+        groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
+        # DeepSpeed leaves groups without parameters out
+        self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
+        self.wrapped, prepared = self.accelerator.prepare(self.model, optimizer)
+        self._zero = prepared.optimizer  # DeepSpeed's, inside accelerate's, whose `step` does nothing
+        self._factor = 1.0
+        self.optimizer = getattr(self._zero, "optimizer", self._zero)
+        self._options = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+
+    def _placeholder(self) -> Any:
+        """Return what accelerate wants where DeepSpeed makes the optimizer from its own configuration."""
+        from accelerate.utils import DummyOptim
+
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return DummyOptim(trainable, **self._optimizer_options)  # type: ignore[arg-type]
+
+    def release(self) -> None:
+        """Destroy DeepSpeed's engine, which would hold the model for as long as the program runs."""
+        if self.wrapped is not self.model:
+            self.wrapped.destroy()  # type: ignore[operator]
+            self.wrapped = self.model
+
+    def reset_optimizer(self) -> None:
+        groups = [{"params": names} for names in self._groups]
+        self.load_optimizer({}, {"groups": groups}, "a new run")
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            group |= options
+
+    # --- a step
+
+    @property
+    def may_skip(self) -> bool:
+        return bool(self.wrapped.fp16_enabled())  # type: ignore[operator]
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        self._is_last = last
+        return _NOTHING
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.wrapped.set_gradient_accumulation_boundary(self._is_last)  # type: ignore[operator]
+        self.wrapped.backward(loss)  # type: ignore[operator]
+
+    def scale_gradients(self, factor: float) -> None:
+        self._factor = factor  # applied when the next step unscales
+
+    def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
+        """Have DeepSpeed clip, check and update, all at once; return the norm before clipping."""
+        announce()
+        engine: Any = self.wrapped
+        engine.set_gradient_accumulation_boundary(True)
+        # Where gradients are differs between stages and offloads, but all of them divide by the scale of the loss.
+        scaler = getattr(self._zero, "loss_scaler", None)
+        if scaler is not None:
+            scaler.cur_scale /= self._factor
+        try:
+            engine.step()
+        finally:
+            if scaler is not None:
+                scaler.cur_scale *= self._factor
+            self._factor = 1.0
+        norm, self._was_applied = engine.get_global_grad_norm(), engine.was_step_applied()
+        return torch.tensor(float("nan") if norm is None else float(norm), dtype=torch.float64)
+
+    def update(self) -> bool:
+        return self._was_applied  # `finish_gradients` made it
+
+    # --- checkpoints
+
+    def model_tensors(self) -> dict[str, Any]:
+        """Return the weights in full precision, each gathered from all ranks when it is read."""
+        parameters, found = self._parameters(), dict[str, Any]()
+        tied = {bare_name(name) for name, _ in unwrap(self.model).named_parameters(remove_duplicate=False)}
+        for raw, value in unwrap(self.model).state_dict().items():
+            name = bare_name(raw)
+            if name in parameters:
+                one = parameters[name]
+                found[name] = Gathered(_shape(one), _dtype(one), lambda one=one: self._read(one))
+            elif name not in tied and isinstance(value, torch.Tensor):
+                found[name] = value
+        return found
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
+        """Copy weights one at a time into the parameters and their copies in full precision."""
+        present, parameters = self.model_tensors(), self._parameters()
+        check_fit({name: (name, tuple(tensor.shape)) for name, tensor in present.items()}, tensors, where)
+        buffers = {bare_name(name): value for name, value in unwrap(self.model).named_buffers()}
+        for name in present:
+            value = tensors[name]
+            if name in buffers:
+                buffers[name].copy_(value)
+                continue
+            one = parameters[name]
+            value = value.to(one.device)
+            with self._gathered(one), torch.no_grad():
+                one.copy_(value)
+            if one.requires_grad:
+                _set(one, value)
+
+    def optimizer_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what the same optimizer has on one device, each tensor gathered from all ranks when it is read."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        tensors: dict[str, Any] = {}
+        numbers, vectors = self._entries()
+        if vectors:
+            self._link()  # DeepSpeed does it after the first step of the first group, when the others have no state
+        parameters = self._parameters()
+        for name in (name for group in self._groups for name in group):
+            one = parameters[name]
+            for entry in vectors:
+                read = functools.partial(_on_host, safe_get_full_optimizer_state, one, entry)
+                tensors[f"{name}/{entry}"] = Gathered(_shape(one), torch.float32, read)
+            for entry, value in numbers.items():
+                tensors[f"{name}/{entry}"] = torch.tensor(float(value), dtype=torch.float32)
+        groups = [
+            {**{key: to_json(value, key) for key, value in group.items() if key != "params"}, "params": names}
+            for group, names in zip(self.optimizer.param_groups, self._groups, strict=True)
+        ]
+        return tensors, {"groups": groups, "rest": {}, "shared": to_json({}, "")}
+
+    def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+        check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
+        for group, options in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            kept = {key: like(from_json(value), group.get(key)) for key, value in options.items() if key != "params"}
+            group |= {key: value for key, value in kept.items() if key not in IMPLEMENTATION}
+        by_entry: dict[str, list[str]] = {}
+        for key in tensors:
+            name, _, entry = key.rpartition("/")
+            by_entry.setdefault(entry, []).append(name)
+        numbers = {
+            entry: tensors[f"{names[0]}/{entry}"]
+            for entry, names in by_entry.items()
+            if all(not shape_of(tensors, f"{name}/{entry}") for name in names)
+        }
+        self.optimizer.state.clear()
+        if not by_entry:
+            return
+        for flat in self._partitions():
+            vectors = {entry: torch.zeros_like(flat) for entry in by_entry if entry not in numbers}
+            self.optimizer.state[flat] = {**{entry: value.clone() for entry, value in numbers.items()}, **vectors}
+        self._link()
+        parameters = self._parameters()
+        for entry, names in by_entry.items():
+            for name in names if entry not in numbers else ():
+                _set(parameters[name], tensors[f"{name}/{entry}"], entry)
+
+    def _link(self) -> None:
+        """Renew the views that stages 1 and 2 keep of each parameter's part of the state."""
+        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {bare_name(name): one for name, one in unwrap(self.model).named_parameters()}
+
+    def _read(self, parameter: nn.Parameter) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if parameter.requires_grad:
+            return _on_host(safe_get_full_fp32_param, parameter).to(_dtype(parameter))
+        with self._gathered(parameter):
+            return parameter.detach().cpu().clone()
+
+    @staticmethod
+    def _gathered(parameter: nn.Parameter) -> Any:
+        """Return the context in which a parameter of stage 3 is unsharded."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
+
+    def _entries(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the entries of the optimizer's state: numbers shared by all parameters, and the names of vectors."""
+        for flat, held in self.optimizer.state.items():
+            vectors = [key for key, value in held.items() if torch.is_tensor(value) and value.shape == flat.shape]
+            return {key: value for key, value in held.items() if key not in vectors}, vectors
+        return {}, []
+
+    def _partitions(self) -> list[torch.Tensor]:
+        """Return this rank's flat full-precision tensors, by which the optimizer's state is keyed."""
+        flat = getattr(self._zero, "single_partition_of_fp32_groups", None)
+        return list(self._zero.fp32_partitioned_groups_flat if flat is None else flat)
+
+
+def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
+    """Set the full-precision copy of a parameter, or an entry of the optimizer's state for it."""
+    from deepspeed import utils
+
+    value = value.detach().float().to(parameter.device)
+    if not hasattr(parameter, "ds_id"):
+        set_full = utils.safe_set_full_optimizer_state if entry else utils.safe_set_full_fp32_param
+        set_full(parameter, value, *entry)
+        return
+    # stage 3's own call for the whole fails where the parts are padded
+    size = parameter.ds_tensor.numel()
+    part = value.new_zeros(size)
+    own = value.flatten()[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
+    part[: own.numel()] = own
+    set_local = utils.safe_set_local_optimizer_state if entry else utils.safe_set_local_fp32_param
+    set_local(parameter, part, *entry)
+
+
+def _on_host(read: Any, parameter: nn.Parameter, *entry: str) -> torch.Tensor:
+    return read(parameter, *entry).detach().to("cpu", copy=True).reshape(_shape(parameter))
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype to save in: the full precision that ZeRO keeps of what it trains."""
+    return torch.float32 if parameter.requires_grad else parameter.dtype

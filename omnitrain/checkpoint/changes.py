@@ -1,0 +1,145 @@
+"""The settings that decide the numbers of a run, and which of them differ from those of a checkpoint.
+
+What follows from a change (an error, or a new value in force) is in `checkpointer.py` and `contents.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnitrain.checkpoint.state import IMPLEMENTATION
+from omnitrain.settings import describe
+
+__all__ = ["DECIDING", "InitialOptions", "changed_settings"]
+
+DECIDING = (
+    "model",
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "optimizer_groups",
+    "lr_scheduler",
+    "lr_scheduler_options",
+    "warmup_steps",
+    "scheduler_interval",
+    "global_batch_size",
+    "max_grad_norm",
+    "grad_reduction",
+    "loss_fn",
+    "unit",
+    "algorithms",
+    "optimization_metric",
+    "optimization_direction",
+    "autocast",
+    "seed",
+    "order_seed",
+    "shuffle",
+    "samples_per_epoch",
+)
+"""The settings that decide the numbers of a run: changing one on the way is an error unless it is allowed by name."""
+
+_MOVING = frozenset(
+    [
+        "last_epoch",
+        "_step_count",
+        "_last_lr",
+        "base_lrs",
+        "best",
+        "num_bad_epochs",
+        "cooldown_counter",
+        "T_cur",
+        "T_i",
+        "_get_lr_called_within_step",
+        "_is_initial",
+    ]
+)
+"""What PyTorch's schedules keep of how far they have come, and of rates, which are settings of the optimizer."""
+
+
+def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the deciding settings that are others now: (then, now) by name.
+
+    Args:
+        then: The resolved settings of a checkpoint.
+        now: Those of the run that resumes from it.
+    """
+    changed = {name: (then.get(name), now.get(name)) for name in DECIDING if then.get(name) != now.get(name)}
+    for name in ("learning_rate", "weight_decay", "optimizer_groups"):
+        changed.pop(name, None)  # with an optimizer of the user's own only its groups have the word
+    if "optimizer" not in changed:
+        changed |= _changed_groups(then["optimizer_groups"] or [], now["optimizer_groups"] or [])
+    if "lr_scheduler" in changed:
+        changed.pop("lr_scheduler_options", None)
+    return changed
+
+
+def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs between the options of two optimizers, by the name of the setting."""
+    changed = {}
+    for option, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        old, new = ([group.get(option) for group in groups] for groups in (then, now))
+        if old != new:
+            changed[name] = (old[0], new[0]) if len(old) == len(new) == 1 else (old, new)
+    rest = [
+        [{key: value for key, value in group.items() if key not in ("lr", "weight_decay")} for group in groups]
+        for groups in (then, now)
+    ]
+    if rest[0] != rest[1]:
+        changed["optimizer_groups"] = (rest[0], rest[1])
+    return changed
+
+
+@dataclass(slots=True)
+class InitialOptions:
+    """The options of optimizer and schedule as the run began, before any schedule moved them.
+
+    Attributes:
+        optimizer: Those of each group.
+        schedule: Those of a schedule of the user's own; None for a named one, which the settings describe.
+    """
+
+    optimizer: list[dict[str, Any]] | None = None
+    schedule: dict[str, Any] | None = None
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the options of the groups, unless that was done; called before a schedule changes them."""
+        if self.optimizer is None:
+            self.optimizer = _optimizer_options(optimizer)
+
+    def note_schedule(self, scheduler: Any) -> None:
+        """Note what a schedule of the user's own was made with, unless that was done."""
+        if self.schedule is None:
+            self.schedule = _schedule_options(scheduler)
+
+
+def _optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups as JSON types, but for those that say how it computes."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}
+        options["lr"] = group.get("initial_lr", group.get("lr"))
+        found.append({key: _plain(value) for key, value in options.items()})
+    return found
+
+
+def _schedule_options(scheduler: Any) -> dict[str, Any]:
+    """Return what a schedule was made with as JSON types, and nothing of how far it has come."""
+
+    def options(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): options(entry) for key, entry in value.items() if key not in _MOVING}
+        return [options(entry) for entry in value] if isinstance(value, (list, tuple)) else _plain(value)
+
+    return options(scheduler.state_dict())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_odd else describe(value)  # JSON has neither NaN nor Infinity

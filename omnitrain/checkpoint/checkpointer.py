@@ -1,0 +1,360 @@
+"""Saving and loading during a run: when, where, which checkpoint, and what happens if the disk fails.
+
+What is in a checkpoint is in `contents.py`; how tensors are written, in `tensors.py`; folders and manifests are in
+`store.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnitrain.checkpoint import state
+from omnitrain.checkpoint.changes import DECIDING, changed_settings
+from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot
+from omnitrain.checkpoint.disk import check_free_space
+from omnitrain.checkpoint.store import Store
+from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.progress import Progress
+
+__all__ = ["Checkpointer", "check_allowed"]
+
+logger = logging.getLogger("omnitrain")
+
+
+class Checkpointer:
+    """Saves the state of a run at any step boundary, and brings a run back to it.
+
+    Args:
+        run: The trainer.
+        lifecycle: Of the run.
+        contents: What a checkpoint holds.
+        store: Where checkpoints are; None saves nothing.
+        write_beside: Writes further files into a checkpoint's folder, on the main rank; they get into the manifest.
+
+    Attributes:
+        weights_from: Where in the run the weights are from, if they are not those of the last step.
+        resumed: The folder and omnitrain.json of the checkpoint that the run goes on from; None for a fresh start.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        lifecycle: Lifecycle,
+        contents: Contents,
+        store: Store | None,
+        write_beside: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        self.store = store
+        self.weights_from: Progress | None = None
+        self.resumed: tuple[Path, Mapping[str, Any]] | None = None
+        self._run = run
+        self._lifecycle = lifecycle
+        self._contents = contents
+        self._write_beside = write_beside
+        self._credited_step = -1
+        """The best evaluation that has a checkpoint; later checkpoints without a new evaluation are not the best."""
+        self._scored = (-1, -1)
+        """(evaluation step, checkpoint step) of the latest evaluation whose score a checkpoint has."""
+        self._background: ThreadPoolExecutor | None = None
+        self._host_copies: dict[str, torch.Tensor] = {}
+        """What was written in the background the last time, whose memory the next copy takes."""
+        self._in_flight: tuple[Snapshot, Future[Path] | None] | None = None
+
+    # --- saving
+
+    def save(self, history: dict[str, Any] | None = None) -> None:
+        """Save during a run; a disk that fails costs this checkpoint, not the run, unless `save_required`.
+
+        Args:
+            history: The lifecycle's state to keep instead of the present one.
+        """
+        if self.store is None:
+            return
+        self.await_background()
+        lifecycle, ranks = self._lifecycle, self._run.ranks
+        lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
+        snapshot = self._snapshot(history)
+        lifecycle.saved_at = lifecycle.progress.position
+        if self._background is not None:
+            self._in_flight = snapshot, None
+            if ranks.is_main:
+                copy = snapshot.on_host(self._host_copies)
+                self._in_flight = copy, self._background.submit(self._write_here, self.store, copy, state.whole)
+            return
+        try:
+            path = self._write(self.store, snapshot)
+        except CheckpointError as error:
+            self._report_failed_save(error)
+        else:
+            self._committed(snapshot, path)
+
+    def save_now(self) -> Path:
+        """Save the present state, and return the folder of the checkpoint.
+
+        Raises:
+            ConfigError: If there is no `save_dir`.
+            CheckpointError: If it cannot be written; earlier ones are untouched.
+        """
+        if self.store is None:
+            raise ConfigError("There is no place for a checkpoint. Pass `save_dir` to the constructor.")
+        self.await_background()
+        snapshot = self._snapshot()
+        return self._committed(snapshot, self._write(self.store, snapshot))
+
+    @property
+    def has_unsaved_best(self) -> bool:
+        """Whether the latest evaluation is the best so far, and no checkpoint was saved since."""
+        return self._lifecycle.objective.best_step == self._lifecycle.evaluated_step != self._credited_step
+
+    def check_save_dir(self) -> None:
+        """Refuse to start afresh among the checkpoints of another run.
+
+        Raises:
+            ConfigError: If `save_dir` holds some, and `overwrite` is False.
+        """
+        if self.store is None:
+            return
+        there = self._run.ranks.on_main("a look at `save_dir`", self.store.checkpoints)
+        if there and not self._run.settings.overwrite:
+            raise ConfigError(
+                f"`save_dir={str(self._run.settings.save_dir)!r}` already holds checkpoints, the newest being "
+                f"{there[-1].name!r}. Pass resume_from='auto' to train() to go on with that run, overwrite=True to "
+                "replace it, or another `save_dir`."
+            )
+
+    def check_disk(self) -> None:
+        """Find out before the first step what could not be saved, and whether there is room for the rest."""
+        if self.store is None:
+            return
+        files, _ = self._contents.capture_tensors()
+        if not self._run.ranks.is_main:
+            return
+        sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
+        needed = (1 if self._run.settings.save_only_model else 3) * sum(sizes)  # with the two moments of Adam
+        warning = check_free_space(self.store.root, self.store.newest_size() or needed)
+        if warning:
+            logger.warning("%s", warning)
+
+    def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:
+        """Return the present state, as references to the live tensors."""
+        lifecycle = self._lifecycle
+        step, evaluated, credited = lifecycle.progress.step, lifecycle.evaluated_step, self._credited_step
+        name = f"checkpoint-{step:06d}"
+        best = self.has_unsaved_best or (
+            # an epoch's last step is saved again after the epoch's end
+            credited == evaluated >= 0 and lifecycle.metrics.get("best_checkpoint") == name
+        )
+        # one checkpoint per evaluation, or the few best would be the same one under several names
+        scored = evaluated, step
+        score = None if evaluated == self._scored[0] and scored != self._scored else lifecycle.objective.latest
+        is_final = history is None and not lifecycle.owes_evaluation  # else a resumed run may save this step again
+        history = history or lifecycle.state_dict()
+        if best and is_final:
+            history["metrics"]["best_checkpoint"], credited = name, evaluated
+        files, payload = self._contents.capture(history)
+        payload |= {
+            "credited_step": credited,
+            "scored": list(scored if score is not None and is_final else self._scored),
+        }
+        return Snapshot(files, payload, step, score, best, evaluated)
+
+    def _write(self, store: Store, snapshot: Snapshot) -> Path:
+        """Write a checkpoint, to which all ranks give their parts; only the main one touches the disk."""
+        files = [snapshot.files[file] for file in snapshot.by_size]
+        return state.written_by_main(self._run.ranks, files, lambda gather: self._write_here(store, snapshot, gather))
+
+    def _write_here(self, store: Store, snapshot: Snapshot, gather: state.Gather) -> Path:
+        digests: dict[str, Future[str]] = {}
+
+        def write(folder: Path) -> None:
+            # hashing takes longer than writing, so it begins with the largest, and before that is written
+            for file in snapshot.by_size:
+                tensors, path = snapshot.files[file], folder / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if any(map(state.is_in_parts, tensors.values())):
+                    hasher, digests[file] = hashlib.sha256(), Future()
+                    state.save_tensors(tensors, path, hasher, gather)
+                    digests[file].set_result(hasher.hexdigest())
+                    continue
+                ready = state.host_tensors(tensors)
+                with contextlib.suppress(RuntimeError):  # the interpreter is closing: the file is read back
+                    digests[file] = pool.submit(state.digest, ready)
+                state.save_tensors(ready, path)
+            state.write_config(self._run.backend.model, folder)
+            self._write_beside(folder)
+
+        with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
+            return store.save(
+                snapshot.step, write, snapshot.payload, score=snapshot.score, best=snapshot.best, digests=digests
+            )
+
+    def _committed(self, snapshot: Snapshot, path: Path) -> Path:
+        if snapshot.best:
+            self._lifecycle.metrics["best_checkpoint"] = path.name
+            self._credited_step = snapshot.evaluated_step
+        if snapshot.score is not None:
+            self._scored = snapshot.evaluated_step, snapshot.step
+        self._lifecycle.saved(path)
+        return path
+
+    def _report_failed_save(self, error: CheckpointError) -> None:
+        self._lifecycle.saved_at = None
+        if self._run.settings.save_required or not isinstance(error.__cause__, OSError):
+            raise error
+        logger.error("%s Training goes on without it (save_required=True would end it).", error)
+
+    # --- saving in the background
+
+    @contextlib.contextmanager
+    def background(self) -> Iterator[None]:
+        """Write checkpoints in a thread inside, if `async_save` is set; on the way out it has finished."""
+        if self.store is None or not self._run.settings.async_save:
+            yield
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-save") as self._background:
+            try:
+                yield
+            finally:
+                self._background, self._host_copies = None, {}
+                (_, future), self._in_flight = self._in_flight or (None, None), None  # after an error: else awaited
+                if future is not None and (error := future.exception()) is not None:
+                    logger.error("%s", error)
+
+    def await_background(self, wait: bool = True) -> None:
+        """Take note of a checkpoint that the background has finished; with `wait`, of one that is still written."""
+        if self._in_flight is None:
+            return
+        ranks = self._run.ranks
+        snapshot, future = self._in_flight
+        if not wait and not ranks.on_main("a checkpoint in the background", lambda: future and future.done()):
+            return
+        self._in_flight = None
+        try:
+            path = ranks.on_main("the end of a checkpoint in the background", lambda: _result_of(future))
+        except CheckpointError as error:
+            self._report_failed_save(error)
+        else:
+            self._committed(snapshot, path)
+
+    # --- loading
+
+    def find(self, which: str | Path, weights_suffice: bool = False) -> tuple[Path, dict[str, Any]] | None:
+        """Return the folder and omnitrain.json of a verified checkpoint; None if "auto" finds none at all.
+
+        Args:
+            which: A path, "last", "best" or "auto".
+            weights_suffice: Whether one that was saved with `save_only_model` will do.
+
+        Raises:
+            ConfigError: If it is to be looked for in a `save_dir` that was not given.
+            CheckpointError: If it is missing or damaged, or holds weights alone.
+        """
+        if self.store is None and str(which) in ("auto", "last", "best"):
+            raise ConfigError(
+                f"`resume_from={str(which)!r}` looks into `save_dir`, which is not given. Pass it, or a path."
+            )
+        store = self.store or Store(Path(which).parent)
+        found = self._run.ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
+        if not weights_suffice and found is not None and found[1].get("only_model"):
+            raise CheckpointError(
+                f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
+                f"could go on from. Load its {state.WEIGHTS!r} into the model (safetensors.torch.load_model) and start "
+                "afresh in another `save_dir`, or name a checkpoint that was saved whole."
+            )
+        return found
+
+    def resume(self, folder: Path, content: Mapping[str, Any], allow_change: Collection[str]) -> None:
+        """Restore a checkpoint for a run that goes on from it; its random numbers are restored separately.
+
+        Args:
+            folder: The folder of the checkpoint.
+            content: Its omnitrain.json.
+            allow_change: Settings that may differ.
+
+        Raises:
+            CheckpointError: If a setting differs that would change the run, or it is of another model or optimizer.
+        """
+        changed = changed_settings(content["settings"], self._run.resolved_config())
+        refused = {name: pair for name, pair in changed.items() if name not in allow_change}
+        if refused:
+            listed = "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
+            kept = ""
+            if "global_batch_size" in refused:
+                kept = f"global_batch_size={refused['global_batch_size'][0]} keeps it on any number of processes. "
+            raise CheckpointError(
+                f"{str(folder)!r} was saved under other settings, which would change the run: {listed}. {kept}"
+                f"Set them back, or allow them by name: train(resume_from=..., allow_change={set(refused)!r})."
+            )
+        self.resumed = folder, content
+        self.restore(folder, content, set(changed))
+        logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
+
+    def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+        """Put the run back to a checkpoint, but for its random numbers."""
+        self._contents.restore(folder, content, changed)
+        selects_anew = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
+        self._credited_step = -1 if selects_anew else content["credited_step"]
+        # the first checkpoints of format 1 lack it: each of them has the score of the evaluation before it
+        evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
+        self._scored = evaluated, step
+
+    def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
+        """Put the generators that training draws from back to a checkpoint."""
+        self._contents.restore_random_numbers(folder, content)
+
+    @property
+    def loads_best(self) -> bool:
+        """Whether the model is to have the best weights at the end of the run."""
+        wanted = self._run.settings.load_best_at_end
+        return self.store is not None and self._lifecycle.evaluates and wanted is not False
+
+    def load_best(self) -> None:
+        """Put the best weights into the model, if a checkpoint was saved as the best; all else stays as it is."""
+        lifecycle, ranks = self._lifecycle, self._run.ranks
+        name = lifecycle.metrics.get("best_checkpoint")
+        if self.store is None or name is None:
+            return
+        if lifecycle.objective.best_step != self._credited_step:
+            logger.warning(
+                "The best evaluation, that of step %s, has no checkpoint: %r is the best of those that have one. "
+                "Let `save_steps` divide `eval_steps`.", lifecycle.objective.best_step, name,
+            )  # fmt: skip
+        # by name first: the pointer may stand for an evaluation that closed a shorter run
+        # where it was resumed from need not be the `save_dir`
+        roots = [self.store.root, *([] if self.resumed is None else [self.resumed[0].parent])]
+        places = [*(root / name for root in roots), *(root / "best" for root in roots)]
+        found = ranks.on_main("a look for the best", lambda: next((one for one in places if one.exists()), None))
+        if found is None:
+            logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
+            return
+        try:
+            place = self.find(found, weights_suffice=True)
+            if place is None:
+                return
+            folder, content = place
+            self._contents.restore_weights(folder, content)
+        except (CheckpointError, OSError) as error:  # the run itself has ended well
+            logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
+            return
+        self.weights_from = Progress.from_state(content["progress"])
+        logger.info("The model has the best weights now, those of %s.", folder.name)
+
+
+def check_allowed(names: Collection[str]) -> None:
+    """Raise ConfigError for a name in `allow_change` that is no setting which decides the numbers of a run."""
+    unknown = sorted(set(names) - set(DECIDING))
+    if unknown:
+        raise ConfigError(f"`allow_change` knows no setting {unknown[0]!r}, only {', '.join(DECIDING)}.")
+
+
+def _result_of(future: Future[Path] | None) -> Path:
+    assert future is not None  # on the main rank
+    return future.result()

@@ -1,0 +1,393 @@
+"""What is in a checkpoint: each part of a run, captured and restored side by side.
+
+Weights and optimizer state are read and written by the backend; folders and manifests are in `store.py`, and when a
+checkpoint is saved is decided in `checkpointer.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from omnitrain import __version__
+from omnitrain.backends.backend import Backend
+from omnitrain.checkpoint import state
+from omnitrain.checkpoint.changes import InitialOptions
+from omnitrain.checkpoint.tensors import TensorFile
+from omnitrain.data.loaders import MapLoader, StreamLoader
+from omnitrain.data.sets import Sets
+from omnitrain.data.streams import Mark
+from omnitrain.distributed import Ranks
+from omnitrain.errors import CheckpointError
+from omnitrain.events import Algorithm
+from omnitrain.metrics import MetricsDict
+from omnitrain.objective import Objective
+from omnitrain.progress import Progress
+from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
+from omnitrain.settings import Settings
+
+__all__ = ["OPTIMIZER", "Contents", "Lifecycle", "Run", "Snapshot", "Stateful", "rng_file"]
+
+logger = logging.getLogger("omnitrain")
+
+OPTIMIZER = "optimizer/state.safetensors"
+
+Files = dict[str, dict[str, torch.Tensor]]
+"""Tensors by file and name."""
+
+
+def rng_file(rank: int) -> str:
+    """Return the name of the file with the random number generators of a rank."""
+    return f"rng/rank-{rank:05d}.safetensors"
+
+
+class Run(Protocol):
+    """What a checkpoint uses of a trainer."""
+
+    settings: Settings
+    backend: Backend
+    ranks: Ranks
+    device: torch.device
+    algorithms: list[Algorithm]
+    lr_scheduler: Any
+    scheduler_interval: str
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting as it is in force, as JSON types."""
+        ...
+
+
+class Stateful(Protocol):
+    """A part of a run that says by itself what of it is kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept, as JSON types."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        ...
+
+
+class Lifecycle(Protocol):
+    """What a checkpoint uses of the lifecycle of a run."""
+
+    progress: Progress
+    objective: Objective
+    metrics: MetricsDict
+    evaluated_step: int
+    saved_at: tuple[int, int, int] | None
+    evaluates: bool
+    owes_evaluation: bool
+    owes_save: bool
+    logged_at: tuple[int, float, int, int]
+    control: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return progress, objective, history and the callbacks' states as JSON types."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], selects_anew: bool = False) -> None:
+        """Take back what `state_dict` returned."""
+        ...
+
+    def saved(self, path: Path) -> None:
+        """Note that a checkpoint is complete, and tell the callbacks."""
+        ...
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One checkpoint on its way to the disk: tensors by file and name, and the payload of omnitrain.json."""
+
+    files: Files
+    payload: dict[str, Any]
+    step: int
+    score: float | None
+    best: bool
+    evaluated_step: int
+
+    @property
+    def by_size(self) -> list[str]:
+        """The files, the largest first."""
+
+        def size(file: str) -> int:
+            return sum(tensor.numel() * tensor.element_size() for tensor in self.files[file].values())
+
+        return sorted(self.files, key=lambda file: (-size(file), file))
+
+    def on_host(self, kept: dict[str, torch.Tensor]) -> Snapshot:
+        """Return a copy that further training cannot change, in the host memory of the copy before it.
+
+        Newly allocated memory would take most of a copy's time, as each page is cleared when it is first written.
+
+        Args:
+            kept: The tensors of the copy before it, which nobody reads any more; filled for the next one.
+        """
+        files: Files = {}
+        for file, tensors in self.files.items():
+            copies = files[file] = {}
+            for name, tensor in tensors.items():
+                held = kept.get(f"{file}:{name}")
+                if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                    held = kept[f"{file}:{name}"] = torch.empty_like(tensor, device="cpu", requires_grad=False)
+                copies[name] = held.copy_(tensor.detach())
+        return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step)
+
+
+class Contents:
+    """Everything that a checkpoint holds of a run.
+
+    Args:
+        run: The trainer: model, optimizer, schedule, scaler, algorithms, settings.
+        lifecycle: Progress, objective, history, and the states of the callbacks.
+        step: Losses and norm of the running epoch.
+        sets: The data.
+        initial: The options of optimizer and schedule as the run began.
+    """
+
+    def __init__(self, run: Run, lifecycle: Lifecycle, step: Stateful, sets: Sets, initial: InitialOptions) -> None:
+        self._run = run
+        self._lifecycle = lifecycle
+        self._step = step
+        self._sets = sets
+        self._initial = initial
+
+    def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
+        """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.
+
+        Args:
+            history: The lifecycle's state to keep instead of the present one.
+        """
+        files, payload = self.capture_tensors()
+        payload |= self._capture_history(history)
+        payload |= {
+            # where it is saved is no setting of the run: the folder can be moved
+            "settings": {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"},
+            "world_size": self._run.ranks.world_size,
+            "versions": _versions(),
+            "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        return files, payload
+
+    def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
+        """Return weights, optimizer, schedule, scaler, random numbers, algorithms and data: what is not counted."""
+        only_model = self._run.settings.save_only_model
+        files, payload = self._capture_weights()
+        payload["only_model"] = only_model
+        if only_model:
+            return files, payload
+        for part in (self._capture_optimizer, self._capture_random_numbers):
+            tensors, rest = part()
+            files |= tensors
+            payload |= rest
+        payload |= self._capture_schedule() | self._capture_scaler() | self._capture_algorithms() | self._capture_data()
+        return files, payload
+
+    def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+        """Put the run back to a checkpoint, but for its random numbers.
+
+        Args:
+            folder: The folder of the checkpoint.
+            content: Its omnitrain.json.
+            changed: Settings that were allowed to change; of these the new value stays.
+
+        Raises:
+            CheckpointError: If the checkpoint is of another model or optimizer.
+        """
+        scheduler = self._run.lr_scheduler
+        is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
+        if (content["scheduler"] is None) != (scheduler is None) or is_composed:
+            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # warm-up alone makes a schedule too
+        self.restore_weights(folder, content)
+        self._restore_optimizer(folder, content, changed)
+        self._restore_schedule(content, changed)
+        self._restore_scaler(content)
+        self._restore_history(content, changed)
+        self._restore_algorithms(content, changed)
+        self._restore_data(content)
+
+    # --- weights
+
+    def _capture_weights(self) -> tuple[Files, dict[str, Any]]:
+        backend = self._run.backend
+        return {state.WEIGHTS: backend.model_tensors()}, {"extra_state": state.extra_state(backend.model)}
+
+    def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
+        """Copy the weights of a checkpoint into the model, and nothing else."""
+        tensors = TensorFile(folder / state.WEIGHTS, self._run.ranks)
+        self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"])
+
+    # --- the optimizer
+
+    def _capture_optimizer(self) -> tuple[Files, dict[str, Any]]:
+        tensors, rest = self._run.backend.optimizer_state()
+        return {OPTIMIZER: tensors}, {"optimizer": rest}
+
+    def _restore_optimizer(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        backend = self._run.backend
+        if "optimizer" in changed:
+            logger.warning("The optimizer is another one now: it starts without the state of the old one.")
+            return
+        fresh = [dict(group) for group in backend.optimizer.param_groups]
+        tensors = TensorFile(folder / OPTIMIZER, self._run.ranks)
+        backend.load_optimizer(tensors, content["optimizer"], repr(str(folder)))
+        before, after = content["settings"]["optimizer_groups"], self._initial.optimizer or []
+        for group, new, now, then in zip(backend.optimizer.param_groups, fresh, after, before, strict=True):
+            if "lr_scheduler" in changed:
+                group |= {key: new[key] for key in ("lr", "initial_lr") if key in new}
+            elif now["lr"] != then["lr"]:  # allowed to change: the rate of this moment changes in proportion
+                group["lr"] = group["lr"] * (now["lr"] / then["lr"]) if then["lr"] else now["lr"]
+                group |= {"initial_lr": now["lr"]} if "initial_lr" in group else {}
+            group |= {key: new[key] for key in now.keys() - {"lr"} if now[key] != then.get(key)}
+
+    # --- the schedule
+
+    def _capture_schedule(self) -> dict[str, Any]:
+        scheduler = self._run.lr_scheduler
+        return {"scheduler": None if scheduler is None else state.to_json(scheduler.state_dict(), "scheduler")}
+
+    def _restore_schedule(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Put the schedule where it was; a named one that has changed goes on from the same step of the new one."""
+        scheduler = self._run.lr_scheduler
+        if scheduler is None:
+            return
+        parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+        fresh, fresh_rates = dict(vars(scheduler)), [getattr(one, "base_lrs", None) for one in parts]
+        if "lr_scheduler" not in changed:
+            scheduler.load_state_dict(state.from_json(content["scheduler"]))
+        if "lr_scheduler_options" in changed:
+            then, now = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
+            vars(scheduler).update({key: fresh[key] for key in now if now[key] != then.get(key)})
+        has_new_rates = not {"learning_rate", "optimizer_groups"}.isdisjoint(changed)
+        for one, rates in zip(parts, fresh_rates, strict=True):
+            if rates is not None:
+                one.base_lrs = rates if has_new_rates else state.like(one.base_lrs, rates)
+        then, now = content["settings"]["total_steps"], self._run.resolved_config()["total_steps"]
+        named = isinstance(scheduler, LambdaLR) and not callable(self._run.settings.lr_scheduler)
+        if not named or (then == now and not {"lr_scheduler", "warmup_steps"} & set(changed)):
+            return
+        scheduler.last_epoch = done = content["progress"][self._run.scheduler_interval]
+        scheduler._step_count = done + 1
+        groups = self._run.backend.optimizer.param_groups
+        for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(done)
+        logger.warning(
+            "The schedule is another one now, made for %s steps (before: %s): the learning rate follows it from here.",
+            now, then,
+        )  # fmt: skip
+
+    # --- the loss scaler
+
+    def _capture_scaler(self) -> dict[str, Any]:
+        return {"scaler": state.to_json(self._run.backend.scaler.state_dict(), "scaler")}
+
+    def _restore_scaler(self, content: Mapping[str, Any]) -> None:
+        scaler = self._run.backend.scaler
+        if scaler.is_enabled() and content["scaler"]:
+            scaler.load_state_dict(state.from_json(content["scaler"]))
+
+    # --- random numbers
+
+    def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
+        own = state.rng_tensors(self._run.device)
+        generators = self._run.ranks.gather("the random numbers for a checkpoint", own)
+        files = {rng_file(rank): tensors for rank, (tensors, _) in enumerate(generators)}
+        return files, {"rng": [rest for _, rest in generators]}
+
+    def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
+        """Put the generators that training draws from back to a checkpoint."""
+        ranks, seed = self._run.ranks, self._run.settings.seed
+        if content["settings"]["seed"] != seed:
+            return  # it was allowed to change
+        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # as it once was
+        for rank, rest in enumerate(saved):  # all ranks read all files, as only the main one looks at the disk
+            tensors = dict(TensorFile(folder / rng_file(rank), ranks))
+            if rank == ranks.rank:
+                state.restore_rng_tensors(tensors, rest, self._run.device)
+        if ranks.rank >= len(saved):  # more ranks than there were
+            seed_everything(derive_seed(seed, ranks.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
+
+    # --- progress, history, best, callbacks, losses
+
+    def _capture_history(self, history: dict[str, Any] | None) -> dict[str, Any]:
+        lifecycle = self._lifecycle
+        history = history or lifecycle.state_dict()
+        loop = {**self._step.state_dict(), "logged": list(lifecycle.logged_at)}
+        owes = lifecycle.owes_evaluation or lifecycle.control.evaluate
+        return {
+            **history,
+            "objective": state.to_json(history["objective"], "objective"),
+            "callbacks": state.to_json(history["callbacks"], "callbacks"),
+            "loop": state.to_json(loop, "loop"),
+            "owes": {"evaluation": owes, "save": lifecycle.owes_save},
+        }
+
+    def _restore_history(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        lifecycle = self._lifecycle
+        history = {key: state.from_json(content[key]) for key in ("objective", "callbacks", "loop")}
+        selects_anew = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
+        lifecycle.load_state_dict({**content, **history}, selects_anew)
+        self._step.load_state_dict(history["loop"])
+        step, seconds, samples, tokens = history["loop"]["logged"]
+        lifecycle.logged_at = (step, seconds, samples, tokens)
+        lifecycle.owes_evaluation = content["owes"]["evaluation"] and lifecycle.evaluates
+        lifecycle.owes_save = content["owes"]["save"]
+        if lifecycle.owes_save:
+            lifecycle.saved_at = None
+
+    # --- algorithms
+
+    def _capture_algorithms(self) -> dict[str, Any]:
+        states = [algorithm.state_dict() for algorithm in self._run.algorithms]
+        return {"algorithms": state.to_json(states, "algorithms")}
+
+    def _restore_algorithms(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        if "algorithms" not in changed:
+            for algorithm, saved in zip(self._run.algorithms, state.from_json(content["algorithms"]), strict=True):
+                algorithm.load_state_dict(saved)
+
+    # --- data
+
+    def _capture_data(self) -> dict[str, Any]:
+        """Return which generators the data were seen to draw from, and where a stream is that can be put back there."""
+        loader = self._sets.train
+        own = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
+        drawn = sorted(set().union(*self._run.ranks.gather("what the data draws", own)))
+        return {"drawn": drawn, "stream": self._stream_mark()}
+
+    def _restore_data(self, content: Mapping[str, Any]) -> None:
+        loader = self._sets.train
+        if isinstance(loader, MapLoader):
+            loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
+        elif isinstance(loader, StreamLoader):
+            mark = state.from_json(content.get("stream"))  # the first checkpoints of format 1 lack it
+            loader.start_from(None if mark is None else Mark(**mark))
+
+    def _stream_mark(self) -> Any:
+        loader, progress = self._sets.train, self._lifecycle.progress
+        if not isinstance(loader, StreamLoader):
+            return None
+        mark = loader.mark_at(progress.epoch, progress.samples_in_epoch)
+        try:
+            return None if mark is None else state.to_json(mark._asdict(), "the state of the training stream")
+        except CheckpointError as error:
+            logger.warning("A resumed run will read the stream again from the beginning of the epoch: %s", error)
+            return None
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Return the versions of what a checkpoint was written with."""
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
+    return {"omnitrain": __version__, "python": platform.python_version(), **packages}

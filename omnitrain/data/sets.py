@@ -1,0 +1,98 @@
+"""The training, evaluation and test set of a trainer, as loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from omnitrain.data.loaders import GivenLoader, Loader, end_workers, make_loader
+from omnitrain.distributed import Ranks
+from omnitrain.settings import Settings
+
+__all__ = ["Sets", "is_named_sets"]
+
+
+def is_named_sets(dataset: Any) -> bool:
+    """Return whether this is a dict of named sets, not a dict of tensors that are one set."""
+    return type(dataset) is dict and not all(isinstance(value, torch.Tensor) for value in dataset.values())
+
+
+class Sets:
+    """The loaders of a trainer.
+
+    Args:
+        settings: The arguments of the trainer.
+        device: Where batches go; only for a device other than the CPU are they put into page-locked memory.
+        ranks: The ranks of the run, which share the samples out.
+        transform: Changes each dataset before it is loaded.
+        sampling: Further options of the order of training samples; see `make_loader`.
+
+    Attributes:
+        train: The loader of the training set, or None.
+        eval: That of the evaluation set; a dict of them for named sets.
+        test: That of the test set.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        ranks: Ranks,
+        transform: Callable[[Any], Any] = lambda dataset: dataset,
+        **sampling: Any,
+    ) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._transform = transform
+        self._sampling = sampling
+        pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+        self._loading = {
+            "collate": settings.data_collator,
+            "seed": settings.seed,
+            "rank": ranks.rank,
+            "world_size": ranks.world_size,
+            "num_workers": settings.num_workers,
+            "pin_memory": pin_memory and device.type != "cpu",
+            "prefetch_factor": settings.prefetch_factor,
+        }
+        self.train: Any = None
+        if settings.train_loader is not None:
+            self.train = GivenLoader(settings.train_loader, settings.seed, ranks.rank, ranks.world_size)
+        elif settings.train_dataset is not None:
+            self.train = self.train_loader_of(settings.batch_size)
+        self.eval = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
+        self.test = self._evaluation_loader(settings.test_dataset, settings.test_loader, "test_dataset")
+
+    def train_loader_of(self, batch_size: int) -> Loader:
+        """Return a loader of the training set with micro-batches of this size."""
+        settings = self._settings
+        return make_loader(
+            self._transform(settings.train_dataset), batch_size, name="train_dataset", shuffle=settings.shuffle,
+            marks=settings.save_dir is not None, **self._sampling, **self._loading,
+        )  # fmt: skip
+
+    def loader_for(self, dataset: Any) -> Any:
+        """Return the loader of a set to evaluate; the trainer's own sets keep theirs, so workers start only once."""
+        settings = self._settings
+        for own, loader in ((settings.eval_dataset, self.eval), (settings.test_dataset, self.test)):
+            if dataset is own:
+                return loader
+        return self._evaluation_loader(dataset, None, "dataset")
+
+    def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
+        given = dataset if loader is None else loader
+        if is_named_sets(given):
+            parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
+            return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
+        if loader is not None:
+            return GivenLoader(loader, self._settings.seed, self._ranks.rank, self._ranks.world_size)
+        if dataset is None:
+            return None
+        size = self._settings.eval_batch_size or self._settings.batch_size
+        return make_loader(self._transform(dataset), size, name=name, marks=False, **self._loading)
+
+    def end_workers(self) -> None:
+        """End the worker processes of the training and the evaluation set."""
+        end_workers(self.train, self.eval)

@@ -1,0 +1,57 @@
+"""`model_init`: a new model for each run that starts afresh, and for each trial of a search."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain.errors import ConfigError
+from omnitrain.reproducibility import isolated_rng
+
+__all__ = ["check_model_init", "new_model"]
+
+
+def check_model_init(model: Any, model_init: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what does not say what is to be trained, or is bound to one model where each run has its own.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if (model is None) == (model_init is None):
+        said = "neither is given" if model is None else "both are given"
+        raise ConfigError(f"HFTrainer needs `model` or `model_init`, and {said}. Pass one of them.")
+    if model_init is None:
+        return
+    if not callable(model_init) or isinstance(model_init, nn.Module):
+        raise ConfigError(f"`model_init` must be a function that returns a model, got {type(model_init).__name__}.")
+    if hasattr(given.get("optimizer"), "param_groups"):
+        raise ConfigError(
+            "`optimizer` belongs to one model, but `model_init` makes a new one for each run. Pass the optimizer's "
+            "class, or a function of the parameters."
+        )
+    if given.get("unit") is not None:
+        raise ConfigError(
+            "`unit` has a model of its own, but `model_init` makes a new one for each run. Pass `model` instead."
+        )
+
+
+def new_model(model_init: Callable[..., Any], trial: Any, seed: int, device: torch.device) -> nn.Module:
+    """Return a new model, whose weights depend on the seed alone; the program's random numbers stay as they are.
+
+    Raises:
+        ConfigError: If `model_init` takes more than a trial, or returns no model.
+    """
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [one for one in inspect.signature(model_init).parameters.values() if one.kind in positional]
+    if len(taken) > 1:
+        names = ", ".join(one.name for one in taken)
+        raise ConfigError(f"`model_init` must take no argument, or one, the trial of a search. It takes {names}.")
+    with isolated_rng(device, seed):
+        model = model_init(*[trial][: len(taken)])
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model_init` must return an nn.Module, got {type(model).__name__}.")
+    return model

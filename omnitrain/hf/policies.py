@@ -1,0 +1,66 @@
+"""Training arguments of transformers as callbacks: `logging_first_step`, `save_strategy="best"`, `eval_delay`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from omnitrain.events import Callback
+from omnitrain.hf.arguments import word_of
+from omnitrain.progress import Progress
+
+__all__ = ["is_delayed", "policies_of"]
+
+
+def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
+    """Return what transformers' arguments ask for beside intervals."""
+    found: list[Callback] = []
+    if args is not None and args.logging_first_step:
+        found.append(_LogsFirstStep())
+    if args is not None and word_of(args.save_strategy) == "best":
+        found.append(_SavesBest())
+    if args is not None and args.eval_delay:
+        found.append(_DelaysEvaluations(args))
+    return found
+
+
+def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) -> bool:
+    """Return whether it is too early in a run for an evaluation, by transformers' `eval_delay`."""
+    if args is None or not args.eval_delay:
+        return False
+    return (progress.step if word_of(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
+
+
+class _LogsFirstStep(Callback):
+    order = 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 1:
+            trainer.request_log()
+
+
+class _DelaysEvaluations(Callback):
+    """Takes back what the interval of evaluations has asked for too early; it comes right after that."""
+
+    order = 0
+
+    def __init__(self, args: transformers.TrainingArguments) -> None:
+        self.args = args
+
+    def on_step_end(self, trainer: Any) -> None:
+        if is_delayed(self.args, trainer.progress):
+            trainer.control.evaluate = False
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        self.on_step_end(trainer)
+
+
+class _SavesBest(Callback):
+    """Saves after an evaluation that was the best so far."""
+
+    order = 20
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        if trainer.lifecycle.improved:
+            trainer.request_save()

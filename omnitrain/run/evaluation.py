@@ -1,0 +1,248 @@
+"""Evaluation and prediction, the same for all trainers: exact means, bounded memory, and training left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import default_convert
+
+from omnitrain.data.collation import IGNORED_LABEL
+from omnitrain.data.loaders import Loader
+from omnitrain.data.sampling import StandIn
+from omnitrain.errors import DataError
+from omnitrain.reproducibility import isolated_rng
+from omnitrain.run.feed import Feed
+from omnitrain.run.hooks import Hooks
+from omnitrain.scoring import Scorer, to_numpy
+from omnitrain.units import StepOutput
+
+__all__ = ["Evaluation", "Predictions", "evaluating"]
+
+
+class Predictions(NamedTuple):
+    """What `predict` returns.
+
+    Attributes:
+        predictions: Array (or tuple of arrays) of shape (samples, ...), in the dataset's order; ragged dimensions are
+            padded with -100.
+        labels: The same for the labels, or None where the dataset has none.
+        metrics: `test_loss` and the metrics where there are labels, else empty.
+    """
+
+    predictions: Any
+    labels: Any
+    metrics: dict[str, float]
+
+
+@contextlib.contextmanager
+def evaluating(hooks: Hooks) -> Iterator[None]:
+    """Put the model into evaluation mode without gradients; modes and random numbers are as before afterwards.
+
+    Random numbers inside start from the seed every time, so that an evaluation done again gives the same.
+    """
+    training = [module for module in hooks.backend.wrapped.modules() if module.training]
+    hooks.backend.wrapped.eval()
+    try:
+        # no_grad, not inference_mode: what a model caches inside must be usable in training afterwards
+        with isolated_rng(hooks.device, seed=hooks.settings.seed), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        hooks._leave_evaluation()
+
+
+class Evaluation:
+    """Runs the model over a dataset, for losses, metrics and predictions.
+
+    Args:
+        hooks: How a batch is prepared and run.
+        feed: Weighs batches, and keeps the ranks in step.
+        scorer: Computes the metrics.
+    """
+
+    filler: int = IGNORED_LABEL
+    """What predictions of different lengths are filled up with to make one array."""
+
+    def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer) -> None:
+        self.hooks = hooks
+        self.feed = feed
+        self.scorer = scorer
+
+    def evaluate(self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool]) -> dict[str, float] | None:
+        """Return `<prefix>_loss` and the metrics of a loader, or of a dict of them; None if a signal cut it short.
+
+        Named sets give `<prefix>_<name>_loss` and so on, and `<prefix>_loss` is the mean of their losses.
+
+        Args:
+            loader: The loader, or loaders by name.
+            prefix: What the names of the results begin with.
+            is_interrupted: Asked before each batch, with its number, whether to end here.
+        """
+        if not isinstance(loader, Mapping):
+            result = self._run(loader, is_interrupted, keeps=self.scorer.keeps_predictions)
+            return None if result is None else {f"{prefix}_{key}": value for key, value in result.metrics.items()}
+        named: dict[str, float] = {}
+        for name, one in loader.items():
+            metrics = self.evaluate(one, f"{prefix}_{name}", is_interrupted)
+            if metrics is None:
+                return None
+            named |= metrics
+        losses = [named[f"{prefix}_{name}_loss"] for name in loader]
+        return {f"{prefix}_loss": sum(losses) / len(losses), **named}
+
+    def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
+        """Return the predictions for every sample of a loader, in its order; None if a signal cut it short."""
+        result = self._run(loader, is_interrupted, keeps=True, needs_loss=False)
+        if result is None:
+            return None
+        metrics = {f"test_{key}": value for key, value in result.metrics.items()}
+        return Predictions(result.predictions, result.labels, metrics)
+
+    def output_of(self, batch: Any) -> StepOutput:
+        """Return what the model makes of a batch on the device."""
+        return self.hooks.backend.forward(self.hooks._forward, batch)
+
+    def _run(
+        self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, needs_loss: bool = True
+    ) -> Predictions | None:
+        """Run the model over a loader. Losses and streaming metrics are summed on the device; `keeps` keeps arrays."""
+        hooks, scorer = self.hooks, self.scorer
+        scorer.reset()
+        ranks, device = hooks.ranks, hooks.device
+        total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        weights, has_labels = 0.0, False
+        kept: list[tuple[Any, ...]] = []
+        with evaluating(hooks):
+            for number, batch in enumerate(self.feed.in_step(loader)):
+                if is_interrupted(number):
+                    return None
+                counts = type(batch) is not StandIn
+                batch = batch if counts else batch.batch
+                weight = hooks._weigh(batch)
+                batch = hooks._prepare_batch(batch)
+                with hooks._autocast():
+                    output = self.output_of(batch)
+                if counts:
+                    weights += _add_loss(total, output, weight, needs_loss)
+                seen = self._seen(output) if counts else None
+                if scorer.takes_whole_batches and ranks.world_size > 1:
+                    seen = self._gathered(loader, seen)
+                if seen is not None:
+                    has_labels = True
+                    scorer.update(*seen)
+                if keeps and counts:
+                    kept.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
+            if is_interrupted(0):
+                return None
+            # inside, since a metric may draw random numbers too
+            states = scorer.states() if ranks.world_size > 1 else []
+            sums: list[Any] = ranks.gather("the end of an evaluation", (total.item(), weights, has_labels, states))
+            if ranks.world_size > 1:
+                scorer.reset()
+                for *_, states in sums:
+                    scorer.merge(states)
+                if keeps:
+                    kept = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else kept
+                    kept = _in_order(ranks.gather("the predictions of an evaluation", kept))
+            predictions = _join([one for one, *_ in kept], lambda: self.filler) if keeps else None
+            labels, extra = (_join([one[i] for one in kept]) if keeps else None for i in (1, 2))
+            loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
+            metrics = {"loss": loss / weights} if weights else {"loss": math.nan} if needs_loss else {}
+            if any(one[2] for one in sums):
+                computed = ranks.on_main(
+                    "the metrics of an evaluation", lambda: scorer.compute(predictions, labels, extra)
+                )
+                metrics |= computed
+        return Predictions(predictions, labels, metrics)
+
+    def _seen(self, output: StepOutput) -> tuple[Any, Any] | None:
+        """Return the outputs and labels of a batch as metrics that stream are to see them, if it has both."""
+        if output.labels is None or output.outputs is None:
+            return None
+        if self.scorer.takes_whole_batches:  # a function of transformers' kind, which shifts for itself
+            return output.outputs, output.labels
+        return _aligned(output, self.feed.shifts_labels)
+
+    def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
+        """Return the batch of all ranks on the main one, in the order of the data and on the host; None on others."""
+        own = [] if seen is None else [to_numpy(seen)]
+        if loader.deals_samples:
+            own = [row for batch in own for row in _rows(batch)]
+        parts = _in_order(self.hooks.ranks.gather("a batch of an evaluation", own))
+        if not self.hooks.ranks.is_main or not parts:
+            return None
+        predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
+        return default_convert(predictions), default_convert(labels)
+
+
+def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss: bool) -> float:
+    """Add a batch's loss to `total`, on the device, and return how much it weighs there."""
+    if output.loss is None:
+        if needs_loss:
+            raise DataError(
+                "The evaluation batch gives no loss: neither the model's output nor `loss_fn` with its labels. "
+                "Give the dataset labels, or use `predict`."
+            )
+        return 0.0
+    if output.num_targets is not None:
+        total.add_(output.loss)
+        return int(output.num_targets)
+    if weight:
+        total.add_(output.loss, alpha=weight)
+    return weight
+
+
+def _rows(batch: Any) -> list[Any]:
+    """Return the samples of a batch of arrays, each as a batch of one."""
+    if isinstance(batch, Mapping):
+        return [dict(zip(batch, row, strict=True)) for row in _rows(tuple(batch.values()))]
+    if isinstance(batch, tuple):
+        columns = [None if one is None else _rows(one) for one in batch]
+        size = max(len(column) for column in columns if column is not None)
+        return list(zip(*([None] * size if column is None else column for column in columns), strict=True))
+    return [batch[i : i + 1] for i in range(len(batch))]
+
+
+def _in_order(shares: list[list[Any]]) -> list[Any]:
+    """Return what the processes have in the order of the data, which was dealt out to them in turns."""
+    dealt = itertools.zip_longest(*shares, fillvalue=None)
+    return [batch for turn in dealt for batch in turn if batch is not None]
+
+
+def _aligned(output: StepOutput, shifted: bool) -> tuple[Any, Any]:
+    """Return scores and the labels they predict; a causal language model predicts each label one place before it."""
+    scores, labels = output.outputs, output.labels
+    if shifted and isinstance(scores, torch.Tensor) and scores.ndim == labels.ndim + 1:
+        return scores[:, :-1], labels[:, 1:]
+    return scores, labels
+
+
+def _join(parts: list[Any], filler: Callable[[], int] = lambda: IGNORED_LABEL) -> Any:
+    """Concatenate the batches' arrays along the first dimension, filling the others up to a common shape."""
+    first = next((part for part in parts if part is not None), None)
+    if first is None:
+        return None
+    if isinstance(first, tuple):
+        return tuple(_join(list(column), filler) for column in zip(*parts, strict=True))
+    if isinstance(first, dict):
+        return {key: _join([part[key] for part in parts], filler) for key in first}
+    if not isinstance(first, np.ndarray):
+        return [entry for part in parts for entry in (part if isinstance(part, list) else [part])]
+    if first.ndim == 0:
+        raise DataError("Predictions must have the samples as their first dimension, got a scalar per batch.")
+    shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
+    if all(part.shape[1:] == shape for part in parts):
+        return np.concatenate(parts)
+    joined = np.full((sum(len(part) for part in parts), *shape), filler(), dtype=first.dtype)
+    row = 0
+    for part in parts:
+        joined[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part
+        row += len(part)
+    return joined

@@ -1,0 +1,188 @@
+"""From batches to windows: each micro-batch weighed on the host, each window known to all ranks.
+
+Where batches come from is in `data/loaders.py`; what is done with a window, in `step.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from omnitrain.checkpoint.state import unwrap
+from omnitrain.data.collation import copied_ahead, count_samples
+from omnitrain.data.loaders import Loader, MapLoader
+from omnitrain.data.sampling import StandIn, Window, windows
+from omnitrain.data.workers import until_signal
+from omnitrain.distributed import Ranks
+from omnitrain.errors import DataError
+from omnitrain.run.hooks import Hooks
+from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.settings import Settings
+from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_counts, shifts_labels
+
+__all__ = ["Feed"]
+
+Weighed = tuple[Any, float, int, int]
+"""A micro-batch, its weight in the loss, and its samples and tokens."""
+
+
+def _part(group: list[Weighed]) -> tuple[float, ...]:
+    """Return what is added up of a window over the ranks: weight, samples, tokens, micro-batches, and their square."""
+    size = len(group)
+    return *(sum(one[i] for one in group) for i in (1, 2, 3)), size, size * size
+
+
+class Feed:
+    """Yields the windows of an epoch.
+
+    Args:
+        hooks: Weighs and prepares batches.
+        lifecycle: Knows whether a signal has come.
+        ranks: The ranks of the run.
+        settings: The arguments of the trainer.
+        accumulation: Micro-batches of a window on each rank.
+    """
+
+    def __init__(self, hooks: Hooks, lifecycle: Lifecycle, ranks: Ranks, settings: Settings, accumulation: int) -> None:
+        self.accumulation = accumulation
+        self._hooks = hooks
+        self._lifecycle = lifecycle
+        self._ranks = ranks
+        self._reduction = settings.grad_reduction
+        self._groups: Iterator[list[Weighed]] | None = None
+        """Where the next window comes from, if it may be read ahead."""
+        self._ahead: list[Weighed] | Exception | None = None
+        """The next window, or what its reading raised."""
+        self._totals_ahead: Sequence[float] = ()
+        """What `_part` of it is over all ranks."""
+
+    # --- training
+
+    def windows(self, loader: Loader, epoch: int, position: int) -> Iterator[Window]:
+        """Yield the windows of an epoch from the sample at `position` on, weighed while they are on the host."""
+        groups, last = windows(self.weighed(loader.batches(epoch, position)), self.accumulation), None
+        # a sample's random numbers are its own, so only those of data by index may be read before their time
+        self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
+        self._ahead, self._totals_ahead = None, ()
+        while True:
+            group, self._ahead = self._ahead if self._ahead is not None else next(groups, []), None
+            if isinstance(group, Exception):
+                raise group
+            last = group[-1] if group else last
+            totals, self._totals_ahead = self._totals_ahead, ()
+            window = self.window_of(group, last, totals)
+            if window is None:
+                self._groups = None
+                return
+            yield window
+
+    def read_ahead(self) -> Sequence[float]:
+        """Read the next window at the end of a step, and return what the other ranks are to know of it."""
+        if self._groups is None or self._ahead is not None:
+            return ()
+        try:
+            self._ahead = next(self._groups, [])
+        except Exception as error:  # of the next step: what this one asked for comes first
+            self._ahead = error
+        return () if isinstance(self._ahead, Exception) else _part(self._ahead)
+
+    def take_totals(self, totals: Sequence[float]) -> None:
+        """Take what `read_ahead` returned, added up over all ranks."""
+        self._totals_ahead = totals or self._totals_ahead
+
+    def window_of(self, group: list[Weighed], last: Weighed | None, totals: Sequence[float] = ()) -> Window | None:
+        """Return the window of these micro-batches and those of the other ranks; None if no rank has one.
+
+        Args:
+            group: The micro-batches.
+            last: One to repeat without weight where other ranks have more.
+            totals: What `_part` is over all ranks, if that is known already.
+        """
+        size = len(group)
+        totals = totals or self._ranks.sum("the beginning of a step", *_part(group))
+        weight, samples, tokens, sizes, squares = totals
+        if not sizes:
+            return None
+        if squares * self._ranks.world_size != sizes * sizes:  # then they are not all of one size
+            group = group + self._stand_ins(size, last)
+        batches, weights = [one[0] for one in group], [one[1] for one in group]
+        return Window(batches, weights, weight, int(samples), int(tokens), self._divisor(weight))
+
+    def _divisor(self, weight: float) -> float:
+        """Return what this rank's weighted losses are divided by; gradients are averaged over the ranks later."""
+        if self._reduction == "sum":
+            return 1.0 / self._ranks.world_size
+        return weight / self._ranks.world_size or 1.0
+
+    def _stand_ins(self, size: int, last: Weighed | None) -> list[Weighed]:
+        """Return what fills a window up to the micro-batches of the largest one: each forward needs all ranks."""
+        sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
+        _refuse_empty(sizes)
+        return [] if last is None else [(last[0], 0, 0, 0)] * (max(one or 0 for one in sizes) - size)
+
+    # --- weights
+
+    def weighed(self, batches: Iterable[Any]) -> Iterator[Weighed]:
+        """Yield each batch with its weight, samples and tokens; on a GPU, while the next one is copied there."""
+        hooks = self._hooks
+        pairs = ((batch, batch) for batch in batches)
+        if hooks.device.type == "cuda" and type(hooks)._prepare_batch is Hooks._prepare_batch:
+            pairs = copied_ahead(batches, hooks.device)
+        for batch, ready in pairs:
+            if type(batch) is StandIn:
+                yield ready.batch, 0, 0, 0
+            else:
+                yield ready, hooks._weigh(batch), count_samples(batch), count_tokens(batch)
+
+    def weigh(self, batch: Any) -> float:
+        """Return how much a micro-batch (on the host) counts in its window: its labels that count, or its samples."""
+        if self._reduction == "sum":
+            return 1
+        if isinstance(self._hooks.unit, ModelUnit):  # a unit of the user's own counts its targets, or means its samples
+            labels = count_labels(batch, self.shifts_labels)
+            if labels is not None:
+                return labels
+            if self._reduction == "per-token-mean":
+                raise no_token_counts()
+        return count_samples(batch)
+
+    @cached_property
+    def shifts_labels(self) -> bool:
+        """Whether the model predicts each label one place before it, as causal language models of transformers do."""
+        return shifts_labels(unwrap(self._hooks.backend.model))
+
+    # --- evaluations
+
+    def in_step(self, loader: Loader) -> Iterator[Any]:
+        """Yield the batches of an evaluation, as many as any rank has: data that end earlier go on as stand-ins."""
+        batches, ranks = loader.batches(0), self._ranks
+        if ranks.world_size == 1 or isinstance(loader, MapLoader):  # whose batches are as many by themselves
+            yield from self.until_signal(batches)
+            return
+        last = None
+        while True:
+            batch = next(batches, None)
+            last = last if batch is None else batch.batch if type(batch) is StandIn else batch
+            count, empty = ranks.sum("the turn of a batch", batch is not None, last is None)
+            if not count:
+                return
+            if empty:
+                _refuse_empty(ranks.gather("data that yield nothing", None if last is None else 0))
+            yield StandIn(last) if batch is None else batch
+
+    def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
+        """Return batches or windows, which end where a signal has killed what loads them.
+
+        Several ranks would have to agree on that in the middle of a step; there it is an error.
+        """
+        return until_signal(items, self._lifecycle.control) if self._ranks.world_size == 1 else items
+
+
+def _refuse_empty(found: list[Any]) -> None:
+    empty = [str(rank) for rank, one in enumerate(found) if one is None]
+    if empty:
+        raise DataError(
+            f"The data yield nothing on rank {', '.join(empty)}, but do on others. Give every process a part of "
+            "them, or the same data, of which each then takes its share."
+        )

@@ -1,0 +1,158 @@
+"""Losses and gradients that are NaN or infinite: noticing them in time, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from omnitrain.distributed import Ranks
+
+__all__ = ["FiniteGuard", "LossMeter"]
+
+
+class LossMeter:
+    """The weighted sum of an epoch's losses, kept on the device and read only when somebody asks.
+
+    >>> meter = LossMeter(torch.device("cpu"))
+    >>> meter.add(torch.tensor(2.0), 3)
+    >>> meter.add(torch.tensor(4.0), 1)
+    >>> meter.mean(), meter.mean_since_last()
+    (2.5, 2.5)
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
+        # In float64 the mean does not depend on how often it was read; Apple's devices have no float64.
+        self.sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self.weight = 0.0
+        self._marked = (0.0, 0.0)  # sum and weight at the latest log
+        self._before = (0.0, 0.0)
+        self._host = self.sum.numpy() if device.type == "cpu" else None
+
+    def add(self, loss: torch.Tensor, weight: float) -> None:
+        """Add a micro-batch's loss; one of weight 0 had nothing to predict, and its NaN must not get in."""
+        if weight:
+            self.sum.add_(loss.detach(), alpha=weight)
+            self.weight += weight
+
+    def read(self) -> float:
+        """Return the sum, waiting for the device if there is one."""
+        return float(self._host) if self._host is not None else self.sum.item()
+
+    def mean(self) -> float:
+        """Return the mean over all processes since the epoch began."""
+        total, weight = self.ranks.sum("the mean loss of an epoch", self.read(), self.weight)
+        return total / weight if weight else math.nan
+
+    def mean_since_last(self) -> float | None:
+        """Return the mean over all ranks since this was last asked; None if nothing was added."""
+        now = self.read(), self.weight
+        (last_total, last_weight), self._marked = self._marked, now
+        total, weight = self.ranks.sum("the loss for a log", now[0] - last_total, now[1] - last_weight)
+        return total / weight if weight else None
+
+    def begin_step(self) -> None:
+        """Note where a step begins that may turn out to be skipped; waits for the device."""
+        self._before = (self.read(), self.weight)
+
+    def undo_step(self) -> None:
+        """Take back what was added since `begin_step()`."""
+        total, self.weight = self._before
+        self.sum.fill_(total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return sum, weight and what they were at the latest log."""
+        return {"sum": self.read(), "weight": self.weight, "marked": list(self._marked)}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what `state_dict()` returned on each process; if they are others now, the first has all of it."""
+        if len(states) != self.ranks.world_size:
+            added: dict[str, Any] = {key: sum(one[key] for one in states) for key in ("sum", "weight")}
+            added["marked"] = [sum(one["marked"][i] for one in states) for i in (0, 1)]
+            states = [added, *[{"sum": 0.0, "weight": 0.0, "marked": [0.0, 0.0]}] * (self.ranks.world_size - 1)]
+        state = states[self.ranks.rank]
+        self.sum.fill_(state["sum"])
+        self.weight, self._marked = state["weight"], (state["marked"][0], state["marked"][1])
+
+    def begin_epoch(self) -> None:
+        """Start the mean of a new epoch; what was added since the latest log still counts in the next."""
+        total, weight = self.read(), self.weight
+        self._marked = (self._marked[0] - total, self._marked[1] - weight)
+        self.sum.zero_()
+        self.weight = 0.0
+
+
+class FiniteGuard:
+    """Says before each optimizer step whether it may be taken.
+
+    Reading a number off a GPU in every step would hold the loop up. Where the optimizer can leave an update out on
+    the device itself (PyTorch's fused ones, by the `found_inf` that GradScaler uses too), the guard is *deferred*:
+    from the first bad step on the device updates nothing any more, and the host hears of it some steps later without
+    having waited. Otherwise the number is read, which on a CPU costs nothing.
+
+    Args:
+        device: Where the evidence is.
+        optimizer: The optimizer whose steps are guarded.
+        deferred: Whether to leave updates out on the device and hear of it later.
+    """
+
+    _PENDING = 32  # steps that the host may be behind; past that it waits
+
+    def __init__(self, device: torch.device, optimizer: Any, deferred: bool) -> None:
+        self.deferred = deferred
+        self._pending: deque[tuple[int, Any, Any]] = deque()
+        if deferred:
+            self._found = torch.zeros((), dtype=torch.float32, device=device)
+            self._host = torch.zeros(self._PENDING, dtype=torch.float32, pin_memory=device.type == "cuda")
+            self._count = 0
+            optimizer.found_inf, optimizer.grad_scale = self._found, None
+
+    @staticmethod
+    def can_defer(device: torch.device, optimizer: Any) -> bool:
+        """Return whether reading would cost something and the optimizer can leave updates out on the device."""
+        return device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def admits(self, evidence: torch.Tensor, where: Any) -> bool:
+        """Return whether the step may be taken, as far as the host knows.
+
+        Args:
+            evidence: A scalar that is finite exactly if loss and gradients are.
+            where: What `first_bad()` is to return if this step turns out bad.
+        """
+        if not self.deferred:
+            return math.isfinite(float(evidence.numpy()) if evidence.device.type == "cpu" else evidence.item())
+        torch.maximum(self._found, (~evidence.isfinite()).to(self._found.dtype), out=self._found)
+        slot = self._count % self._PENDING
+        self._count += 1
+        self._host[slot].copy_(self._found, non_blocking=True)
+        event = torch.cuda.Event() if self._found.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        self._pending.append((slot, event, where))
+        return True
+
+    def first_bad(self, wait: bool = False) -> Any | None:
+        """Return the `where` of the first bad step that the device has reported, or None.
+
+        Args:
+            wait: Whether to wait for all steps taken so far. Otherwise only the one that is 32 steps back is looked
+                at, which is done by now; looking at what happens to be done could differ between processes.
+        """
+        while len(self._pending) >= (1 if wait else self._PENDING):
+            slot, event, where = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            if float(self._host[slot].numpy()):
+                self._pending.clear()
+                return where
+        return None
+
+    def release(self, optimizer: Any) -> None:
+        """Give the optimizer back as it was."""
+        if self.deferred:
+            del optimizer.found_inf, optimizer.grad_scale
+            self.deferred = False

@@ -1,0 +1,167 @@
+"""Hooks: what a subclass of a trainer overrides. Each default is a line that delegates to a part of the run.
+
+When each of them is called is to be read in `step.py` and `loop.py`. What is declared here is also all that the parts
+of a run know of their trainer.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from omnitrain.backends.backend import Backend
+from omnitrain.data.collation import move_to_device
+from omnitrain.data.sampling import Window
+from omnitrain.distributed import Ranks
+from omnitrain.events import Algorithm
+from omnitrain.precision import Precision, choose_device
+from omnitrain.reproducibility import derive_seed, seed_everything
+from omnitrain.settings import Settings
+from omnitrain.units import StepOutput, run_unit, without_effect
+
+if TYPE_CHECKING:
+    from omnitrain.run.feed import Feed
+    from omnitrain.run.loop import Loop
+    from omnitrain.run.step import Step
+
+__all__ = ["NEVER_CALLED", "Hooks"]
+
+_LOSS = "`loss_fn`, a `unit`, or `_forward(model, batch)`"
+_DATA = "`train_dataset` or `train_loader`"
+
+NEVER_CALLED = {
+    "compute_loss": _LOSS,
+    "training_step": f"{_LOSS}, or `_train_step(window)`",
+    "validation_step": "a `unit` with `evaluate(batch)`",
+    "test_step": "a `unit` with `evaluate(batch)`",
+    "prediction_step": "a `unit` with `evaluate(batch)`",
+    "predict_step": "a `unit` with `evaluate(batch)`",
+    "evaluation_loop": "a `unit` with `evaluate(batch)`, or `compute_metrics`",
+    "forward": "`_forward(model, batch)`",
+    "backward": "`_backward(loss)`",
+    "fit": "`_train_epoch(epoch)`",
+    "optimizer_step": "`_apply_update()`",
+    "configure_optimizers": "`optimizer` and `lr_scheduler`",
+    "create_optimizer": "`optimizer`",
+    "create_scheduler": "`lr_scheduler`",
+    "create_optimizer_and_scheduler": "`optimizer` and `lr_scheduler`",
+    "train_dataloader": _DATA,
+    "get_train_dataloader": _DATA,
+    "val_dataloader": "`eval_dataset` or `eval_loader`",
+    "get_eval_dataloader": "`eval_dataset` or `eval_loader`",
+    "get_test_dataloader": "`test_dataset` or `test_loader`",
+    "log": "the callback's `on_log(trainer, logs)`",
+    "_fit": "`_train_epoch(epoch)`",
+    "_optimizer_step": "`_apply_update()`, or the callback's `on_before_optimizer_step(trainer)`",
+    "_answer_requests": "a callback that requests",
+    "_capture_state": "a callback's `state_dict()`",
+    "_restore_state": "a callback's `load_state_dict(state)`",
+}
+"""Methods of other trainers, and of earlier versions of this one, that nothing calls, and what to use instead."""
+
+
+class Hooks:
+    """The overridable pieces of a training run, and the objects that a trainer is made of."""
+
+    settings: Settings
+    backend: Backend
+    ranks: Ranks
+    device: torch.device
+    precision: Precision
+    unit: Any
+    algorithms: list[Algorithm]
+    lr_scheduler: Any
+    scheduler_interval: str
+    _feed: Feed
+    _step: Step
+    _loop: Loop
+
+    # --- setting up
+
+    def _choose_device(self, device: str | torch.device | None) -> torch.device:
+        """Return the device to train on: the one asked for, else the first there is of cuda, xpu, mps, cpu."""
+        return choose_device(device)
+
+    def _setup_training_components(self) -> None:
+        """Put the model in place. `self.optimizer` is built afterwards, unless this sets it."""
+        self.backend.place()
+
+    def _seed(self) -> None:
+        """Seed the generators that training draws from; dropout on one rank must not repeat that of another."""
+        rank = self.ranks.rank
+        seed_everything(self.settings.seed if rank == 0 else derive_seed(self.settings.seed, rank) & 0x7FFFFFFF)
+
+    # --- an epoch and a step
+
+    def _train_epoch(self, epoch: int) -> float:
+        """Train on the data of an epoch, or the rest of it, and return its mean loss.
+
+        Override it for a loop of your own: events of steps then do not fire, everything else stays as it is.
+        """
+        return self._loop.train_epoch(epoch)
+
+    def _train_step(self, window: Window) -> bool:
+        """Train on one window, and return whether the weights were updated."""
+        return self._step.take(window)
+
+    # --- a micro-batch
+
+    def _weigh(self, batch: Any) -> float:
+        """Return how much a micro-batch (on the host) counts in its window's mean: its labels, or its samples."""
+        return self._feed.weigh(batch)
+
+    def _prepare_batch(self, batch: Any) -> Any:
+        """Return the batch as the model is to see it, on the device."""
+        return move_to_device(batch, self.device, non_blocking=True)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of forward and loss."""
+        return self.precision.autocast()
+
+    def _accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch; `last` says that gradients are to be complete after it."""
+        return self.backend.accumulating(last)
+
+    def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Return loss and outputs of a batch on the device."""
+        return run_unit(self.unit, model, batch)
+
+    def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
+        """Return a loss with zero gradients for a micro-batch without labels, if other ranks wait for a backward."""
+        return without_effect(output) if self.ranks.world_size > 1 else None
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss`."""
+        self.backend.backward(loss)
+
+    # --- the update
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by `factor`."""
+        self.backend.scale_gradients(factor)
+
+    def _clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that, on the device."""
+        return self._step.clip_gradients()
+
+    def _gradient_norm(self) -> torch.Tensor:
+        """Return the norm of all gradients."""
+        return self.backend.gradient_norm()
+
+    def _apply_update(self) -> bool:
+        """Take the optimizer's step; return False if it was left out."""
+        return self.backend.update()
+
+    # --- beside the steps
+
+    def _leave_evaluation(self) -> None:
+        """Bring the model back from forward passes without a backward pass."""
+        self.backend.end_evaluation()
+
+    def _backend_logs(self) -> dict[str, float]:
+        """Return what the backend adds to each row of logs."""
+        scaler = self.backend.scaler
+        return {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}

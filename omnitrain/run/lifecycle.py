@@ -1,0 +1,245 @@
+"""The lifecycle of a run: fires its events, and keeps progress, requests, history and best.
+
+A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, saved, logged,
+end_train` in the order that `Event` prints. Nothing here trains, evaluates or saves, and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from omnitrain.errors import ConfigError
+from omnitrain.events import Callback, Control, Event, TrainerLike
+from omnitrain.metrics import MetricsDict
+from omnitrain.objective import Objective
+from omnitrain.progress import Progress
+
+__all__ = ["Lifecycle"]
+
+logger = logging.getLogger("omnitrain")
+
+
+class Lifecycle:
+    """Fires events at callbacks in their order, counts progress, and keeps history and best.
+
+    Args:
+        trainer: Handed to every callback.
+        callbacks: Sorted by their `order`; those of equal order stay as given.
+        objective: Judges evaluations.
+        evaluates: Whether the run has evaluations.
+    """
+
+    def __init__(
+        self, trainer: TrainerLike, callbacks: Iterable[Callback], objective: Objective, evaluates: bool = False
+    ) -> None:
+        self.trainer = trainer
+        self.evaluates = evaluates
+        self.objective = objective
+        self.progress = Progress()
+        self.control = Control()
+        self.metrics = MetricsDict()
+        self.callbacks: list[Callback] = []
+        self.improved = False
+        """Whether the latest evaluation was the best so far."""
+        self.evaluated_step = -1
+        """The step of the latest evaluation of the run; -1 before any."""
+        self.saved_at: tuple[int, int, int] | None = None
+        """The position of the latest checkpoint of the run; None before any."""
+        self.saved_path: Path | None = None
+        """The folder of the latest checkpoint of the run."""
+        self.owes_evaluation = False
+        """Whether an evaluation is due that a signal cut short, or that comes before the first step."""
+        self.owes_save = False
+        """Whether a checkpoint was due after that evaluation."""
+        self.is_epoch_complete = True
+        """Whether the data of the running epoch ran out."""
+        self.logged_at: tuple[int, float, int, int] = (0, 0.0, 0, 0)
+        """Steps, seconds, samples and tokens of the run at the latest log."""
+        self.stop = ""
+        """Why the run ends, once all ranks have agreed that it does."""
+        self.signal = 0
+        """The number of the signal that ended it."""
+        self.is_closing = False
+        """Whether the run is writing its last rows, which a longer run would not have had."""
+        self._clock = time.perf_counter()
+        self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
+        self.register(callbacks)
+
+    def register(self, callbacks: Iterable[Callback]) -> None:
+        """Register the callbacks of the run, sorted by their `order`."""
+        callbacks = list(callbacks)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"`callbacks` must hold omnitrain.Callback instances, got {callback!r}. "
+                    "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
+                )
+        self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
+        # Only methods that someone overrode are called: an event that nobody listens to costs one dict look-up.
+        self._listeners = {event: [] for event in Event}
+        for event in Event:
+            name = f"on_{event}"
+            for callback in self.callbacks:
+                handler = getattr(callback, name)
+                if getattr(handler, "__func__", handler) is not getattr(Callback, name):
+                    self._listeners[event].append((callback, handler))
+
+    def emit(self, event: Event, *details: Any) -> None:
+        """Tell every callback that listens to `event`; a callback's error goes on, with the callback named."""
+        for callback, handler in self._listeners[event]:
+            try:
+                handler(self.trainer, *details)
+            except BaseException as error:
+                error.add_note(f"Raised by the callback {type(callback).__name__}.on_{event}.")
+                raise
+
+    # --- the run
+
+    def begin_train(self) -> None:
+        """Start the clock and say so."""
+        self._clock = time.perf_counter()
+        self.control, self.stop, self.signal = Control(), "", 0
+        order = ", ".join(f"{type(callback).__name__} ({callback.order})" for callback in self.callbacks)
+        logger.info("Callbacks in the order they run: %s.", order or "none")
+        self.emit(Event.TRAIN_START)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the callbacks that the run is ending by `error`; their own errors cannot hide it."""
+        self.tick()
+        self._emit_safely(Event.EXCEPTION, error)
+
+    def end_train(self, failed: bool) -> None:
+        """Close the run: TRAIN_END always comes, and after a failure it cannot hide the failure."""
+        self.tick()
+        if self.stop:
+            self.metrics["stop_reason"] = self.stop
+        if failed:
+            self._emit_safely(Event.TRAIN_END)
+        else:
+            self.emit(Event.TRAIN_END)
+
+    def _emit_safely(self, event: Event, *details: Any) -> None:
+        for callback, handler in self._listeners[event]:
+            try:
+                handler(self.trainer, *details)
+            except Exception:
+                logger.exception(
+                    "%s.on_%s failed while the run was ending by another error.", type(callback).__name__, event
+                )
+
+    def tick(self) -> None:
+        """Bring `progress.seconds` up to now."""
+        now = time.perf_counter()
+        self.progress.seconds += now - self._clock
+        self._clock = now
+
+    # --- epochs and steps
+
+    def begin_epoch(self) -> None:
+        """An epoch, or the rest of one after a resume, starts."""
+        self.emit(Event.EPOCH_START)
+
+    def begin_step(self) -> None:
+        """A window is about to be trained on."""
+        if self._listeners[Event.STEP_START]:
+            self.emit(Event.STEP_START)
+
+    def before_optimizer_step(self) -> None:
+        """Gradients are final."""
+        if self._listeners[Event.BEFORE_OPTIMIZER_STEP]:
+            self.emit(Event.BEFORE_OPTIMIZER_STEP)
+
+    def end_step(self, samples: int, tokens: int = 0, skipped: bool = False) -> None:
+        """A window of `samples` samples and `tokens` tokens (of all processes) was trained on, or skipped."""
+        self.progress.advance(samples, tokens, skipped)
+        self.tick()
+        self.emit(Event.STEP_END)
+
+    def end_epoch(self, complete: bool, row: Mapping[str, Any]) -> None:
+        """An epoch is over; it counts, and has its row in the history, only if its data ran out."""
+        self.progress.close_epoch(complete)
+        if complete:
+            self.add_epoch_row(row)
+        self.tick()
+        self.emit(Event.EPOCH_END)
+
+    def add_epoch_row(self, row: Mapping[str, Any]) -> None:
+        """Take the means of an epoch, or of a part of one that the run ended in, into the history."""
+        self.metrics.add_train({"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **row})
+
+    # --- answers to requests
+
+    def logged(self, logs: Mapping[str, float]) -> None:
+        """A row of logs is there."""
+        self.emit(Event.LOG, logs)
+
+    def begin_evaluation(self) -> None:
+        """An evaluation that belongs to the run starts."""
+        self.emit(Event.EVAL_START)
+
+    def evaluated(self, metrics: Mapping[str, float], counts: bool = True) -> None:
+        """Take an evaluation into the history and judge it; `counts=False` leaves patience alone."""
+        self.evaluated_step = self.progress.step
+        value = metrics[self.objective.key(metrics)]
+        self.improved = self.objective.update(value, self.progress.step, counts)
+        self.metrics.add_valid(
+            {"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **metrics}, best=self.improved
+        )
+        self.tick()
+        self.emit(Event.EVAL_END, metrics)
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint at `path` is complete."""
+        self.saved_path = path
+        self.tick()
+        self.emit(Event.SAVE_END)
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return progress, objective, history and the callbacks' states as JSON types."""
+        self.tick()
+        states = [
+            {"callback": type(callback).__qualname__, "state": callback.state_dict()} for callback in self.callbacks
+        ]
+        return {
+            "progress": self.progress.state_dict(),
+            "objective": self.objective.state_dict(),
+            "metrics": self.metrics.to_dict(),
+            "evaluated_step": self.evaluated_step,
+            "callbacks": [entry for entry in states if entry["state"]],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], selects_anew: bool = False) -> None:
+        """Take back what `state_dict()` returned; a callback gets the state that one of its class has saved.
+
+        Args:
+            state: The state.
+            selects_anew: Whether the objective is another one now, so that the best so far means nothing.
+        """
+        size = self.progress.epoch_size
+        self.progress = Progress.from_state(state["progress"])
+        self.progress.epoch_size = size
+        self.metrics = MetricsDict.from_dict(state["metrics"])
+        self.metrics.pop("stop_reason", None)
+        if selects_anew:
+            self.metrics["best_valid"] = {}
+            for name in ("best_step", "best_checkpoint"):
+                self.metrics.pop(name, None)
+        else:
+            self.objective.load_state_dict(state["objective"])
+        self.evaluated_step = state["evaluated_step"]
+        self.saved_at = self.progress.position
+        waiting = list(self.callbacks)
+        for entry in state["callbacks"]:
+            name = entry["callback"]
+            heir = next((callback for callback in waiting if type(callback).__qualname__ == name), None)
+            if heir is None:
+                logger.warning("The checkpoint has the state of a callback %s, which is not among the callbacks.", name)
+                continue
+            waiting.remove(heir)
+            heir.load_state_dict(entry["state"])

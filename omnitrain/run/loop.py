@@ -1,0 +1,328 @@
+"""The training loop: epochs, windows, and the answers to what callbacks request.
+
+The order of events is printed in `Event`. What happens in a step is in `step.py`; what is saved, in
+`checkpoint/checkpointer.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from omnitrain.checkpoint.checkpointer import Checkpointer
+from omnitrain.data.loaders import Loader, end_workers
+from omnitrain.data.sets import Sets
+from omnitrain.distributed import Ranks
+from omnitrain.errors import ConfigError, DataError, NonFiniteError
+from omnitrain.events import Control
+from omnitrain.precision import is_out_of_memory
+from omnitrain.run.evaluation import Evaluation
+from omnitrain.run.feed import Feed
+from omnitrain.run.hooks import Hooks
+from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.step import Step
+from omnitrain.settings import Settings
+
+__all__ = ["Loop"]
+
+logger = logging.getLogger("omnitrain")
+
+Result = TypeVar("Result")
+
+_BATCHES_BETWEEN_AGREEMENTS = 8
+
+
+class Loop:
+    """Calls the hooks of an epoch and a step, and the lifecycle after each of them.
+
+    Args:
+        hooks: The trainer's epochs and steps, which a subclass may override.
+        lifecycle: Fires the events, and keeps what was requested.
+        sets: The data.
+        feed: Batches to windows.
+        step: Windows to updates.
+        evaluation: Runs evaluations.
+        checkpointer: Saves checkpoints; None without a `save_dir`.
+        ranks: The ranks of the run.
+        settings: The arguments of the trainer.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        lifecycle: Lifecycle,
+        sets: Sets,
+        feed: Feed,
+        step: Step,
+        evaluation: Evaluation,
+        checkpointer: Checkpointer,
+        ranks: Ranks,
+        settings: Settings,
+    ) -> None:
+        self.hooks = hooks
+        self.lifecycle = lifecycle
+        self.sets = sets
+        self.feed = feed
+        self.step = step
+        self.evaluation = evaluation
+        self.checkpointer = checkpointer
+        self.ranks = ranks
+        self.settings = settings
+
+    # --- the run
+
+    def run(self) -> None:
+        """Train from where the run is until something ends it, and bring it to its end."""
+        lifecycle = self.lifecycle
+        self.agree("the beginning of the run")
+        if lifecycle.owes_evaluation and lifecycle.stop != "signal":
+            lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save
+            self.evaluate(counts=lifecycle.progress.step > 0)
+            self.answer()
+        lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
+        if self.has_epoch_to_end:  # a checkpoint on an epoch's last step comes before the epoch's end
+            lifecycle.begin_epoch()
+            lifecycle.is_epoch_complete = True
+            self.end_epoch(self.step.loss.mean())
+            self.answer()
+        self.train()
+        if not lifecycle.is_closing:
+            self.close()
+
+    def train(self) -> None:
+        """Train epoch by epoch until something ends the run."""
+        while not self.lifecycle.stop:
+            self.lifecycle.begin_epoch()
+            self.lifecycle.is_epoch_complete = True
+            with self._counting_steps_of_others():
+                train_loss = self.hooks._train_epoch(self.lifecycle.progress.epoch)
+            self.end_epoch(train_loss)
+            self.answer()
+
+    def train_epoch(self, epoch: int) -> float:
+        """Train on the data of an epoch, or the rest of it, and return its mean loss."""
+        hooks, lifecycle = self.hooks, self.lifecycle
+        hooks.backend.wrapped.train()
+        hooks.backend.collect_parameters()
+        windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress.samples_in_epoch)
+        for window in self.feed.until_signal(windows):
+            lifecycle.begin_step()
+            applied = hooks._train_step(window)
+            lifecycle.end_step(window.samples, window.tokens, skipped=not applied)
+            self.answer()
+            if lifecycle.stop:
+                break
+        return self.finish_data()
+
+    def finish_data(self) -> float:
+        """Decide whether the epoch is complete now that no more data come, and return its mean loss."""
+        lifecycle = self.lifecycle
+        if self.ranks.world_size == 1 and lifecycle.control.stop == "signal":
+            self.agree("the end of the data")  # which may have come with the signal
+        if lifecycle.stop:
+            lifecycle.is_epoch_complete = self.has_epoch_to_end
+        elif not lifecycle.progress.samples_in_epoch:
+            raise DataError(f"Epoch {lifecycle.progress.epoch + 1} has no samples: the training data yielded none.")
+        return self.step.loss.mean()
+
+    @property
+    def has_epoch_to_end(self) -> bool:
+        """Whether the data of the epoch are consumed, and nothing but its end is still to come.
+
+        An evaluation that a signal cut short belongs before the epoch's end.
+        """
+        return self.lifecycle.progress.is_epoch_consumed and not self.lifecycle.owes_evaluation
+
+    def end_epoch(self, train_loss: Any) -> None:
+        """End an epoch, or a part of one in which the run ends."""
+        hooks, lifecycle, meter = self.hooks, self.lifecycle, self.step.loss
+        self.step.raise_if_bad(wait=True)
+        if not isinstance(train_loss, (int, float)) and not hasattr(train_loss, "__float__"):
+            raise ConfigError(
+                f"{type(hooks).__name__}._train_epoch must return the epoch's mean loss as a float, got {train_loss!r}."
+            )
+        train_loss = float(train_loss)
+        if not meter.weight and math.isfinite(train_loss):
+            meter.add(torch.tensor(train_loss), 1)  # a loop of the user's own: its mean is what there is to log
+        elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_own_epoch:
+            raise NonFiniteError(f"{type(hooks).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
+        row = self._epoch_row(train_loss)
+        if lifecycle.is_epoch_complete:
+            if hooks.lr_scheduler is not None and hooks.scheduler_interval == "epoch":
+                hooks.lr_scheduler.step()
+            meter.begin_epoch()
+        lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
+
+    def close(self) -> None:
+        """Bring a run that has ended to its end: the last evaluation, checkpoint and log.
+
+        An evaluation that falls on no interval is left out of the saved history, because a longer run would not have
+        done it; a run that is resumed here without being longer does it again.
+        """
+        lifecycle, checkpointer = self.lifecycle, self.checkpointer
+        checkpointer.await_background()
+        history = lifecycle.state_dict() if checkpointer.store is not None else None
+        lifecycle.is_closing = True
+        has_time = lifecycle.stop != "signal"
+        at_a_limit = lifecycle.stop in ("epochs", "max_steps", "max_duration")
+        if at_a_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
+            self.evaluate()
+        if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
+            checkpointer.save(history)
+        checkpointer.await_background()
+        if not lifecycle.is_epoch_complete and lifecycle.progress.samples_in_epoch:
+            lifecycle.add_epoch_row(self._epoch_row(self.step.loss.mean()))
+        if has_time and lifecycle.logged_at[0] < lifecycle.progress.step:
+            self.log()
+        if checkpointer.loads_best and has_time:
+            checkpointer.load_best()
+        elif checkpointer.loads_best:
+            logger.info("A signal ended the run: the model keeps its last weights, and not the best ones.")
+
+    # --- answers to requests
+
+    def answer(self) -> None:
+        """Do what callbacks have requested: the only place where a run logs, evaluates or saves."""
+        lifecycle = self.lifecycle
+        asked = self.agree("the end of a step", "log", "evaluate", "save", ahead=self.feed.read_ahead())
+        if asked.log:
+            self.log()
+        if asked.evaluate and lifecycle.evaluated_step != lifecycle.progress.step:
+            self.evaluate()
+            asked.save |= self.agree("the end of an evaluation", "save").save
+        if asked.save and lifecycle.saved_at != lifecycle.progress.position:
+            self.checkpointer.save()
+            self.agree("the end of a save")
+        self.checkpointer.await_background(wait=False)
+
+    def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
+        """Return which of these requests any rank has made, and note the end of the run if one requested it.
+
+        What is known of the next step goes along, as every exchange costs about as much as a small model's forward.
+        """
+        lifecycle = self.lifecycle
+        asked, totals = self.ranks.agree(where, lifecycle.control.take(*requests), *ahead)
+        self.feed.take_totals(totals)
+        if asked.stop and not lifecycle.stop:
+            lifecycle.stop, lifecycle.signal = asked.stop, asked.signal
+        return asked
+
+    def is_interrupted(self, batches: int) -> bool:
+        """Return whether a signal on any rank is to cut an evaluation short; asked before each of its batches."""
+        if self.ranks.world_size == 1:
+            return self.lifecycle.control.stop == "signal"
+        if batches % _BATCHES_BETWEEN_AGREEMENTS:
+            return False
+        return self.agree("a batch of an evaluation").stop == "signal"
+
+    def outside(self, loader: Any, work: Callable[[Callable[[int], bool]], Result | None]) -> Result:
+        """Return what `work(is_interrupted)` returns for an evaluation outside of the run, and end its workers.
+
+        Raises:
+            KeyboardInterrupt: If a signal has cut it short.
+        """
+        try:
+            result = work(self.is_interrupted)
+        finally:
+            end_workers(loader)
+        if result is None:
+            raise KeyboardInterrupt("The evaluation was cut short by a signal.")
+        return result
+
+    def evaluate(self, counts: bool = True) -> None:
+        """Evaluate as a part of the run; `counts=False` leaves patience alone."""
+        hooks, lifecycle = self.hooks, self.lifecycle
+        lifecycle.begin_evaluation()
+        try:
+            metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")
+            raise
+        lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
+        if metrics is None:
+            return  # cut short by a signal: half an evaluation is none, and a resumed run does it again
+        for algorithm in hooks.algorithms:
+            metrics = algorithm.transform_metrics(hooks, metrics)  # type: ignore[arg-type]
+        lifecycle.evaluated(metrics, counts)
+        if hooks.lr_scheduler is not None and hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing:
+            hooks.lr_scheduler.step(metrics[lifecycle.objective.key(metrics)])
+
+    def log(self) -> None:
+        """Read the loss off the device, once per log, and send the row out."""
+        lifecycle, progress = self.lifecycle, self.lifecycle.progress
+        lifecycle.tick()
+        self.step.raise_if_bad(wait=True)
+        loss = self.step.loss.mean_since_last()
+        if loss is None and not self.has_own_epoch:
+            return  # nothing had a label since the latest log, so there is nothing to tell
+        _, seconds, samples, tokens = lifecycle.logged_at
+        passed = max(progress.seconds - seconds, 1e-9)
+        logs: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": round(progress.epochs, 6),
+            "loss": math.nan if loss is None else loss,
+            **self.learning_rates(),
+            **self._grad_norm(),
+        }
+        if progress.samples:  # a loop of the user's own counts none
+            logs["samples_per_second"] = (progress.samples - samples) / passed
+        if progress.tokens:
+            logs["tokens_per_second"] = (progress.tokens - tokens) / passed
+        if progress.skipped_steps:
+            logs["skipped_steps"] = progress.skipped_steps
+        logs.update(self.hooks._backend_logs())
+        lifecycle.logged_at = (progress.step, progress.seconds, progress.samples, progress.tokens)
+        lifecycle.logged(logs)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the learning rate of the latest update, and those of groups that differ from the first one."""
+        groups = self.hooks.backend.optimizer.param_groups
+        rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
+        bases = [group.get("initial_lr", group["lr"]) for group in groups]
+        named = {"learning_rate": rates[0]}
+        for i in range(1, len(rates)):
+            if rates[i] != rates[0] or bases[i] != bases[0]:
+                named[f"learning_rate_{i}"] = rates[i]
+        return named
+
+    def _grad_norm(self) -> dict[str, float]:
+        norm = self.step.grad_norm
+        return {} if norm is None else {"grad_norm": float(norm)}
+
+    def _epoch_row(self, train_loss: float) -> dict[str, float]:
+        return {"train_loss": train_loss, **self.learning_rates(), **self._grad_norm()}
+
+    # --- a loop of the user's own
+
+    @property
+    def has_own_epoch(self) -> bool:
+        """Whether the trainer's class has an epoch of its own."""
+        return type(self.hooks)._train_epoch is not Hooks._train_epoch
+
+    @contextlib.contextmanager
+    def _counting_steps_of_others(self) -> Iterator[None]:
+        """Count the optimizer steps of a `_train_epoch` of the user's own, which does not count them itself."""
+        if not self.has_own_epoch:
+            yield
+            return
+        progress, optimizer = self.lifecycle.progress, self.hooks.backend.optimizer
+        if isinstance(self.sets.train, Loader):
+            self.sets.train.set_epoch(progress.epoch)
+        before, taken = progress.step, [0]
+        handles = [
+            optimizer.register_step_pre_hook(lambda *_: self.hooks.backend.check_reduced()),
+            optimizer.register_step_post_hook(lambda *_: taken.append(taken.pop() + 1)),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if progress.step == before:
+            progress.step += taken[0]

@@ -1,0 +1,267 @@
+"""One optimizer step: forward and backward of each micro-batch of a window, then one update.
+
+Our loop takes a step whole, by `take`. transformers' loop takes the same step in its parts: `begin`, `loss_of` for each
+micro-batch, `finish`, `conclude`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain.backends.backend import Backend
+from omnitrain.data.sampling import Window
+from omnitrain.distributed import Ranks
+from omnitrain.errors import NonFiniteError
+from omnitrain.run.finite import FiniteGuard, LossMeter
+from omnitrain.run.hooks import Hooks
+from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.nonfinite import Place
+from omnitrain.settings import Settings
+from omnitrain.units import ModelUnit, no_token_counts
+
+__all__ = ["Step"]
+
+logger = logging.getLogger("omnitrain")
+
+
+class Step:
+    """Trains on one window at a time.
+
+    Args:
+        hooks: What the trainer overrides of a step.
+        backend: How gradients are added up and weights updated.
+        lifecycle: Counts, and tells the callbacks.
+        ranks: The ranks of the run.
+        settings: The arguments of the trainer.
+        error_at: Returns the error for a window whose loss or gradient is not finite.
+
+    Attributes:
+        loss: The losses of the epoch so far.
+        grad_norm: The norm of the latest gradients before clipping, on the device; None before the first step.
+        rates: The learning rate of each group of the optimizer in the latest update; empty before the first one.
+        guard: Notices losses and gradients that are not finite.
+    """
+
+    guard: FiniteGuard
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        backend: Backend,
+        lifecycle: Lifecycle,
+        ranks: Ranks,
+        settings: Settings,
+        error_at: Callable[[Place], NonFiniteError],
+    ) -> None:
+        self.loss = LossMeter(backend.device, ranks)
+        self.grad_norm: torch.Tensor | None = None
+        self.rates: list[Any] = []
+        self._hooks = hooks
+        self._backend = backend
+        self._lifecycle = lifecycle
+        self._ranks = ranks
+        self._settings = settings
+        self._error_at = error_at
+        self._window: Window
+        self._turn = 0
+        self._targets: int | None = None
+        """The targets of this window so far, where the unit counts them."""
+        self._has_warned_of_empty = False
+
+    def prepare(self) -> None:
+        """Get ready for a run: no gradients, and a guard that fits the optimizer."""
+        optimizer, settings = self._backend.optimizer, self._settings
+        optimizer.zero_grad()
+        self._backend.collect_parameters()
+        defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
+        defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
+        self.guard = FiniteGuard(self._backend.device, optimizer, defers)
+
+    # --- the step
+
+    def take(self, window: Window) -> bool:
+        """Train on a window, and return whether the weights were updated."""
+        hooks = self._hooks
+        self.begin(window)
+        for batch in () if self.is_empty else window.batches:
+            with hooks._accumulating(last=self.is_last):
+                loss = self.loss_of(batch)
+                if loss is not None:
+                    hooks._backward(loss)
+        return self.conclude(self.finish() and hooks._apply_update())
+
+    def begin(self, window: Window) -> None:
+        """Start on a window."""
+        if self._must_undo:
+            self.loss.begin_step()
+        unit = self._hooks.unit
+        if hasattr(unit, "set_step_nr"):
+            unit.set_step_nr(self._lifecycle.progress.step + 1)
+        self.restart(window)
+
+    def restart(self, window: Window) -> None:
+        """Go to the first micro-batch of a window, or of the same samples in other micro-batches."""
+        self._window, self._turn, self._targets = window, 0, None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has anything to predict in this window."""
+        return not self._window.weight
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next micro-batch is the last of its window."""
+        return self._turn == len(self._window.batches) - 1
+
+    def loss_of(self, batch: Any) -> torch.Tensor | None:
+        """Run the next micro-batch forward; return its part of the window's loss, or None without a backward pass."""
+        hooks, window, last = self._hooks, self._window, self.is_last
+        weight = window.weights[self._turn]
+        self._turn += 1
+        batch = hooks._prepare_batch(batch)
+        for algorithm in hooks.algorithms:
+            batch = algorithm.transform_batch(hooks, batch)  # type: ignore[arg-type]
+        with hooks._autocast():
+            output = self._backend.forward(hooks._forward, batch)
+            loss = output.required_loss()
+            for algorithm in reversed(hooks.algorithms):
+                loss = algorithm.transform_loss(hooks, loss)  # type: ignore[arg-type]
+        if output.num_targets is None:
+            if self._settings.grad_reduction == "per-token-mean" and not isinstance(hooks.unit, ModelUnit):
+                raise no_token_counts()
+            self.loss.add(loss, weight)
+        else:  # the loss is the sum over targets, which only the forward could count
+            count = int(output.num_targets) if weight else 0
+            self._targets = (self._targets or 0) + count
+            self.loss.add(loss / max(count, 1), count)
+            weight = 1.0 if count else 0.0
+        # a mean over nothing is NaN, and 0 x NaN is NaN
+        divisor = window.divisor
+        scaled = hooks._idle_loss(output) if not weight else loss if weight == divisor else loss * (weight / divisor)
+        if last and self._ranks.world_size > 1 and scaled is not None:
+            # A loss that is not finite must be seen by all ranks: its gradients are, once they are averaged.
+            scaled = scaled * (self.loss.sum * 0 + 1).to(scaled.dtype)
+        return scaled
+
+    def finish(self) -> bool:
+        """Make the gradients final, tell the callbacks, and return whether the update may be made."""
+        if self.is_empty or not self._divide_by_targets():
+            self._warn_of_empty()
+            return False
+        hooks = self._hooks
+        self.grad_norm = self._backend.finish_gradients(hooks._clip_gradients, self._lifecycle.before_optimizer_step)
+        return self._is_admitted(self.grad_norm)
+
+    def conclude(self, applied: bool) -> bool:
+        """Step the schedule if the update was made, clear the gradients, and return `applied`."""
+        hooks, backend = self._hooks, self._backend
+        if applied:
+            # copied where they are tensors, which schedules change in place
+            self.rates = [
+                rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate
+                for group in backend.optimizer.param_groups
+            ]
+            if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
+                hooks.lr_scheduler.step()
+        else:
+            self._check_loss_scale()
+            if self._must_undo:
+                self.loss.undo_step()
+        backend.clear_gradients()
+        return applied
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that."""
+        norm = self._hooks._gradient_norm()
+        limit = self._settings.max_grad_norm
+        # On a CPU the norm is read for free, and most steps need no clipping: the factor would be exactly 1.
+        if limit is None or (norm.device.type == "cpu" and float(norm.numpy()) < limit * (1 - 1e-6) - 1e-6):
+            return norm
+        nn.utils.clip_grads_with_norm_(self._backend.parameters, limit, norm)
+        return norm
+
+    def _divide_by_targets(self) -> bool:
+        """Divide the gradients by the window's targets, where the forward passes counted them; False without any."""
+        if self._targets is None or self._settings.grad_reduction == "sum":
+            return True
+        (targets,) = self._ranks.sum("the targets of a step", self._targets)
+        if targets:
+            self._hooks._scale_gradients(self._window.divisor * self._ranks.world_size / targets)
+        return bool(targets)
+
+    def _warn_of_empty(self) -> None:
+        if not self._has_warned_of_empty:
+            self._has_warned_of_empty = True
+            logger.warning(
+                "No sample of step %d has a label that counts, on any rank: the weights are not updated. Such steps "
+                "are counted in `progress.skipped_steps`; later ones are not reported.",
+                self._lifecycle.progress.step + 1,
+            )
+
+    # --- losses and gradients that are not finite
+
+    @property
+    def _must_undo(self) -> bool:
+        """Whether a step may turn out to be skipped, so that its loss has to be taken back."""
+        return self._settings.on_nonfinite != "raise" or self._backend.may_skip
+
+    def _is_admitted(self, norm: torch.Tensor) -> bool:
+        """Return whether the update may be made, under the policy for numbers that are not finite."""
+        progress, policy = self._lifecycle.progress, self._settings.on_nonfinite
+        place = Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
+        if self.guard.admits(self._evidence(norm), place):
+            if self.guard.deferred:
+                self.raise_if_bad()
+            return True
+        if policy == "raise":
+            raise self._error_at(place)
+        skips = policy == "skip"
+        todo = "the step is skipped" if skips else "the update is made all the same (on_nonfinite='warn')"
+        logger.warning("The loss or a gradient is not finite at step %d: %s.", place.step, todo)
+        if not skips:
+            self.loss.undo_step()
+        return not skips
+
+    def _evidence(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return a number that is finite exactly if the losses so far and the gradients are."""
+        if self._backend.may_skip:
+            return self.loss.sum  # an infinite gradient is the scaler's to handle: it skips the step
+        return norm if self._ranks.world_size > 1 else norm + self.loss.sum
+
+    def raise_if_bad(self, wait: bool = False) -> None:
+        """Raise NonFiniteError for a step that the device has reported since; with `wait`, look at all steps so far."""
+        place = self.guard.first_bad(wait)
+        if place is not None:
+            raise self._error_at(place)
+
+    def _check_loss_scale(self) -> None:
+        """Refuse to go on where the gradients overflow whatever the scale."""
+        scaler, least = self._backend.scaler, self._settings.fp16_loss_scale[1]
+        if scaler.is_enabled() and scaler.get_scale() < least:
+            raise NonFiniteError(
+                f"The fp16 loss scale fell to {scaler.get_scale():g}, below its minimum {least:g}, at step "
+                f"{self._lifecycle.progress.step + 1}: the gradients overflow whatever the scale. Lower the learning "
+                "rate, use autocast='bf16', or lower the minimum in `fp16_loss_scale`."
+            )
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses of all ranks, the latest norm and rates: numbers and lists."""
+        return {
+            "loss": self._ranks.gather("the losses for a checkpoint", self.loss.state_dict()),
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "learning_rates": [float(rate) for rate in self.rates],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, on any number of ranks."""
+        losses, norm = state["loss"], state["grad_norm"]
+        self.loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # as the first checkpoints have it
+        self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        self.rates = list(state.get("learning_rates", []))  # the first checkpoints lack them

@@ -1,0 +1,683 @@
+"""Where batches come from: map-style datasets, streams and users' own loaders, with and without workers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from omnitrain.data.collation import Collator
+from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, has_length, make_loader
+from omnitrain.data.sampling import EpochSampler
+from omnitrain.errors import DataError
+from omnitrain.reproducibility import snapshot_rng
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+def draw() -> float:
+    """Draw from all three generators."""
+    return torch.rand(1).item() + 10 * float(np.random.randn()) + 100 * random.random()
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows of (index, something drawn in every third sample)."""
+
+    def __init__(self, size: int = 11) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, draw() if index % 3 == 0 else 0.0], dtype=torch.float64)
+
+
+class Pids(Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def states() -> list[Any]:
+    state = snapshot_rng()
+    return [state["torch"].tolist(), repr(state["numpy"]), state["python"]]
+
+
+def read(loader: Any, epoch: int = 0, position: int = 0, upset: bool = True) -> list[Any]:
+    """Read an epoch while training draws from the generators, which the loader must not move."""
+    batches = []
+    source = iter(loader.batches(epoch, position))
+    while True:
+        if upset:
+            torch.rand(2), np.random.randn(), random.random()
+        before = states()
+        batch = next(source, None)
+        assert states() == before
+        if batch is None:
+            return batches
+        batches.append(batch.tolist() if isinstance(batch, torch.Tensor) else batch)
+
+
+def flat(batches: list[Any]) -> list[Any]:
+    return [sample for batch in batches for sample in batch]
+
+
+def size_of(batches: list[Any]) -> int:
+    return len(flat(batches))
+
+
+# Map-style datasets
+
+
+def test_workers_change_no_sample_and_no_order() -> None:
+    alone = make_loader(Rows(), 3, name="d", shuffle=True)
+    helped = make_loader(Rows(), 3, name="d", shuffle=True, num_workers=2)
+    for epoch in (0, 1, 0):
+        expected = read(alone, epoch)
+        assert read(helped, epoch) == expected
+        assert sorted(int(index) for index, _ in flat(expected)) == list(range(11))
+
+
+@WORKERS
+def test_a_seek_gives_the_tail_of_the_straight_stream(workers: int) -> None:
+    loader = make_loader(Rows(), 2, name="d", shuffle=True, num_workers=workers)
+    straight = read(loader, 1)
+    for done in (0, 1, 3, 5, 6):
+        assert read(loader, 1, position=min(2 * done, 11)) == straight[done:]
+
+
+@WORKERS
+def test_a_seek_reads_nothing_of_what_is_before(workers: int, tmp_path: Any) -> None:
+    class Noted(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            (tmp_path / str(index)).touch()
+            return torch.tensor(index)
+
+    loader = make_loader(Noted(), 2, name="d", num_workers=workers)
+    assert read(loader, 0, position=8) == [[8, 9], [10]]
+    assert {path.name for path in tmp_path.iterdir()} == {"8", "9", "10"}
+
+
+def test_workers_are_started_once_for_all_epochs_even_after_a_break() -> None:
+    loader = make_loader(Pids(), 2, name="d", num_workers=2)
+    pids = set()
+    for epoch in range(5):
+        for number, batch in enumerate(loader.batches(epoch)):
+            pids |= set(batch.tolist())
+            if epoch % 2 and number == 3:
+                break
+    assert len(pids) == 2 and os.getpid() not in pids
+
+
+def test_after_a_break_the_next_epoch_is_whole() -> None:
+    loader = make_loader(Rows(40), 2, name="d", shuffle=True, num_workers=2)
+    expected = read(make_loader(Rows(40), 2, name="d", shuffle=True), 1)
+    for number, _ in enumerate(loader.batches(0)):
+        if number == 2:
+            break
+    assert read(loader, 1) == expected
+
+
+@pytest.mark.parametrize(
+    "workers, kind", [(0, KeyError), (0, IndexError), (0, OSError), (2, KeyError), (2, ValueError)]
+)
+def test_an_error_in_a_sample_keeps_its_type_and_message(kind: type[Exception], workers: int) -> None:
+    class Failing(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 7:
+                raise kind("the key")
+            return super().__getitem__(index)
+
+    loader = make_loader(Failing(), 2, name="d", num_workers=workers)
+    with pytest.raises(kind, match="the key"):
+        read(loader)
+    assert len(flat(read(loader, 0, position=8))) == 3  # and the loader goes on working
+    if workers:  # left to the garbage collector, torch waits ten seconds for them: the error's traceback is a cycle
+        loader._workers._iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@WORKERS
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_dataset_smaller_than_a_batch_is_one_batch(size: int, workers: int) -> None:
+    loader: Any = make_loader(Rows(size), 8, name="d", shuffle=True, num_workers=workers)
+    assert len(loader) == 1
+    assert [len(batch) for batch in read(loader)] == [size]
+
+
+def test_each_pass_is_the_epoch_that_was_set() -> None:
+    loader = make_loader(Rows(), 4, name="d", shuffle=True)
+    loader.set_epoch(2)
+    assert [batch.tolist() for batch in loader] == read(loader, 2) != read(loader, 0)
+
+
+def test_nothing_is_read_before_it_is_asked_for() -> None:
+    asked = []
+
+    class Asked(Rows):
+        def __getitem__(self, index: int) -> int:
+            asked.append(index)
+            return index
+
+    batches = make_loader(Asked(), 2, name="d").batches(0)
+    assert next(batches).tolist() == [0, 1]
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [TensorDataset(torch.arange(5.0)), torch.arange(5.0), (torch.arange(5.0), torch.ones(5)), {"x": torch.arange(5.0)}],
+    ids=["TensorDataset", "tensor", "pair", "dict"],
+)
+@WORKERS
+def test_tensors_are_datasets(dataset: Any, workers: int) -> None:
+    loader: Any = make_loader(dataset, 2, name="d", num_workers=workers)
+    assert (loader.size, len(loader)) == (5, 3)
+    first = [batch["x"] if isinstance(batch, dict) else batch for batch in loader.batches(0)]
+    first = [batch[0] if isinstance(batch, tuple) else batch for batch in first]
+    assert torch.equal(torch.cat(first), torch.arange(5.0))
+
+
+def test_a_subset_has_the_size_of_its_choice() -> None:
+    loader = make_loader(Subset(Subset(TensorDataset(torch.arange(9)), [1, 3, 5, 7]), [3, 0]), 5, name="d")
+    assert loader.size == 2
+    assert [batch[0].tolist() for batch in loader.batches(0)] == [[7, 1]]
+    assert make_loader(Subset(Rows(), [1, 2, 4]), 5, name="d").size == 3
+
+
+def test_ranks_share_out_every_sample_with_the_same_random_numbers() -> None:
+    alone = {int(index): value for index, value in flat(read(make_loader(Rows(), 4, name="d", shuffle=True), 1))}
+    ranks = [make_loader(Rows(), 2, name="d", shuffle=True, rank=rank, world_size=2) for rank in range(2)]
+    shared = flat(read(ranks[0], 1)) + flat(read(ranks[1], 1))
+    assert len(shared) == 11
+    assert {int(index): value for index, value in shared} == alone
+
+
+def test_several_seeds_give_several_samples() -> None:
+    values = {flat(read(make_loader(Rows(1), 1, name="d", seed=seed)))[0][1] for seed in range(5)}
+    assert len(values) == 5
+
+
+# What is a dataset
+
+
+def test_a_loader_of_ours_is_taken_as_it_is() -> None:
+    loader = make_loader(Rows(), 2, name="d")
+    assert make_loader(loader, 5, name="d") is loader
+
+
+def test_the_kind_of_loader_follows_from_the_dataset() -> None:
+    assert isinstance(make_loader(Rows(), 2, name="d"), MapLoader)
+    assert isinstance(make_loader([{"x": 1}], 2, name="d"), MapLoader)
+    assert isinstance(make_loader(np.ones((3, 2)), 2, name="d"), MapLoader)
+    assert isinstance(make_loader(Numbers(), 2, name="d"), StreamLoader)
+    assert isinstance(make_loader({1, 2}, 2, name="d"), StreamLoader)
+    assert isinstance(make_loader(DataLoader(Rows()), 2, name="d"), GivenLoader)
+
+
+@pytest.mark.parametrize("dataset", [[], torch.ones(0, 2), TensorDataset(torch.ones(0)), Subset(Rows(), [])])
+def test_an_empty_dataset_is_refused_by_name(dataset: Any) -> None:
+    with pytest.raises(DataError, match="`eval_dataset` is empty"):
+        make_loader(dataset, 2, name="eval_dataset")
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    ["imdb", b"imdb", 3, object(), (i for i in range(3)), map(str, [1]), iter([1]), {"x": [1, 2]}, {"x": np.ones(2)}],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_what_is_no_dataset_is_refused_by_name_and_type(dataset: Any) -> None:
+    with pytest.raises(DataError, match=f"`train_dataset` must be a dataset.*{type(dataset).__name__}"):
+        make_loader(dataset, 2, name="train_dataset")
+
+
+def test_a_length_that_only_raises_is_none() -> None:
+    class Lengthless:
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    assert not has_length(Lengthless())
+    assert not has_length(3)
+    assert has_length([])
+
+
+# Hugging Face datasets
+
+
+@pytest.fixture
+def hf() -> Any:
+    return pytest.importorskip("datasets")
+
+
+@WORKERS
+@pytest.mark.parametrize("torch_format", [False, True])
+def test_a_hugging_face_dataset_is_read_in_order(hf: Any, torch_format: bool, workers: int) -> None:
+    dataset = hf.Dataset.from_dict({"ids": [[1, 2], [3], [4, 5, 6]], "label": [0, 1, 2], "text": ["a", "b", "c"]})
+    dataset = dataset.with_format("torch") if torch_format else dataset
+    first, second = make_loader(dataset, 2, name="d", num_workers=workers).batches(0)
+    assert first["ids"].tolist() == [[1, 2], [3, 0]]
+    assert second["ids"].tolist() == [[4, 5, 6]]
+    assert (first["label"].tolist(), first["text"]) == ([0, 1], ["a", "b"])
+
+
+@WORKERS
+def test_a_drawing_transform_of_a_hugging_face_dataset_is_reproducible(hf: Any, workers: int) -> None:
+    dataset = hf.Dataset.from_dict({"x": list(range(7))})
+    dataset = dataset.with_transform(lambda rows: {"x": [[x, draw()] for x in rows["x"]]})
+    whole = flat([batch["x"].tolist() for batch in make_loader(dataset, 7, name="d").batches(1)])
+    split = read(make_loader(dataset, 2, name="d", num_workers=workers), 1)
+    assert flat([batch["x"].tolist() for batch in split]) == whole
+
+
+def values(loader: Any, epoch: int = 0, position: int = 0) -> list[int]:
+    return flat([batch["x"].tolist() for batch in loader.batches(epoch, position)])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_hugging_face_stream_is_read_once_and_in_order_with_any_workers(hf: Any, shards: int, workers: int) -> None:
+    dataset = hf.Dataset.from_dict({"x": list(range(30))}).to_iterable_dataset(num_shards=shards)
+    loader = make_loader(dataset, 4, name="d", num_workers=workers)
+    assert values(loader) == values(loader, 1) == list(range(30))
+    assert values(loader, 1, position=12) == list(range(12, 30))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_shuffled_hugging_face_stream_has_an_order_for_each_epoch(hf: Any, shards: int) -> None:
+    dataset = hf.Dataset.from_dict({"x": list(range(30))}).to_iterable_dataset(num_shards=shards)
+    orders = []
+    for workers in (0, 1, 2):
+        loader = make_loader(dataset.shuffle(seed=1, buffer_size=10), 4, name="d", num_workers=workers)
+        order = values(loader)
+        assert sorted(order) == list(range(30))
+        assert order != values(loader, 1)
+        assert order == values(loader)
+        assert order[12:] == values(loader, 0, position=12)
+        orders.append(order)
+    assert orders[1] == orders[2]  # datasets shuffles otherwise in a worker than in the process itself
+
+
+# Streams
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """A stream of (number, something drawn)."""
+
+    def __init__(self, size: int = 11) -> None:
+        self.size = size
+
+    def numbers(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in self.numbers():
+            yield torch.tensor([number, draw() if number % 3 == 0 else 0.0], dtype=torch.float64)
+
+
+class Sharing(Numbers):
+    """A stream that shares itself out among workers, as PyTorch's documentation shows it."""
+
+    def numbers(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(self.size) if info is None else range(info.id, self.size, info.num_workers))
+
+
+class Shuffled(Numbers):
+    """A stream that draws its order, and says so by `set_epoch`."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def numbers(self) -> Iterator[int]:
+        numbers = [100 * self.epoch + number for number in range(self.size)]
+        random.shuffle(numbers)
+        return iter(numbers)
+
+
+class Itself(IterableDataset[int]):
+    """A stream that is its own iterator, and starts anew."""
+
+    def __iter__(self) -> Itself:
+        self.left = 5
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+
+every_stream = pytest.mark.parametrize("stream", [Numbers, Sharing, Shuffled])
+
+
+@every_stream
+def test_a_stream_is_read_once_and_in_order_with_any_number_of_workers(stream: type[Numbers]) -> None:
+    expected = [read(make_loader(stream(), 3, name="d"), epoch) for epoch in (0, 1)]
+    assert [len(batch) for batch in expected[0]] == [3, 3, 3, 2]
+    assert sorted(int(number) for number, _ in flat(expected[0])) == list(range(11))
+    for workers in (1, 2):
+        loader = make_loader(stream(), 3, name="d", num_workers=workers)
+        assert [read(loader, epoch) for epoch in (0, 1, 0)] == [*expected, expected[0]]
+
+
+@WORKERS
+@every_stream
+def test_a_seek_in_a_stream_gives_the_tail(stream: type[Numbers], workers: int) -> None:
+    loader = make_loader(stream(), 2, name="d", num_workers=workers)
+    straight = read(loader, 1)
+    for done in (1, 3, 5, 6):
+        assert read(loader, 1, position=min(2 * done, 11)) == straight[done:]
+
+
+def test_the_cost_of_a_seek_in_a_stream_is_announced_before_it_is_paid(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(Numbers(), 2, name="d")
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        next(loader.batches(0))
+        assert not caplog.records
+        next(loader.batches(0, position=4))
+    assert "Reading 4 samples of the stream again" in caplog.text
+
+
+def test_samples_of_a_stream_do_not_depend_on_the_batch_size() -> None:
+    runs = [flat(read(make_loader(Numbers(), size, name="d"), 1)) for size in (1, 4, 20)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_stream_draws_other_numbers_in_each_epoch_sample_and_seed() -> None:
+    runs = [read(make_loader(Numbers(), 2, name="d", seed=seed), epoch) for seed in (0, 1) for epoch in (0, 1)]
+    drawn = [value for run in runs for number, value in flat(run) if number % 3 == 0]
+    assert len(set(drawn)) == len(drawn) == 16
+
+
+def test_a_collator_that_draws_is_reproducible_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def collate(samples: Any) -> torch.Tensor:
+        return torch.stack(samples)[:, 0] + draw()
+
+    runs = [read(make_loader(Numbers(), 2, name="d", collate=collate, num_workers=n), 1) for n in (0, 0, 1)]
+    assert runs[0] == runs[1] == runs[2]
+    assert read(make_loader(Numbers(), 2, name="d", collate=collate), 1, position=4) == runs[0][2:]
+
+
+def test_a_stream_without_length_has_none() -> None:
+    loader: Any = make_loader(Numbers(), 2, name="d")
+    assert loader.size is None
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+
+
+def test_a_stream_with_a_length_tells_it() -> None:
+    class Sized(Numbers):
+        def __len__(self) -> int:
+            return self.size
+
+    loader: Any = make_loader(Sized(), 2, name="d")
+    assert (loader.size, len(loader)) == (11, 6)
+
+
+def test_a_stream_that_is_its_own_iterator_starts_anew_in_every_epoch() -> None:
+    loader = make_loader(Itself(), 2, name="d")
+    assert read(loader, 0) == read(loader, 1) == [[4, 3], [2, 1], [0]]
+
+
+def test_an_error_in_a_stream_comes_through_and_leaves_the_generators_alone() -> None:
+    class Failing(Numbers):
+        def numbers(self) -> Iterator[int]:
+            yield 0
+            draw()
+            raise KeyError("the key")
+
+    before = states()
+    with pytest.raises(KeyError, match="the key"):
+        list(make_loader(Failing(), 4, name="d").batches(0))
+    assert states() == before
+
+
+def test_a_stream_left_in_mid_epoch_starts_anew() -> None:
+    loader = make_loader(Shuffled(), 2, name="d", num_workers=1)
+    straight = read(loader, 0)
+    for _ in itertools.islice(loader.batches(0), 2):
+        pass
+    assert read(loader, 0) == straight
+
+
+def test_more_than_one_worker_for_a_stream_is_refused_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        make_loader(Numbers(), 2, name="d", num_workers=1)
+        assert not caplog.records
+        make_loader(Numbers(), 2, name="d", num_workers=3)
+    assert "`num_workers=3`: a stream is read by one worker" in caplog.text
+
+
+# Users' own loaders
+
+
+class EpochSampling(Sampler[int]):
+    """A sampler of the user's own, whose order follows from `set_epoch`."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.RandomState(self.epoch).permutation(11).tolist())
+
+
+class EpochBatches(EpochSampling):
+    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+        order = list(super().__iter__())
+        yield from (order[start : start + 4] for start in range(0, 11, 4))
+
+
+def by_hand(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Rows(), **options)
+
+
+GIVEN: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffle": lambda: by_hand(batch_size=4, shuffle=True),
+    "drop_last": lambda: by_hand(batch_size=4, shuffle=True, drop_last=True),
+    "workers": lambda: by_hand(batch_size=4, shuffle=True, num_workers=2),
+    "generator": lambda: by_hand(batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "generator in the sampler": lambda: by_hand(
+        batch_size=4, sampler=RandomSampler(Rows(), generator=torch.Generator().manual_seed(5))
+    ),
+    "weighted": lambda: by_hand(batch_size=4, sampler=WeightedRandomSampler([1.0] * 11, 11)),
+    "sampler": lambda: by_hand(batch_size=4, sampler=EpochSampling()),
+    "batch_sampler": lambda: by_hand(batch_sampler=EpochBatches()),
+    "sampler in a batch_sampler": lambda: by_hand(batch_sampler=BatchSampler(EpochSampling(), 4, False)),
+    "DistributedSampler": lambda: by_hand(batch_size=4, sampler=DistributedSampler(Rows(), 1, 0)),
+    "generator in a batch_sampler": lambda: by_hand(
+        batch_sampler=BatchSampler(RandomSampler(Rows(), generator=torch.Generator().manual_seed(5)), 4, False)
+    ),
+}
+every_given = pytest.mark.parametrize("kind", GIVEN)
+
+
+@every_given
+def test_an_epoch_of_a_given_loader_follows_from_seed_and_epoch(kind: str) -> None:
+    loader = GivenLoader(GIVEN[kind](), 0)
+    first, second = read(loader, 0), read(loader, 1)
+    assert first != second
+    assert read(loader, 0) == first
+    assert read(GivenLoader(GIVEN[kind](), 0), 1) == second  # in a process that has seen no epoch before
+
+
+@every_given
+def test_a_seek_in_a_given_loader_gives_the_tail(kind: str) -> None:
+    loader = GivenLoader(GIVEN[kind](), 0)
+    straight = read(loader, 1)
+    for done in range(1, len(straight) + 1):
+        position = size_of(straight[:done])
+        assert read(GivenLoader(GIVEN[kind](), 0), 1, position) == straight[done:]
+
+
+@every_given
+def test_every_epoch_of_a_given_loader_has_an_order_of_its_own(kind: str) -> None:
+    loader = GivenLoader(GIVEN[kind](), 0)
+    orders = [[int(index) for index, _ in flat(read(loader, epoch))] for epoch in range(3)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    if kind not in ("drop_last", "weighted"):
+        assert all(sorted(order) == list(range(11)) for order in orders)
+
+
+def test_two_generators_of_the_users_give_two_orders() -> None:
+    loaders = [by_hand(batch_size=11, shuffle=True, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    assert read(GivenLoader(loaders[0], 0)) != read(GivenLoader(loaders[1], 0))
+
+
+def test_a_stream_in_a_given_loader_hears_of_the_epoch() -> None:
+    loader = GivenLoader(DataLoader(Shuffled(), batch_size=3), 0)
+    assert min(number for number, _ in flat(read(loader, 2))) == 200
+    assert read(loader, 2) == read(loader, 2)
+
+
+def test_the_size_is_known_where_a_pass_covers_the_dataset() -> None:
+    known = {kind: GivenLoader(make(), 0).size for kind, make in GIVEN.items()}
+    covering = {"shuffle", "workers", "generator", "generator in the sampler", "generator in a batch_sampler"}
+    assert known == {kind: 11 if kind in covering else None for kind in GIVEN}
+    for sampler, drop_last in ((SubsetRandomSampler([1, 2]), False), (RandomSampler(Rows()), True)):
+        assert GivenLoader(by_hand(batch_sampler=BatchSampler(sampler, 4, drop_last)), 0).size is None
+
+
+def test_the_size_of_items_that_are_batches_themselves_is_not_known() -> None:
+    batches = TensorDataset(torch.ones(4, 3, 2))
+    assert GivenLoader(DataLoader(batches, batch_size=None), 0).size is None
+    assert GivenLoader(DataLoader(Numbers(), batch_size=2), 0).size is None
+    assert GivenLoader([1, 2], 0).size is None
+
+
+def test_a_loader_need_not_be_pytorchs() -> None:
+    loader = GivenLoader([torch.arange(2), torch.arange(3)], 0)
+    assert len(loader) == 2
+    assert read(loader) == [[0, 1], [0, 1, 2]]
+    assert read(loader, 0, position=2) == [[0, 1, 2]]
+
+
+class Pipeline:
+    """A loader that is its own iterator, as DALI's are."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Pipeline:
+        self.left = 2
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return torch.tensor([self.left])
+
+
+def test_a_loader_that_is_its_own_iterator_but_has_a_length_is_taken() -> None:
+    loader = GivenLoader(Pipeline(), 0)
+    assert read(loader, 0) == read(loader, 1) == [[1], [0]]
+
+
+@pytest.mark.parametrize("loader", [(i for i in range(3)), iter([1]), zip([1], [2], strict=True), 5])
+def test_a_loader_that_is_used_up_by_one_epoch_is_refused(loader: Any) -> None:
+    with pytest.raises(DataError, match=f"iterable any number of times.*{type(loader).__name__}"):
+        GivenLoader(loader, 0)
+
+
+def test_an_error_in_a_given_loader_leaves_the_generators_alone() -> None:
+    class Failing(Rows):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            draw()
+            raise KeyError("the key")
+
+    before = states()
+    with pytest.raises(KeyError, match="the key"):
+        list(GivenLoader(DataLoader(Failing()), 0).batches(0))
+    assert states() == before
+
+
+def test_the_sampler_of_a_map_loader_is_what_was_asked_for() -> None:
+    loader = MapLoader(Rows(), EpochSampler(11, 4, shuffle=False), Collator())
+    assert (len(loader), loader.size) == (3, 11)
+    assert [int(index) for index, _ in flat(read(loader))] == list(range(11))
+
+
+@WORKERS
+@pytest.mark.parametrize("position", [0, 2, 7])
+def test_a_hugging_face_stream_goes_on_from_its_state(hf: Any, position: int, workers: int) -> None:
+    def stream() -> Any:
+        rows = hf.Dataset.from_dict({"x": list(range(11))}).to_iterable_dataset(num_shards=3)
+        return rows.map(lambda row: {"x": 10 * row["x"]})
+
+    first = make_loader(stream(), 1, name="d", num_workers=workers)
+    whole = values(first)
+    mark = first.mark_at(0, position)
+    assert (mark is None) == (position == 0)
+    second = make_loader(stream(), 1, name="d", num_workers=workers)
+    second.start_from(mark)
+    assert values(second, 0, position) == whole[position:]
+    assert values(second, 1) == whole  # and an epoch later it is as if nothing had been
+
+
+def test_a_hugging_face_stream_that_shuffles_is_read_again(hf: Any, caplog: pytest.LogCaptureFixture) -> None:
+    stream = hf.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset().shuffle(seed=0, buffer_size=8)
+    loader = make_loader(stream.map(lambda row: row), 1, name="d")
+    whole = values(loader)
+    assert loader.mark_at(0, 5) is None
+    assert values(loader, 0, 5) == whole[5:]
+    assert "Reading 5 samples of the stream again" in caplog.text
+
+
+def test_a_stream_that_is_far_ahead_of_its_marks_is_read_again() -> None:
+    loader = StreamLoader(Counting(2000), 1, Collator(None), 0)
+    assert len(values(loader)) == 2000
+    assert loader.mark_at(0, 5) is None
+    mark = loader.mark_at(0, 1999)
+    assert mark is not None
+    assert mark.position == 1999
+
+
+class Counting(IterableDataset[Any]):
+    """A stream that can say where it is."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.size:
+            self.place += 1
+            yield {"x": self.place - 1}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]

@@ -1,0 +1,487 @@
+"""The order of samples, how it is shared out, and how the samples of a batch are fetched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from omnitrain.data.collation import Collator
+from omnitrain.data.sampling import EpochSampler, Fetch, tensor_columns, windows
+from omnitrain.errors import DataError
+from omnitrain.reproducibility import snapshot_rng
+
+sizes = st.integers(1, 60)
+batch_sizes = st.integers(1, 7)
+worlds = st.integers(1, 5)
+epochs = st.integers(0, 3)
+
+
+def per_rank(size: int, batch_size: int, world: int, epoch: int = 0, position: int = 0, **options: Any) -> list[list]:
+    """The micro-batches of every rank, as lists of indices."""
+    samplers = [EpochSampler(size, batch_size, rank=rank, world_size=world, **options) for rank in range(world)]
+    return [[batch.tolist() for batch in sampler.batches(epoch, position)] for sampler in samplers]
+
+
+def flat(batches: Any) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+# Windows
+
+
+@given(st.integers(0, 20), st.integers(1, 6))
+def test_windows_keep_every_batch_in_order_and_only_the_last_is_short(count: int, size: int) -> None:
+    grouped = list(windows(range(count), size))
+    assert flat(grouped) == list(range(count))
+    assert all(len(window) == size for window in grouped[:-1])
+    assert all(1 <= len(window) <= size for window in grouped)
+
+
+def test_windows_read_no_further_than_they_are_asked() -> None:
+    read = []
+    source = (read.append(i) or i for i in range(10))
+    assert next(windows(source, 2)) == [0, 1]
+    assert read == [0, 1]
+
+
+# The order
+
+
+@given(sizes, batch_sizes, worlds, epochs)
+def test_without_a_last_short_batch_all_are_whole_on_every_process(
+    size: int, batch_size: int, world: int, epoch: int
+) -> None:
+    ranks = per_rank(size, batch_size, world, epoch, drop_last=True)
+    assert {len(batches) for batches in ranks} == {size // (batch_size * world)}
+    assert {len(batch) for batches in ranks for batch in batches} <= {batch_size}
+    seen = [index for batches in ranks for index in flat(batches)]
+    sampler = EpochSampler(size, batch_size, world_size=world, drop_last=True)
+    assert len(set(seen)) == len(seen) == sampler.size and sorted(sampler.order(epoch)) == list(range(size))
+
+
+@given(sizes, batch_sizes, worlds, epochs)
+def test_every_index_comes_exactly_once_in_an_epoch(size: int, batch_size: int, world: int, epoch: int) -> None:
+    ranks = per_rank(size, batch_size, world, epoch)
+    assert sorted(flat(flat(ranks))) == list(range(size))
+
+
+@given(sizes, batch_sizes, worlds, epochs)
+def test_every_rank_gets_the_announced_number_of_batches(size: int, batch_size: int, world: int, epoch: int) -> None:
+    ranks = per_rank(size, batch_size, world, epoch)
+    assert {len(batches) for batches in ranks} == {len(EpochSampler(size, batch_size, world_size=world))}
+    assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
+    assert all(len(batch) == batch_size for batches in ranks for batch in batches[:-1])
+
+
+@given(sizes, batch_sizes, worlds, st.integers(1, 4), epochs)
+def test_a_step_sees_the_same_samples_on_any_number_of_processes(
+    size: int, batch_size: int, world: int, accumulation: int, epoch: int
+) -> None:
+    ranks = per_rank(size, batch_size, world, epoch)
+    steps = [flat(flat(window)) for window in windows(zip(*ranks, strict=True), accumulation)]
+    alone = per_rank(size, batch_size * world * accumulation, 1, epoch)[0]
+    assert [sorted(step) for step in steps] == [sorted(step) for step in alone]
+
+
+@given(sizes, batch_sizes, worlds, epochs, st.data())
+def test_from_a_position_on_comes_the_tail_of_the_straight_stream(
+    size: int, batch_size: int, world: int, epoch: int, data: st.DataObject
+) -> None:
+    straight = per_rank(size, batch_size, world, epoch)
+    done = data.draw(st.integers(0, len(straight[0])))
+    position = min(done * batch_size * world, size)
+    assert per_rank(size, batch_size, world, epoch, position) == [batches[done:] for batches in straight]
+
+
+@given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 7), st.integers(1, 3), st.integers(1, 3))
+def test_a_position_means_the_same_on_another_number_of_processes(
+    size: int, position: int, batch_size: int, world: int, other: int
+) -> None:
+    rest = [sorted(flat(flat(per_rank(size, batch_size, n, 1, min(position, size))))) for n in (world, other)]
+    assert rest[0] == rest[1]
+    assert rest[0] == sorted(EpochSampler(size, batch_size).order(1)[position:].tolist())
+
+
+def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
+    orders = [tuple(EpochSampler(50, 4, seed=seed).order(epoch)) for seed in (1, 2) for epoch in range(5)]
+    assert len(set(orders)) == 10
+    assert tuple(EpochSampler(50, 8, seed=2, rank=1, world_size=2).order(3)) == orders[8]
+
+
+def test_the_order_of_an_epoch_is_the_same_whichever_were_asked_for_before() -> None:
+    sampler = EpochSampler(50, 4)
+    first = sampler.order(1).tolist()
+    sampler.order(7)
+    assert sampler.order(1).tolist() == first
+
+
+def test_the_order_moves_no_global_generator() -> None:
+    before = torch.get_rng_state()
+    list(EpochSampler(50, 4).batches(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@given(sizes, batch_sizes, epochs)
+def test_without_shuffling_samples_come_as_they_are(size: int, batch_size: int, epoch: int) -> None:
+    assert flat(per_rank(size, batch_size, 1, epoch, shuffle=False)[0]) == list(range(size))
+
+
+@given(sizes, batch_sizes, worlds)
+def test_a_short_last_share_is_split_as_evenly_as_can_be(size: int, batch_size: int, world: int) -> None:
+    last = [len(batches[-1]) for batches in per_rank(size, batch_size, world)]
+    assert max(last) - min(last) <= 1
+
+
+# Datasets that are tensors
+
+OBJECTS: Any = ["a", "b"]
+X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
+TENSORS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "TensorDataset": (TensorDataset(X, Y), lambda i: (X[i], Y[i])),
+    "one tensor in a TensorDataset": (TensorDataset(X), lambda i: (X[i],)),
+    "tensor": (X, lambda i: X[i]),
+    "pair of tensors": ((X, Y), lambda i: (X[i], Y[i])),
+    "dict of tensors": ({"x": X, "labels": Y}, lambda i: {"x": X[i], "labels": Y[i]}),
+    "Subset": (Subset(TensorDataset(X, Y), [5, 3, 9]), lambda i: (X[[5, 3, 9]][i], Y[[5, 3, 9]][i])),
+    "Subset of a Subset": (
+        Subset(Subset(TensorDataset(X, Y), range(9, -1, -1)), torch.tensor([2, 0, 1])),  # type: ignore[arg-type]
+        lambda i: (X[[7, 9, 8]][i], Y[[7, 9, 8]][i]),
+    ),
+    "Subset of a tensor": (Subset(X, [5, 3, 9]), lambda i: X[[5, 3, 9]][i]),  # type: ignore[arg-type]
+}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two batches are the same, types and dtypes included."""
+    if isinstance(one, dict):
+        return type(one) is type(other) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, (tuple, list)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one == other
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_are_fetched_as_samples_would_be(kind: str) -> None:
+    dataset, expected = TENSORS[kind]
+    index = torch.tensor([2, 0, 1])
+    batch = Fetch(dataset, Collator(), 0)(0, index.numpy())
+    assert equal(batch, expected(index))
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_batch_of_tensors_shares_no_memory_with_the_dataset(kind: str) -> None:
+    dataset, expected = TENSORS[kind]
+    batch = Fetch(dataset, Collator(), 0)(0, np.array([0, 1]))
+    for tensor in batch.values() if isinstance(batch, dict) else [batch] if isinstance(batch, torch.Tensor) else batch:
+        tensor.zero_()
+    assert equal(Fetch(dataset, Collator(), 0)(0, np.array([0, 1])), expected(torch.tensor([0, 1])))
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_collator_of_the_users_own_sees_the_samples_of_tensors(kind: str) -> None:
+    dataset, expected = TENSORS[kind]
+    batch = Fetch(dataset, lambda samples: samples, 0)(0, np.array([2, 0]))
+    assert equal(list(batch), [expected(2), expected(0)])
+
+
+def test_a_collator_with_a_maximum_length_cuts_tensors_too() -> None:
+    batch = Fetch({"ids": torch.ones(4, 6)}, Collator(max_length=3), 0)(0, np.array([0, 1]))
+    assert batch["ids"].shape == (2, 3)
+
+
+def test_subclasses_of_tensor_dataset_are_asked_for_their_samples() -> None:
+    class Doubled(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return 2 * self.tensors[0][index]
+
+    assert tensor_columns(Doubled(Y)) == (None, None)
+    assert Fetch(Subset(Doubled(Y), [4, 3]), Collator(), 0)(0, np.array([1])).tolist() == [6]
+
+
+def test_tensors_of_unequal_lengths_are_refused_with_their_lengths() -> None:
+    with pytest.raises(DataError, match=r"equally many rows, got \[10, 9\]"):
+        tensor_columns((X, Y[:9]))
+
+
+@pytest.mark.parametrize(
+    "dataset", [[X, Y], (X, "text"), {}, (), (torch.tensor(1.0),), "text", 3, Subset(OBJECTS, [0])]
+)
+def test_what_is_not_tensors_throughout_has_no_columns(dataset: Any) -> None:
+    assert tensor_columns(dataset) == (None, None)
+
+
+# Datasets that draw random numbers
+
+
+def draw_torch() -> float:
+    return torch.rand(1).item()
+
+
+def draw_numpy() -> float:
+    return float(np.random.rand())
+
+
+def draw_all() -> float:
+    return draw_torch() + 10 * draw_numpy() + 100 * random.random()
+
+
+def draw_one_by_another() -> float:
+    return draw_numpy() if torch.rand(1) < 0.5 else random.random()
+
+
+def draw_a_normal_number() -> float:
+    return float(np.random.randn())
+
+
+def draw_normal_numbers_of_each() -> float:
+    return float(np.random.randn()) + torch.randn(1).item() + random.gauss(0, 1)
+
+
+def draw_624_words_of_torch() -> float:
+    return torch.rand(624).sum().item()
+
+
+def draw_624_words_of_numpy() -> float:
+    return float(np.frombuffer(np.random.bytes(4 * 624), np.uint32).sum())
+
+
+def draw_624_words_of_python() -> float:
+    return float(random.getrandbits(32 * 624) % 10007)
+
+
+def seed_and_draw() -> float:
+    np.random.seed(3)
+    torch.manual_seed(4)
+    random.seed(5)
+    return draw_all()
+
+
+def draw_and_seed() -> float:
+    drawn = draw_all()
+    np.random.seed(3)
+    torch.manual_seed(4)
+    random.seed(5)
+    return drawn
+
+
+def draw_nothing() -> float:
+    return 0.0
+
+
+DRAWS: list[Callable[[], float]] = [
+    draw_torch,
+    draw_numpy,
+    random.random,
+    draw_all,
+    draw_one_by_another,
+    draw_a_normal_number,
+    draw_normal_numbers_of_each,
+    draw_624_words_of_torch,
+    draw_624_words_of_numpy,
+    draw_624_words_of_python,
+    seed_and_draw,
+    draw_and_seed,
+    draw_nothing,
+]
+every_draw = pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """Rows of (index, something drawn); `every` says in which samples something is drawn."""
+
+    def __init__(self, draw: Callable[[], float], size: int = 12, every: int = 1) -> None:
+        self.draw, self.size, self.every = draw, size, every
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.draw() if index % self.every == 0 else 0.0], dtype=torch.float64)
+
+
+class DrawingBatches(Drawing):
+    """The same, fetched by batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+def one_by_one(dataset: Any, epoch: int = 0, seed: int = 0) -> dict[int, float]:
+    """What each sample is, each fetched by itself."""
+    fetched = [Fetch(dataset, Collator(), seed)(epoch, np.array([index])) for index in range(len(dataset))]
+    return {int(index): value for [[index, value]] in (batch.tolist() for batch in fetched)}
+
+
+def upset() -> None:
+    """Bring the generators into a state as training leaves them: numpy's with a normal number in store."""
+    torch.rand(3), random.gauss(0, 1), np.random.rand(2), np.random.randn()
+
+
+def states() -> list[Any]:
+    state = snapshot_rng()
+    return [state["torch"].tolist(), repr(state["numpy"]), state["python"]]
+
+
+@every_draw
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("kind", [Drawing, DrawingBatches])
+def test_a_sample_is_the_same_in_any_batch_whatever_was_drawn_before(kind: type, every: int, draw: Any) -> None:
+    dataset = kind(draw, every=every)
+    expected = one_by_one(dataset)
+    for split in ([[*range(12)]], [[11, 1, 0], [5]], [[i] for i in range(11, -1, -1)], [[1, 2, 3], [4, 5, 6], [0, 10]]):
+        fetch = Fetch(dataset, Collator(), 0)
+        for _ in range(2):
+            for indices in split:
+                upset()
+                fetched = fetch(0, np.array(indices)).tolist()
+                assert {int(index): value for index, value in fetched} == {i: expected[i] for i in indices}
+
+
+@every_draw
+@pytest.mark.parametrize("prepare", [lambda: None, upset, lambda: np.random.seed([1, 2])], ids=["", "upset", "seeded"])
+def test_fetching_leaves_the_generators_of_training_as_they_were(draw: Any, prepare: Any) -> None:
+    fetch = Fetch(Drawing(draw, every=5), Collator(), 0)
+    prepare()
+    before = states()
+    for indices in ([1, 2], [0, 1], [5], [5, 10], [3]):
+        fetch(0, np.array(indices))
+        assert states() == before
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(DRAWS),
+    st.integers(1, 6),
+    st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=5), max_size=5),
+)
+def test_any_batches_of_a_drawing_dataset_hold_the_same_samples(draw: Any, every: int, batches: list) -> None:
+    dataset = Drawing(draw, every=every)
+    expected, fetch = one_by_one(dataset, epoch=3), Fetch(dataset, Collator(), 0)
+    for indices in batches:
+        np.random.randn()
+        before = states()
+        assert fetch(3, np.array(indices))[:, 1].tolist() == [expected[index] for index in indices]
+        assert states() == before
+
+
+@every_draw
+def test_samples_differ_between_indices_epochs_and_seeds(draw: Any) -> None:
+    if draw in (draw_nothing, seed_and_draw):
+        pytest.skip("does not vary")
+    dataset = Drawing(draw)
+    runs = [one_by_one(dataset), one_by_one(dataset, epoch=1), one_by_one(dataset, seed=1)]
+    drawn = [value for run in runs for value in run.values()]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_only_the_generators_that_are_drawn_from_are_seeded() -> None:
+    fetch = Fetch(Drawing(draw_numpy, every=5), Collator(), 0)
+    fetch(0, np.array([1, 2]))
+    assert fetch.drawn == []
+    fetch(0, np.array([1, 5]))
+    assert [type(generator).__name__ for generator in fetch.drawn] == ["_NumpyGenerator"]
+
+
+def test_a_dataset_that_draws_nothing_is_asked_once_and_by_batch() -> None:
+    asked = []
+
+    class Batches(Dataset[int]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            asked.append(indices)
+            return indices
+
+    assert Fetch(Batches(), Collator(), 0)(0, np.array([3, 1])).tolist() == [3, 1]
+    assert asked == [[3, 1]]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("no such key"), IndexError("too far"), ValueError("bad file 7"), OSError(2)]
+)
+@pytest.mark.parametrize("draw", [draw_nothing, draw_all])
+def test_an_error_of_the_dataset_comes_through_and_leaves_the_generators_alone(error: Exception, draw: Any) -> None:
+    class Failing(Drawing):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 3:
+                self.draw()
+                raise error
+            return super().__getitem__(index)
+
+    fetch = Fetch(Failing(draw), Collator(), 0)
+    upset()
+    before = states()
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            fetch(0, np.array([1, 3]))
+        assert caught.value is error
+        assert states() == before
+    assert fetch(0, np.array([1, 2])).shape == (2, 2)
+
+
+# Collators that draw random numbers
+
+
+def mask(samples: Any) -> torch.Tensor:
+    return torch.stack(samples)[:, 0] + draw_all()
+
+
+def take_apart(samples: Any) -> list[float]:
+    return [sample.pop("value") + draw_torch() for sample in samples]
+
+
+@pytest.mark.parametrize("draw", [draw_nothing, draw_torch, draw_all])
+def test_what_a_collator_draws_follows_from_the_batch_alone(draw: Any) -> None:
+    dataset, batches = Drawing(draw), ([0, 1, 2], [3, 4], [5])
+    drawn = []
+    for order in (batches, batches[::-1]):
+        fetch = Fetch(dataset, mask, 0)
+        upset()
+        before = states()
+        drawn.append({indices[0]: fetch(0, np.array(indices)).tolist() for indices in order})
+        assert states() == before
+    assert drawn[0] == drawn[1]
+    assert len({values[0] - first for first, values in drawn[0].items()}) == 3
+    assert Fetch(dataset, mask, 0)(1, np.array([0, 1, 2])).tolist() != drawn[0][0]
+
+
+def test_what_a_collator_draws_does_not_repeat_what_its_first_sample_drew() -> None:
+    def collate(samples: Any) -> tuple[float, float]:
+        return samples[0][1].item(), draw_torch()
+
+    sample, collated = Fetch(Drawing(draw_torch), collate, 0)(0, np.array([4, 5]))
+    assert sample == one_by_one(Drawing(draw_torch))[4]
+    assert sample != collated
+
+
+def test_a_drawing_collator_does_not_make_samples_be_fetched_one_by_one() -> None:
+    fetch = Fetch(DrawingBatches(draw_nothing), mask, 0)
+    fetch(0, np.array([0]))
+    assert (fetch.drawn, len(fetch.drawn_in_collate)) == ([], 3)
+
+
+def test_a_collator_that_draws_and_changes_its_samples_gets_fresh_ones() -> None:
+    class Rows(Dataset[dict[str, int]]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, int]:
+            return {"value": index}
+
+    assert len(Fetch(Rows(), take_apart, 0)(0, np.array([1, 2]))) == 2
+
+
+def test_tensors_with_a_drawing_collator_are_reproducible_too() -> None:
+    drawn = [Fetch(X, mask, 0)(0, np.array([1, 2])).tolist() for _ in range(2)]
+    assert drawn[0] == drawn[1]

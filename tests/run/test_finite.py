@@ -1,0 +1,283 @@
+"""Noticing losses and gradients that are NaN or infinite, with and without reading them in every step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from omnitrain.run.finite import FiniteGuard, LossMeter
+
+CPU = torch.device("cpu")
+NAN, INF = math.nan, math.inf
+
+
+def filled(values: list[tuple[float, float]]) -> LossMeter:
+    meter = LossMeter(CPU)
+    for loss, weight in values:
+        meter.add(torch.tensor(loss, dtype=torch.float64), weight)
+    return meter
+
+
+# LossMeter
+
+losses = st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 20)), max_size=12)
+
+
+def mean_of(values: list[tuple[float, float]]) -> float:
+    weight = sum(weight for _, weight in values)
+    return sum(loss * weight for loss, weight in values) / weight if weight else NAN
+
+
+@given(losses)
+def test_the_mean_is_weighted(values: list[tuple[float, float]]) -> None:
+    assert filled(values).mean() == pytest.approx(mean_of(values), abs=1e-9, nan_ok=True)
+
+
+@given(st.lists(losses, max_size=4))
+def test_each_log_gets_the_mean_since_the_last(parts: list[list[tuple[float, float]]]) -> None:
+    meter = LossMeter(CPU)
+    for part in parts:
+        for loss, weight in part:
+            meter.add(torch.tensor(loss, dtype=torch.float64), weight)
+        assert meter.mean_since_last() == pytest.approx(mean_of(part), abs=1e-6, nan_ok=True)
+    everything = [value for part in parts for value in part]
+    assert meter.mean() == pytest.approx(mean_of(everything), abs=1e-6, nan_ok=True)
+
+
+def test_a_log_reaches_over_the_end_of_an_epoch_whose_own_mean_does_not() -> None:
+    meter = filled([(1.0, 1)])
+    meter.mean_since_last()
+    meter.add(torch.tensor(2.0), 1)
+    meter.begin_epoch()
+    meter.add(torch.tensor(6.0), 3)
+    assert meter.mean() == 6.0
+    assert meter.mean_since_last() == (2.0 + 3 * 6.0) / 4
+    assert math.isnan(meter.mean_since_last())
+
+
+def test_how_often_it_is_read_does_not_change_the_mean() -> None:
+    values = torch.rand(200, generator=torch.Generator().manual_seed(0))
+    often, once = LossMeter(CPU), LossMeter(CPU)
+    for loss in values:
+        often.add(loss, 3)
+        once.add(loss, 3)
+        often.mean_since_last()
+    assert often.mean() == once.mean() == pytest.approx(values.double().mean().item(), rel=1e-12)
+
+
+def test_a_batch_without_weight_does_not_bring_its_nan_in() -> None:
+    assert filled([(2.0, 1), (NAN, 0), (INF, 0)]).mean() == 2.0
+
+
+def test_a_nan_with_weight_stays_visible() -> None:
+    assert math.isnan(filled([(2.0, 1), (NAN, 1)]).mean())
+
+
+def test_a_step_can_be_taken_back() -> None:
+    meter = filled([(2.0, 1)])
+    meter.begin_step()
+    meter.add(torch.tensor(NAN), 5)
+    meter.add(torch.tensor(3.0), 5)
+    meter.undo_step()
+    assert (meter.mean(), meter.weight) == (2.0, 1)
+    meter.add(torch.tensor(4.0), 1)
+    assert meter.mean() == 3.0
+
+
+def test_nothing_added_is_no_number() -> None:
+    meter = LossMeter(CPU)
+    assert math.isnan(meter.mean()) and math.isnan(meter.mean_since_last())
+    assert meter.read() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_losses_of_any_type_are_summed_in_double_precision(dtype: torch.dtype) -> None:
+    meter = LossMeter(CPU)
+    for _ in range(3000):
+        meter.add(torch.tensor(1.0, dtype=dtype), 1)
+    assert meter.sum.dtype is torch.float64
+    assert meter.read() == 3000.0
+
+
+def test_no_graph_is_kept() -> None:
+    meter = LossMeter(CPU)
+    meter.add(torch.ones((), requires_grad=True) * 2, 1)
+    assert not meter.sum.requires_grad
+
+
+def test_a_meter_goes_on_from_its_state() -> None:
+    meter = filled([(1.0, 1), (2.0, 2)])
+    meter.mean_since_last()
+    meter.add(torch.tensor(5.0), 1)
+    other = LossMeter(CPU)
+    other.load_state_dict([meter.state_dict()])
+    for one in (meter, other):
+        one.add(torch.tensor(7.0), 1)
+    assert (other.mean(), other.mean_since_last()) == (meter.mean(), meter.mean_since_last()) == (17 / 5, 6.0)
+
+
+# FiniteGuard, reading
+
+
+def evidence(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("value, finite", [(1.0, True), (0.0, True), (1e300, True), (NAN, False), (INF, False)])
+def test_a_guard_that_reads_admits_what_is_finite(value: float, finite: bool) -> None:
+    guard = FiniteGuard(CPU, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), deferred=False)
+    assert guard.admits(evidence(value), "here") is finite
+    assert guard.first_bad() is None and guard.first_bad(wait=True) is None
+    assert guard.admits(evidence(1.0), "later")
+
+
+def test_only_an_optimizer_on_a_gpu_that_can_leave_updates_out_is_deferred() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    fused, plain = torch.optim.AdamW(parameters, fused=True), torch.optim.AdamW(parameters)
+    assert FiniteGuard.can_defer(torch.device("cuda"), fused)
+    assert not FiniteGuard.can_defer(torch.device("cuda"), plain)
+    assert not FiniteGuard.can_defer(CPU, fused)
+
+
+# FiniteGuard, deferred: on a CPU too, with PyTorch's fused optimizers
+
+FUSED = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1, fused=True),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, fused=True),
+}
+every_fused = pytest.mark.parametrize("kind", FUSED)
+
+
+class Run:
+    """A few parameters, a fused optimizer and a deferred guard, trained with gradients from outside."""
+
+    def __init__(self, kind: str, deferred: bool = True) -> None:
+        self.parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2, 2), 2.0))]
+        self.optimizer = FUSED[kind](self.parameters)
+        self.guard = FiniteGuard(CPU, self.optimizer, deferred)
+
+    def step(self, number: int, factor: float = 1.0) -> bool:
+        for parameter in self.parameters:
+            parameter.grad = torch.full_like(parameter, (number % 3 - 0.7) * factor)
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])  # type: ignore[misc]
+        admitted = self.guard.admits(norm, number)
+        self.optimizer.step()
+        return admitted
+
+    def state(self) -> Any:
+        moments = [self.optimizer.state[parameter] for parameter in self.parameters]
+        return copy.deepcopy([[parameter.detach() for parameter in self.parameters], moments])
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+@every_fused
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_from_the_first_bad_step_on_weights_and_moments_stay_as_they_were(kind: str, bad: float) -> None:
+    run = Run(kind)
+    for number in range(5):
+        assert run.step(number)
+    before = run.state()
+    assert run.step(5, bad)  # as far as the host knows
+    assert equal(run.state(), before)
+    for number in range(6, 9):  # finite again, but after a step that was left out
+        run.step(number)
+        assert equal(run.state(), before)
+    assert run.guard.first_bad(wait=True) == 5
+
+
+@every_fused
+def test_the_very_first_step_may_be_the_bad_one(kind: str) -> None:
+    run = Run(kind)
+    run.step(0, NAN)
+    run.step(1)
+    assert [parameter.tolist() for parameter in run.parameters] == [[1.0] * 3, [[2.0] * 2] * 2]
+    assert run.guard.first_bad(wait=True) == 0
+
+
+@every_fused
+def test_finite_steps_are_those_of_an_unguarded_run(kind: str) -> None:
+    guarded, plain = Run(kind), Run(kind, deferred=False)
+    for number in range(6):
+        guarded.step(number)
+        plain.step(number)
+        assert guarded.guard.first_bad() is None
+    assert guarded.guard.first_bad(wait=True) is None
+    assert equal(guarded.state(), plain.state())
+
+
+def test_the_first_bad_step_is_reported_and_none_after_it() -> None:
+    run = Run("AdamW")
+    for number, factor in enumerate((1, 1, NAN, 1, NAN)):
+        run.step(number, factor)
+    assert run.guard.first_bad(wait=True) == 2
+    assert run.guard.first_bad(wait=True) is None
+
+
+@pytest.mark.parametrize("bad", [0, 30, 31, 32, 33, 99])
+def test_a_run_longer_than_the_memory_of_the_guard_reports_the_right_step(bad: int) -> None:
+    run = Run("AdamW")
+    reported = []
+    for number in range(100):
+        run.step(number, NAN if number == bad else 1.0)
+        if (found := run.guard.first_bad()) is not None:
+            reported.append((number, found))
+            break
+    if bad == 99:
+        reported.append((99, run.guard.first_bad(wait=True)))
+    assert reported == [(min(bad + 31, 99), bad)]  # each process of a run hears of it in the same step
+
+
+def test_a_loss_that_is_not_finite_counts_like_a_gradient() -> None:
+    run = Run("AdamW")
+    run.guard.admits(evidence(NAN), "here")
+    assert run.guard.first_bad(wait=True) == "here"
+
+
+def test_a_released_optimizer_steps_as_if_there_had_been_no_guard() -> None:
+    run = Run("AdamW")
+    run.step(0, NAN)
+    before = run.state()
+    run.guard.release(run.optimizer)
+    assert not hasattr(run.optimizer, "found_inf") and not hasattr(run.optimizer, "grad_scale")
+    run.step(1)
+    assert not equal(run.state(), before)
+    run.guard.release(run.optimizer)  # twice does no harm
+
+
+def test_a_second_guard_starts_with_a_clean_slate() -> None:
+    run = Run("AdamW")
+    run.step(0, NAN)
+    run.guard.release(run.optimizer)
+    run.guard = FiniteGuard(CPU, run.optimizer, deferred=True)
+    before = run.state()
+    run.step(1)
+    assert run.guard.first_bad(wait=True) is None
+    assert not equal(run.state(), before)
+    assert math.isfinite(run.parameters[0].sum().item())
+
+
+def test_the_guard_goes_into_no_checkpoint() -> None:
+    run, plain = Run("AdamW"), Run("AdamW", deferred=False)
+    run.step(0)
+    plain.step(0)
+    assert run.optimizer.state_dict().keys() == plain.optimizer.state_dict().keys()
+    assert equal(run.optimizer.state_dict()["param_groups"], plain.optimizer.state_dict()["param_groups"])
