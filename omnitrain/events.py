@@ -79,7 +79,7 @@ class Control:
     signal: int = 0
     """The number of the signal that asks for the end."""
 
-    def take(self, *names: str) -> Control:
+    def taken(self, *names: str) -> Control:
         """Return and clear the requests of these names; a requested end is returned too, and stays."""
         asked = Control(stop=self.stop, signal=self.signal)
         for name in names:

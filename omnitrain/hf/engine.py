@@ -54,6 +54,8 @@ class EngineLoop(Loop):
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
         """Return which of these requests any rank has made, transformers' callbacks included."""
         engine = self._engine()
+        if not engine.is_in_train:  # their flags are those of an earlier run
+            return super().agree(where, *requests, ahead=ahead)
         engine.take_flags(requests)
         asked = super().agree(where, *requests, ahead=ahead)
         engine.control.should_training_stop = bool(self.lifecycle.stop)

@@ -110,12 +110,8 @@ class HFEvaluation(Evaluation):
         finally:
             self._is_predicting = False
 
-    def _run(self, *args: Any, **kwargs: Any) -> Predictions | None:
-        with self._weights_for_evaluation():
-            return super()._run(*args, **kwargs)
-
     @contextlib.contextmanager
-    def _weights_for_evaluation(self) -> Iterator[None]:
+    def outside_run(self) -> Iterator[None]:
         """Hold the weights in the precision of `bf16_full_eval` or `fp16_full_eval`, unless a run is under way.
 
         The weights themselves are kept beside their copies, and put back.

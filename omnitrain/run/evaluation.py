@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +105,10 @@ class Evaluation:
             return None
         metrics = {f"test_{key}": value for key, value in result.metrics.items()}
         return Predictions(result.predictions, result.labels, metrics)
+
+    def outside_run(self) -> AbstractContextManager[Any]:
+        """Return the context of an evaluation that does not belong to a run."""
+        return contextlib.nullcontext()
 
     def output_of(self, batch: Any) -> StepOutput:
         """Return what the model makes of a batch on the device."""

@@ -48,12 +48,12 @@ class LossMeter:
         total, weight = self.ranks.sum("the mean loss of an epoch", self.read(), self.weight)
         return total / weight if weight else math.nan
 
-    def mean_since_last(self) -> float | None:
-        """Return the mean over all ranks since this was last asked; None if nothing was added."""
+    def mean_since_last(self) -> float:
+        """Return the mean over all ranks since this was last asked; NaN if nothing was added."""
         now = self.read(), self.weight
         (last_total, last_weight), self._marked = self._marked, now
         total, weight = self.ranks.sum("the loss for a log", now[0] - last_total, now[1] - last_weight)
-        return total / weight if weight else None
+        return total / weight if weight else math.nan
 
     def begin_step(self) -> None:
         """Note where a step begins that may turn out to be skipped; waits for the device."""

@@ -206,7 +206,7 @@ class Loop:
         What is known of the next step goes along, as every exchange costs about as much as a small model's forward.
         """
         lifecycle = self.lifecycle
-        asked, totals = self.ranks.agree(where, lifecycle.control.take(*requests), *ahead)
+        asked, totals = self.ranks.agree(where, lifecycle.control.taken(*requests), *ahead)
         self.feed.take_totals(totals)
         if asked.stop and not lifecycle.stop:
             lifecycle.stop, lifecycle.signal = asked.stop, asked.signal
@@ -227,7 +227,8 @@ class Loop:
             KeyboardInterrupt: If a signal has cut it short.
         """
         try:
-            result = work(self.is_interrupted)
+            with self.evaluation.outside_run():
+                result = work(self.is_interrupted)
         finally:
             end_workers(loader)
         if result is None:
@@ -259,14 +260,14 @@ class Loop:
         lifecycle.tick()
         self.step.raise_if_bad(wait=True)
         loss = self.step.loss.mean_since_last()
-        if loss is None and not self.has_own_epoch:
-            return  # nothing had a label since the latest log, so there is nothing to tell
-        _, seconds, samples, tokens = lifecycle.logged_at
+        step, seconds, samples, tokens = lifecycle.logged_at
+        if math.isnan(loss) and progress.step == step:
+            return  # all steps since the latest log were skipped, so there is nothing to tell
         passed = max(progress.seconds - seconds, 1e-9)
         logs: dict[str, Any] = {
             "step": progress.step,
             "epoch": round(progress.epochs, 6),
-            "loss": math.nan if loss is None else loss,
+            "loss": loss,
             **self.learning_rates(),
             **self._grad_norm(),
         }

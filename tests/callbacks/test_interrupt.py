@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def trainer() -> Any:
-    return SimpleNamespace(control=SimpleNamespace(stop="", save=False, signal=0), store=object())
+    return SimpleNamespace(control=SimpleNamespace(stop="", save=False, signal=0), save_dir=object())
 
 
 @pytest.fixture

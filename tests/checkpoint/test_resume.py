@@ -330,7 +330,7 @@ def test_trainer_that_was_stopped_resumes_by_itself_with_an_optimizer_and_a_sche
     expected = outcome(train(make("straight")))
     trainer = make("cut")
     cut = Cut("stop", 4)
-    trainer.lifecycle.seat([*trainer.lifecycle.callbacks, cut])
+    trainer.lifecycle.register([*trainer.lifecycle.callbacks, cut])
     train(trainer)
     found = outcome(train(trainer, resume_from="auto"))
     assert trainer.progress.step == 9
