@@ -114,14 +114,14 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     Asked once, when the accelerator is new: its state is shared, and the next one to be made changes it.
 
     Args:
-        accelerator: accelerate's `Accelerator`.
+        accelerator: accelerate's `Accelerator`; None for one that is set before the model is put in place.
         settings: The arguments of the trainer.
         parts: The arguments of `Backend`.
 
     Raises:
         ConfigError: If `async_save` is set for weights that are sharded.
     """
-    kind = str(accelerator.distributed_type.value)
+    kind = None if accelerator is None else str(accelerator.distributed_type.value)
     if kind in ("FSDP", "DEEPSPEED") and settings.async_save:
         raise ConfigError(
             f"`async_save=True` cannot be had with {kind}, whose weights are sharded over the ranks: all of them put "

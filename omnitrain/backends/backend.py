@@ -42,6 +42,8 @@ class Backend:
 
     sharding: str | None = None
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None where each rank has all of them."""
+    accelerator: Any = None
+    """accelerate's `Accelerator`, where there is one."""
 
     def __init__(
         self,

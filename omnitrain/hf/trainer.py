@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from omnitrain.backends.accelerators import adopt_precision, backend_for, find_ranks, refuse_lost_processes
 from omnitrain.backends.backend import Backend
-from omnitrain.backends.ddp import DDP
 from omnitrain.backends.deepspeed import schedule_of
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.loaders import MapLoader
@@ -294,8 +293,7 @@ class HFTrainer(BaseTrainer):
         self._engine_args = engine_arguments(training_args, str(self._output_dir or self._scratch.name), **ours)
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
-        self.accelerator, self._scheduler_config = sharding_accelerator(training_args, given)
-        self._shards = self.accelerator is not None
+        self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
         self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(self.world_size)
         self.model_init = given.pop("model_init", None)
@@ -388,13 +386,7 @@ class HFTrainer(BaseTrainer):
         return sets
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
-        # without sharding, transformers makes the accelerator, with the engine
-        own = (
-            functools.partial(backend_for, self.accelerator, self.settings)
-            if self._shards
-            else functools.partial(DDP, None)
-        )
-        return super()._make_backend(model, make or own)
+        return super()._make_backend(model, make or functools.partial(backend_for, self._sharding, self.settings))
 
     def _assemble(self, *parts: Any) -> None:
         def engine() -> Engine:
@@ -420,7 +412,7 @@ class HFTrainer(BaseTrainer):
             by_window,
             Path(self._scratch.name),
             self._trial,
-            self.accelerator if self._shards else None,
+            self._sharding,
             model=self.model,
             args=self._engine_args,
             data_collator=self.data_collator,
@@ -436,9 +428,8 @@ class HFTrainer(BaseTrainer):
         self.engine.loss_is_scaled_for_ga = True
         self.engine._has_output_dir = self._output_dir is not None
         self.accelerator = self.engine.real_accelerator
-        if isinstance(self.backend, DDP) and not self._shards:
-            self.accelerator.ddp_handler = self.accelerator.ddp_handler or ddp_handler(self._engine_args, self.model)
-            self.backend.accelerator = self.accelerator
+        self.accelerator.ddp_handler = self.accelerator.ddp_handler or ddp_handler(self._engine_args, self.model)
+        self.backend.accelerator = self.accelerator
         super()._setup_training_components()
         self.engine.model_wrapped = self.backend.wrapped
 
@@ -496,11 +487,10 @@ class HFTrainer(BaseTrainer):
         former = self.engine
         former._finish_current_push()
         self.backend.release()
-        if self._shards:
-            given = self.settings.to_dict()
-            if self._scheduler_config is not None:
-                given["lr_scheduler"] = None
-            self.accelerator, self._scheduler_config = sharding_accelerator(self.training_args, given)
+        given = self.settings.to_dict()
+        if self._scheduler_config is not None:
+            given["lr_scheduler"] = None
+        self._sharding, self._scheduler_config = sharding_accelerator(self.training_args, given)
         model = self._new_model(self.seed, self.device)
         self.unit = ModelUnit(model, self.loss_fn)
         self.backend = self._make_backend(model)

@@ -7,7 +7,7 @@ of a run know of their trainer.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +21,6 @@ from omnitrain.precision import Precision, choose_device
 from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.settings import Settings
 from omnitrain.units import StepOutput, run_unit, without_effect
-
-if TYPE_CHECKING:
-    from omnitrain.run.feed import Feed
-    from omnitrain.run.loop import Loop
-    from omnitrain.run.step import Step
 
 __all__ = ["NEVER_CALLED", "Hooks"]
 
@@ -75,9 +70,10 @@ class Hooks:
     algorithms: list[Algorithm]
     lr_scheduler: Any
     scheduler_interval: str
-    _feed: Feed
-    _step: Step
-    _loop: Loop
+    # of omnitrain/run: feed.Feed, step.Step, loop.Loop, which import this module
+    _feed: Any
+    _step: Any
+    _loop: Any
 
     # --- setting up
 

@@ -66,6 +66,13 @@ class BaseTrainer(Hooks, ABC):
     and `_train_epoch` is complete.
     """
 
+    lifecycle: Lifecycle
+    _feed: Feed
+    _step: Step
+    _loop: Loop
+    _evaluation: Evaluation
+    _checkpointer: Checkpointer
+
     NEVER_CALLED: ClassVar[Mapping[str, str]] = NEVER_CALLED
     """Methods that nothing calls, though users of other trainers override them, and what to use instead."""
 
