@@ -118,6 +118,12 @@ class ModelUnit:
         if loss_fn is None and has_loss and len(self._names) == 1:
             self.model_loss = cast(Callable[..., Any], model.loss)
         self._told: set[str] = set()
+        # A cache for generation costs memory, and models of transformers that make one see no borders between the
+        # sequences of a packed row; transformers' own Trainer turns it off too.
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+        caches = getattr(getattr(base, "config", None), "use_cache", False)
+        takes = caches and "use_cache" in inspect.signature(base.forward).parameters
+        self._always = {"use_cache": False} if takes else {}
 
     def __call__(self, model: Any, batch: Any) -> StepOutput:
         """Return loss and outputs of `batch`. Without gradients a batch without labels may have no loss.
@@ -147,8 +153,8 @@ class ModelUnit:
                 if "labels" in self._names and "labels" not in batch:
                     batch = self._with_labels(batch)
                 if self._takes is None or batch.keys() <= self._takes:
-                    return model(**batch)
-            return model(**self._fitting(batch))
+                    return model(**{**self._always, **batch})
+            return model(**{**self._always, **self._fitting(batch)})
         if isinstance(batch, (tuple, list)):
             return model(*batch[:-1]) if len(batch) > 1 else model(*batch)
         return model(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recipes import Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
+from tiny import Tokens, bert, gpt, t5
 from torch import nn
+from torch.utils.data import Dataset, Subset
+from transformers import DataCollatorWithFlattening
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, Callback, HFTrainer, NonFiniteError, Trainer
 from omnitrain.data.sampling import EpochSampler
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
@@ -255,3 +260,231 @@ def test_predictions_come_in_the_order_of_the_dataset_one_row_a_sample(trainer_c
     with torch.no_grad():
         np.testing.assert_allclose(result.predictions, trainer.get_model()(x).numpy(), atol=1e-12)
     np.testing.assert_array_equal(result.labels, y.numpy())
+
+
+# --- models of transformers, units that hold their model, and packed batches
+
+
+class Short(Dataset[dict[str, Any]]):
+    """Sequences of 4 to 8 tokens, to be packed into one row."""
+
+    def __init__(self, size: int) -> None:
+        self.tokens = Tokens(size)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.tokens.ids[index][: 4 + index % 5].tolist()}
+
+
+class Holding:
+    """A unit that holds its model, as fairseq2 writes them: a sum of losses, and how many targets it is of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.steps: list[int] = []
+
+    def set_step_nr(self, step_nr: int) -> None:
+        self.steps.append(step_nr)
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, int]:
+        x, y = batch
+        return F.mse_loss(self.model(x), y, reduction="sum"), len(y)
+
+
+KINDS = ("plain", "unit", "gpt", "bert", "t5", "packed")
+
+
+def kind_of(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model, its data and what else a trainer is to be told: the kinds that every row of this part runs on."""
+    if kind in ("plain", "unit"):
+        model = t16()
+        return model, rows(21), {"unit": Holding(model)} if kind == "unit" else {}
+    if kind == "packed":
+        return gpt(), Short(21), {"data_collator": DataCollatorWithFlattening()}
+    data = Tokens(21, {"gpt": "tokens", "bert": "classes", "t5": "pairs"}[kind])
+    return {"gpt": gpt, "bert": bert, "t5": t5}[kind](), data, {}
+
+
+def trained(trainer_class: Any, kind: str, **options: Any) -> tuple[Any, Trace]:
+    """A trainer after two epochs on this kind, and the rows that it logged."""
+    model, data, extra = kind_of(kind)
+    if "loss_fn" not in extra and "unit" not in extra and kind == "plain":
+        extra["loss_fn"] = F.mse_loss
+    trace = Trace()
+    options = {"optimizer": sgd, "learning_rate": 2e-5, "epochs": 2, "batch_size": 4, **extra, **options}
+    trainer = trainer_class(
+        model, train_dataset=data, progress_bar=False, log_steps=1, callbacks=[trace],
+        **placed_on_cpu(trainer_class), **options,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, trace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_ends_with_the_bits_of_the_native_trainer(trainer_class: Any, kind: str) -> None:
+    options = {"gradient_accumulation_steps": 2, "lr_scheduler": "cosine", "warmup_steps": 1}
+    reference, expected = trained(Trainer, kind, **options)
+    trainer, trace = trained(trainer_class, kind, **options)
+    assert same(weights(trainer.get_model()), weights(reference.get_model()))
+    for key in ("step", "loss", "grad_norm", "learning_rate"):
+        assert [row[key] for row in trace.logs] == [row[key] for row in expected.logs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_takes_the_same_steps_in_every_split(trainer_class: Any, kind: str) -> None:
+    whole, expected = trained(trainer_class, kind, batch_size=8)
+    parts, found = trained(trainer_class, kind, batch_size=2, gradient_accumulation_steps=4)
+    bound = 1e-10 if kind in ("plain", "unit") else 1e-6  # transformers computes losses in fp32
+    assert distance(weights(parts.get_model()), weights(whole.get_model())) <= bound
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in found.logs], [r[key] for r in expected.logs], rtol=0, atol=bound)
+
+
+def test_a_unit_is_told_the_number_of_each_step(trainer_class: Any) -> None:
+    unit = Holding(t16())
+    trained(trainer_class, "plain", unit=unit, loss_fn=None, epochs=1)
+    assert unit.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_callbacks_see_the_users_own_module(trainer_class: Any) -> None:
+    model, seen = t16(), []
+
+    class Look(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            seen.append(trainer.model is model and trainer.get_model() is model)
+
+    run(trainer_class, model, rows(8), Look(), epochs=1, batch_size=4)
+    assert seen == [True, True]
+
+
+# --- steps that are skipped
+
+
+class Blank(Dataset[dict[str, torch.Tensor]]):
+    """Sentences of which some have no label at all."""
+
+    def __init__(self, size: int, blank: range) -> None:
+        self.sentences, self.blank = Sentences(size), blank
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self.sentences[index]
+        return {**sample, "labels": torch.full_like(sample["labels"], -100)} if index in self.blank else sample
+
+
+@pytest.mark.parametrize("counts_targets", [False, True], ids=["labels", "targets of a unit"])
+def test_a_window_without_a_label_changes_nothing_and_is_counted_as_skipped(
+    trainer_class: Any, counts_targets: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unit_of(model: Tagger) -> Any:
+        def unit(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            kept = batch["labels"] != -100
+            scores = model.out(model.embed(batch["ids"]))
+            return F.cross_entropy(scores[kept], batch["labels"][kept], reduction="sum"), kept.sum()
+
+        return unit
+
+    def final(data: Any) -> tuple[Any, Trace]:
+        model, trace = Tagger(), Trace()
+        options = {"unit": unit_of(model)} if counts_targets else {}
+        trainer = run(
+            trainer_class, model, data, trace, batch_size=2, gradient_accumulation_steps=2, epochs=1, shuffle=False,
+            lr_scheduler="linear", optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), learning_rate=2e-5,
+            max_steps=4, **options,
+        )  # fmt: skip
+        return trainer, trace
+
+    reference, expected = final(Subset(Sentences(20), [*range(8), *range(12, 20)]))
+    trainer, trace = final(Blank(20, range(8, 12)))
+    assert (trainer.progress.step, trainer.progress.skipped_steps) == (4, 1)
+    assert same(weights(trainer.model), weights(reference.model))
+    for key in ("step", "loss", "learning_rate"):
+        assert [row[key] for row in trace.logs] == [row[key] for row in expected.logs]
+    assert sum("has a label that counts" in record.message for record in caplog.records) == 1
+
+
+class Overflowing(nn.Module):
+    """Gives infinite gradients in chosen forward passes, as fp16 does; the loss stays finite."""
+
+    def __init__(self, at: Sequence[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.at, self.count = nn.Linear(4, 1), at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.training
+        out = self.layer(x)
+        if self.count in self.at and out.requires_grad:
+            out.register_hook(lambda gradient: gradient * math.inf)
+        return out
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_an_overflow_of_fp16_skips_the_step(trainer_class: Any, fused: bool) -> None:
+    kept: list[list[torch.Tensor]] = []
+
+    class Keep(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            kept.append(weights(trainer.model))
+
+    trace = Trace()
+    trainer = trainer_class(
+        Overflowing(at=(3, 8)), train_dataset=rows(40, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=1,
+        lr_scheduler="linear", callbacks=[trace, Keep()], progress_bar=False, log_steps=1, learning_rate=2e-5,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused), **placed_on_cpu(trainer_class),
+    )  # fmt: skip
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    metrics = trainer.train()
+    assert (trainer.progress.step, trainer.progress.skipped_steps) == (8, 2)
+    assert trainer.lr_scheduler.last_epoch == 8
+    assert trainer.scaler.get_scale() == 256.0
+    assert same(kept[1], kept[2]) and not same(kept[2], kept[3])
+    assert trace.logs[-1]["skipped_steps"] == 2 and trace.logs[-1]["loss_scale"] == 256.0
+    assert math.isfinite(metrics["train_metrics_history"][0]["train_loss"])
+
+
+def test_a_loss_scale_below_the_minimum_ends_the_run(trainer_class: Any) -> None:
+    trainer = trainer_class(
+        Overflowing(at=range(1, 99)), train_dataset=rows(40, torch.float32), loss_fn=F.mse_loss, batch_size=4,
+        fp16_loss_scale=(8.0, 2.0), progress_bar=False, **placed_on_cpu(trainer_class),
+    )  # fmt: skip
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(NonFiniteError, match=r"fell to 1, below its minimum 2"):
+        trainer.train()
+    assert trainer.progress.step == 0
+
+
+# --- the rate that is logged
+
+
+def test_the_logged_learning_rate_is_that_of_the_step_for_each_group_that_differs(trainer_class: Any) -> None:
+    def groups(parameters: Any) -> torch.optim.Optimizer:
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": rest, "lr": 0.4}], lr=0.1)
+
+    trace = Trace()
+    trainer = run(
+        trainer_class, t16(), rows(16), trace, optimizer=groups, lr_scheduler="linear", batch_size=4, epochs=1,
+        learning_rate=2e-5,
+    )  # fmt: skip
+    assert [row["learning_rate"] for row in trace.logs] == pytest.approx([0.1, 0.075, 0.05, 0.025], abs=1e-15)
+    assert [row["learning_rate_1"] for row in trace.logs] == pytest.approx([0.4, 0.3, 0.2, 0.1], abs=1e-15)
+    assert trainer.metrics["train_metrics_history"][-1]["learning_rate"] == trace.logs[-1]["learning_rate"]
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_a_schedule_that_looks_at_gradients_finds_them(trainer_class: Any) -> None:
+    seen: list[bool] = []
+
+    class Looking(torch.optim.lr_scheduler.LRScheduler):
+        def get_lr(self) -> Any:
+            if self.last_epoch > 0:
+                seen.append(all(p.grad is not None for g in self.optimizer.param_groups for p in g["params"]))
+            return self.base_lrs
+
+    run(trainer_class, t16(), rows(8), lr_scheduler=Looking, batch_size=4, epochs=1)
+    assert seen == [True, True]

@@ -9,6 +9,8 @@ from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -73,3 +75,13 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         if self.kind == "prompts":
             return {"input_ids": ids}
         return {"input_ids": ids, "labels": labels}
+
+
+def gpt(seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128, resid_pdrop=0, embd_pdrop=0,
+            attn_pdrop=0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )
+    ).double()  # fmt: skip
