@@ -340,3 +340,12 @@ def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=name)
+
+
+def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main: bool) -> Path:
+    """Write metrics as `<split>_results.json` into a folder, if this is the main process; return the file's path."""
+    path = folder / f"{split}_results.json"
+    if is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dict(metrics), indent=2) + "\n", encoding="utf-8")
+    return path

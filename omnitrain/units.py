@@ -120,7 +120,9 @@ class ModelUnit:
         self._told: set[str] = set()
         # A cache for generation costs memory, and models of transformers that make one see no borders between the
         # sequences of a packed row; transformers' own Trainer turns it off too.
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+        base: Any = model
+        if hasattr(base, "get_base_model"):  # of PEFT
+            base = base.get_base_model()
         caches = getattr(getattr(base, "config", None), "use_cache", False)
         takes = caches and "use_cache" in inspect.signature(base.forward).parameters
         self._always = {"use_cache": False} if takes else {}

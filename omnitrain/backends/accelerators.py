@@ -131,7 +131,9 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
         return FSDP(accelerator, *parts)
     if kind == "DEEPSPEED":
         rates = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-        return Zero(accelerator, settings.batch_size, settings.max_grad_norm, rates, *parts)
+        model, device, _, *rest = parts
+        scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed scales by itself
+        return Zero(accelerator, settings.batch_size, settings.max_grad_norm, rates, model, device, scaler, *rest)
     return DDP(accelerator, *parts)
 
 

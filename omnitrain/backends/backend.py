@@ -63,7 +63,12 @@ class Backend:
 
     def place(self) -> None:
         """Put the model on the device and wrap it; a backend that shards wraps the optimizer too."""
-        self.wrapped = self.model.to(self.device)
+        self.model, self.wrapped = self._wrap()
+
+    def _wrap(self) -> tuple[nn.Module, nn.Module]:
+        """Return the model in its place, and what runs in a forward pass."""
+        model = self.model.to(self.device)
+        return model, model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -68,16 +68,17 @@ class DDP(Backend):
         super().__init__(*parts)
         self.accelerator = accelerator
 
-    def place(self) -> None:
-        self.wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
+    def _wrap(self) -> tuple[nn.Module, nn.Module]:
+        model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         if self.ranks.world_size == 1 or not trains:
-            return
+            return self.model, model
         handler = self.accelerator.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
-        self.wrapped = self._ddp = DistributedDataParallel(Runner(self.wrapped), **options)
+        self._ddp = DistributedDataParallel(Runner(model), **options)
         if handler is not None:
             handler.register_comm_hook(self._ddp)
+        return self.model, self._ddp
 
     def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
         if self._ddp is None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -24,10 +25,11 @@ class FSDP(DDP):
     _reduces = True
     """Whether backward passes average gradients at present."""
 
-    def place(self) -> None:
+    def _wrap(self) -> tuple[nn.Module, nn.Module]:
         start_from_main(self.model, self.ranks)  # before it is sharded
-        self.model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
-        self.wrapped, self.optimizer = self.model, prepared.optimizer
+        model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
+        self.optimizer = prepared.optimizer
+        return model, model
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if not isinstance(self.model, FSDPModule):

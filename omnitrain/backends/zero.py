@@ -59,12 +59,11 @@ class Zero(DDP):
         *parts: Any,
     ) -> None:
         super().__init__(accelerator, *parts)
-        self.scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed scales by itself
         self._batch_size = batch_size
         self._max_grad_norm = max_grad_norm
         self._optimizer_options = optimizer_options
 
-    def place(self) -> None:
+    def _wrap(self) -> tuple[nn.Module, nn.Module]:
         start_from_main(self.model, self.ranks)  # before it is sharded
         plugin = self.accelerator.state.deepspeed_plugin
         fill_config(plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size)
@@ -73,13 +72,14 @@ class Zero(DDP):
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
         # DeepSpeed leaves groups without parameters out
         self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
-        self.wrapped, prepared = self.accelerator.prepare(self.model, optimizer)
+        engine, prepared = self.accelerator.prepare(self.model, optimizer)
         self._zero = prepared.optimizer  # DeepSpeed's, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
         self.optimizer = getattr(self._zero, "optimizer", self._zero)
         self._options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
+        return self.model, engine
 
     def _placeholder(self) -> Any:
         """Return what accelerate wants where DeepSpeed makes the optimizer from its own configuration."""
@@ -92,7 +92,6 @@ class Zero(DDP):
         """Destroy DeepSpeed's engine, which would hold the model for as long as the program runs."""
         if self.wrapped is not self.model:
             self.wrapped.destroy()  # type: ignore[operator]
-            self.wrapped = self.model
 
     def reset_optimizer(self) -> None:
         groups = [{"params": names} for names in self._groups]

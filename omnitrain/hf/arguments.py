@@ -28,7 +28,7 @@ __all__ = [
     "HFTrainingArguments",
     "adopt",
     "adopt_arguments",
-    "ddp_handler",
+    "ddp_options",
     "engine_arguments",
     "refuse_of_datasets",
     "sharding_accelerator",
@@ -401,7 +401,7 @@ def engine_arguments(
     return engine
 
 
-def ddp_handler(args: transformers.TrainingArguments, model: Any) -> Any:
+def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
     """Return accelerate's options of DDP as transformers' arguments say; newer versions of it set them themselves."""
     from accelerate.utils import DistributedDataParallelKwargs
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
 
@@ -28,7 +27,7 @@ from omnitrain.hf.arguments import (
     HFTrainingArguments,
     adopt,
     adopt_arguments,
-    ddp_handler,
+    ddp_options,
     engine_arguments,
     refuse_of_datasets,
     sharding_accelerator,
@@ -44,11 +43,13 @@ from omnitrain.hf.label_smoothing import smooth_labels
 from omnitrain.hf.model_init import check_model_init, new_model
 from omnitrain.hf.policies import policies_of
 from omnitrain.hf.search import Trial, remembered, take_callbacks
+from omnitrain.metrics import write_results
 from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
+from omnitrain.run import hooks
 from omnitrain.settings import Nothing, PrecisionName, ScheduleName, takes_arguments
 from omnitrain.trainers.base import BaseTrainer
-from omnitrain.units import ModelUnit, StepOutput, without_effect
+from omnitrain.units import StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
 
@@ -81,7 +82,7 @@ class HFTrainer(BaseTrainer):
     """Arguments of other trainers that this one does not have, and why."""
 
     NEVER_CALLED: ClassVar[Mapping[str, str]] = {
-        name: use for name, use in BaseTrainer.NEVER_CALLED.items() if not hasattr(transformers.Trainer, name)
+        name: use for name, use in hooks.NEVER_CALLED.items() if not hasattr(transformers.Trainer, name)
     }
 
     engine_class: type[Engine] = Engine
@@ -264,7 +265,7 @@ class HFTrainer(BaseTrainer):
             TypeError: If an argument is unknown; the message names the nearest one.
         """
 
-    def _construct(self, given: dict[str, Any]) -> None:
+    def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         model, training_args = given.pop("model", None), given.pop("training_args", None)
         if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
             # HFTrainer(model, train_dataset, eval_dataset): by position, as with the other trainers
@@ -294,16 +295,16 @@ class HFTrainer(BaseTrainer):
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
         self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
-        self.ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
-        refuse_lost_processes(self.world_size)
+        ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
+        refuse_lost_processes(ranks.world_size)
         self.model_init = given.pop("model_init", None)
         check_model_init(model, self.model_init, given)
         if self.model_init is not None:
             model = self._new_model(given.get("seed", 42), self._engine_args.device)
         smooth_labels(training_args, model, given)
         given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
-        with self.ranks.calling(f"{type(self).__name__}()"):
-            super()._construct(given)
+        with ranks.calling(f"{type(self).__name__}()"):
+            super()._construct(given, ranks)
 
     def _adopt(self, given: dict[str, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
@@ -428,7 +429,7 @@ class HFTrainer(BaseTrainer):
         self.engine.loss_is_scaled_for_ga = True
         self.engine._has_output_dir = self._output_dir is not None
         self.accelerator = self.engine.real_accelerator
-        self.accelerator.ddp_handler = self.accelerator.ddp_handler or ddp_handler(self._engine_args, self.model)
+        self.accelerator.ddp_handler = self.accelerator.ddp_handler or ddp_options(self._engine_args, self.model)
         self.backend.accelerator = self.accelerator
         super()._setup_training_components()
         self.engine.model_wrapped = self.backend.wrapped
@@ -446,31 +447,34 @@ class HFTrainer(BaseTrainer):
         optimizer.param_groups[:] = groups
         return optimizer
 
-    def _finish_setup(self) -> None:
-        args, settings, total = self.training_args, self.settings, self.total_steps
-        generation = take_generation(args, unwrap(self.model), self.compute_metrics, self.processing_class)
+    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: int | None = None) -> None:
+        generation = take_generation(
+            self.training_args, unwrap(self.model), self.compute_metrics, self.processing_class
+        )
         self._evaluation.generation = generation  # type: ignore[attr-defined]
-        if args is not None and self.train_loader is not None and settings.lr_scheduler is None:
-            warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
-            options: Any = args.lr_scheduler_kwargs or {}
-            name = word_of(args.lr_scheduler_type)
-            is_known = name in SCHEDULES or name in TRANSFORMERS_SCHEDULES
-            if self._scheduler_config is not None:
-                schedule: Any = schedule_of(
-                    self._scheduler_config, warmup_min_lr=0, warmup_max_lr=self.learning_rate,
-                    warmup_num_steps=warmup, total_num_steps=total,
-                )  # fmt: skip
-            elif is_known and not options and (total is None or warmup < total):
-                schedule = name
-                self.warmup_steps = warmup
-                self.settings = replace(settings, warmup_steps=warmup)
-            else:  # what a name alone does not say, and a warm-up that is longer than the run
-                schedule = functools.partial(
-                    transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup,
-                    num_training_steps=total, scheduler_specific_kwargs=options,
-                )  # fmt: skip
-            self.settings = replace(self.settings, lr_scheduler=schedule)
-        super()._finish_setup()
+        super()._finish_setup(*self._schedule())
+
+    def _schedule(self) -> tuple[Any, int | None]:
+        """Return the schedule and warm-up of the training arguments, where ours name no schedule."""
+        args, total = self.training_args, self.total_steps
+        if args is None or self.settings.lr_scheduler is not None or self.train_loader is None:
+            return None, None
+        warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
+        options: Any = args.lr_scheduler_kwargs or {}
+        name = word_of(args.lr_scheduler_type)
+        is_known = name in SCHEDULES or name in TRANSFORMERS_SCHEDULES
+        if self._scheduler_config is not None:
+            automatic = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
+            counts = {"warmup_num_steps": warmup, "total_num_steps": total}
+            return schedule_of(self._scheduler_config, **automatic, **counts), 0
+        if is_known and not options and (total is None or warmup < total):
+            return name, warmup
+        # what a name alone does not say, and a warm-up that is longer than the run
+        schedule = functools.partial(
+            transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup, num_training_steps=total,
+            scheduler_specific_kwargs=options,
+        )  # fmt: skip
+        return schedule, 0
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch
@@ -491,13 +495,8 @@ class HFTrainer(BaseTrainer):
         if self._scheduler_config is not None:
             given["lr_scheduler"] = None
         self._sharding, self._scheduler_config = sharding_accelerator(self.training_args, given)
-        model = self._new_model(self.seed, self.device)
-        self.unit = ModelUnit(model, self.loss_fn)
-        self.backend = self._make_backend(model)
-        self._assemble()
-        self._setup_training_components()
+        self._take_model(self._new_model(self.seed, self.device))
         take_callbacks(self.engine, former)
-        self._finish_setup()
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
@@ -522,13 +521,7 @@ class HFTrainer(BaseTrainer):
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
         """Write metrics as `<split>_results.json` into `save_dir`, else where the training arguments write."""
-        if self.save_dir is not None or self._output_dir is None:
-            return super().save_metrics(split, metrics)
-        self.save_dir = Path(self._output_dir)
-        try:
-            return super().save_metrics(split, metrics)
-        finally:
-            self.save_dir = None
+        return write_results(self.save_dir or Path(self._output_dir or ""), split, metrics, self.is_main_process)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload model, tokenizer and a model card, as `transformers.Trainer.push_to_hub` does."""

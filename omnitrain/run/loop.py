@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -76,9 +77,18 @@ class Loop:
 
     # --- the run
 
-    def run(self) -> None:
-        """Train from where the run is until something ends it, and bring it to its end."""
+    def run(self, resumed: tuple[Path, Mapping[str, Any]] | None) -> None:
+        """Train from where the run is until something ends it, and bring it to its end.
+
+        Args:
+            resumed: The folder and omnitrain.json of the checkpoint that was restored; None for a fresh start.
+        """
         lifecycle = self.lifecycle
+        lifecycle.begin_train()
+        if resumed is None:
+            lifecycle.owes_evaluation = self.settings.eval_on_start
+        else:
+            self.checkpointer.restore_random_numbers(*resumed)
         self.agree("the beginning of the run")
         if lifecycle.owes_evaluation and lifecycle.stop != "signal":
             lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save

@@ -21,6 +21,7 @@ from omnitrain.backends.accelerators import (
 )
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
+from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
@@ -203,7 +204,7 @@ class AccelerateTrainer(BaseTrainer):
             TypeError: If an argument is unknown; the message names the nearest one.
         """
 
-    def _construct(self, given: dict[str, Any]) -> None:
+    def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         ways = {name: given.pop(name, None) for name in ("deepspeed_config", "fsdp_plugin", "accelerator")}
         parallelism, unused = given.pop("parallelism_config", None), given.pop("find_unused_parameters", False)
         chosen = [name for name, value in ways.items() if value is not None]
@@ -227,12 +228,12 @@ class AccelerateTrainer(BaseTrainer):
             given["autocast"] = accelerator.mixed_precision
         self.accelerator = accelerator
         self._own_settings = {**ways, "find_unused_parameters": unused}
-        self.ranks = find_ranks(accelerator)
-        refuse_lost_processes(self.world_size)
+        ranks = find_ranks(accelerator)
+        refuse_lost_processes(ranks.world_size)
         if given.pop("gradient_checkpointing", False):
             _checkpoint_activations(given["model"])
-        with self.ranks.calling(f"{type(self).__name__}()"):
-            super()._construct(given)
+        with ranks.calling(f"{type(self).__name__}()"):
+            super()._construct(given, ranks)
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
         return self.accelerator.device

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
-from omnitrain.metrics import MetricsDict
+from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, follows_evaluations
 from omnitrain.precision import Precision
@@ -73,14 +73,12 @@ class BaseTrainer(Hooks, ABC):
     _evaluation: Evaluation
     _checkpointer: Checkpointer
 
-    NEVER_CALLED: ClassVar[Mapping[str, str]] = NEVER_CALLED
-    """Methods that nothing calls, though users of other trainers override them, and what to use instead."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        never_called = getattr(cls, "NEVER_CALLED", NEVER_CALLED)
         for name, value in vars(cls).items():
             is_event = name.startswith("on_") and callable(value)
-            instead = "a callback, a subclass of omnitrain.Callback," if is_event else cls.NEVER_CALLED.get(name)
+            instead = "a callback, a subclass of omnitrain.Callback," if is_event else never_called.get(name)
             if instead is not None:
                 raise TypeError(f"{cls.__name__} overrides {name}, which is never called. Use {instead} instead.")
 
@@ -226,13 +224,19 @@ class BaseTrainer(Hooks, ABC):
             TypeError: If an argument is unknown; the message names the nearest one.
         """
 
-    def _construct(self, given: dict[str, Any]) -> None:
-        """Build the trainer from the arguments that the caller passed, by name."""
+    def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
+        """Build the trainer.
+
+        Args:
+            given: The arguments that the caller passed, by name.
+            ranks: The ranks of the run; None is this process alone.
+        """
         model = given.pop("model")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
         settings = self.settings = Settings(**given)
         check_settings(settings)
+        self.ranks = ranks or Ranks()
         self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
         self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
         self.batch_size = settings.batch_size
@@ -240,10 +244,9 @@ class BaseTrainer(Hooks, ABC):
         self.epochs, self.max_steps = settings.epochs, settings.max_steps
         self.limits = Limits(settings.epochs, settings.max_steps, settings.max_duration)
         self.learning_rate, self.weight_decay = settings.learning_rate, settings.weight_decay
-        self.warmup_steps, self.scheduler_interval = settings.warmup_steps, settings.scheduler_interval
+        self.scheduler_interval = settings.scheduler_interval
         self.max_grad_norm, self.grad_reduction = settings.max_grad_norm, settings.grad_reduction
         self.loss_fn = settings.loss_fn
-        self.unit = settings.unit if settings.unit is not None else ModelUnit(model, settings.loss_fn)
         self.compute_metrics, self.scorer = settings.compute_metrics, make_scorer(settings.compute_metrics)
         self.save_dir = None if settings.save_dir is None else Path(settings.save_dir)
         self.store = None if self.save_dir is None else Store(self.save_dir)
@@ -253,19 +256,24 @@ class BaseTrainer(Hooks, ABC):
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
         self._callbacks = list(settings.callbacks)
-        self.ranks = getattr(self, "ranks", Ranks())
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None
         self.device = self._choose_device(settings.device)
         self.gradient_accumulation_steps = resolve_accumulation(settings, self.world_size)
         self.precision = Precision.parse(settings.autocast, self.device)
+        self._take_model(model)
+
+    # --- the parts of a run
+
+    def _take_model(self, model: nn.Module) -> None:
+        """Build what belongs to a model: its unit, its backend, and the parts of a run."""
+        settings = self.settings
+        self.unit = settings.unit if settings.unit is not None else ModelUnit(model, settings.loss_fn)
         self.backend = self._make_backend(model)
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()
         self._finish_setup()
-
-    # --- the parts of a run
 
     def _make_sets(self) -> Sets:
         """Return the data."""
@@ -325,19 +333,24 @@ class BaseTrainer(Hooks, ABC):
             self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
         )
 
-    def _finish_setup(self) -> None:
-        """Build the schedule, once `_setup_training_components` has put the model in place."""
+    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: int | None = None) -> None:
+        """Build the schedule, once `_setup_training_components` has put the model in place.
+
+        Args:
+            lr_scheduler: What the schedule is to be; None is the argument.
+            warmup_steps: The steps of its warm-up; None is the argument.
+        """
         self.lr_scheduler = None
         if self.train_loader is None and not self._loop.has_own_epoch:
             return
-        spec = self.settings.lr_scheduler
+        spec = self.settings.lr_scheduler if lr_scheduler is None else lr_scheduler
+        warmup = self.settings.warmup_steps if warmup_steps is None else warmup_steps
+        self.settings = replace(self.settings, lr_scheduler=spec, warmup_steps=warmup)
         self._initial.note_optimizer(self.optimizer)
         steps = self.total_steps
         if self.scheduler_interval != "step":
             steps = None if steps is None or not self.steps_per_epoch else -(-steps // self.steps_per_epoch)
-        self.lr_scheduler = build_scheduler(
-            spec, self.optimizer, warmup_steps=self.settings.warmup_steps, total_steps=steps
-        )
+        self.lr_scheduler = build_scheduler(spec, self.optimizer, warmup_steps=warmup, total_steps=steps)
         if not isinstance(spec, str | None):
             self._initial.note_schedule(self.lr_scheduler)
         if follows_evaluations(self.lr_scheduler):
@@ -364,42 +377,38 @@ class BaseTrainer(Hooks, ABC):
             KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
         """
         with self.ranks.calling("train()"):
-            self._run(resume_from, allow_change)
+            if self.train_loader is None and not self._loop.has_own_epoch:
+                raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
+            check_allowed(allow_change)
+            found = None if resume_from is None else self._checkpointer.find(resume_from)
+            if found is None and resume_from == "auto":
+                logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
+            elif found is None:
+                self._checkpointer.check_save_dir()
+            self._begin_run(resumes=found is not None)
+            if found is not None:
+                self._checkpointer.resume(*found, allow_change)
+            self._checkpointer.check_disk()
+            failed = True
+            anomalies = torch.autograd.set_detect_anomaly if self.settings.detect_anomaly else contextlib.nullcontext
+            try:
+                with (
+                    deterministic_kernels(self.settings.deterministic),
+                    self._checkpointer.background(),
+                    anomalies(True),
+                ):
+                    self._loop.run(found)
+                failed = False
+            except BaseException as error:
+                self.lifecycle.failed(error)
+                raise
+            finally:
+                self._step.guard.release(self.optimizer)
+                self._sets.end_workers()
+                self.lifecycle.end_train(failed)
         if self.lifecycle.stop == "signal":
             raise error_of(self.lifecycle.signal)
         return self.metrics
-
-    def _run(self, resume_from: str | Path | None, allow_change: Collection[str]) -> None:
-        if self.train_loader is None and not self._loop.has_own_epoch:
-            raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
-        check_allowed(allow_change)
-        found = None if resume_from is None else self._checkpointer.find(resume_from)
-        if found is None and resume_from == "auto":
-            logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
-        elif found is None:
-            self._checkpointer.check_save_dir()
-        self._begin_run(resumes=found is not None)
-        if found is not None:
-            self._checkpointer.resume(*found, allow_change)
-        self._checkpointer.check_disk()
-        failed = True
-        try:
-            anomalies = torch.autograd.set_detect_anomaly if self.settings.detect_anomaly else contextlib.nullcontext
-            with deterministic_kernels(self.settings.deterministic), self._checkpointer.background(), anomalies(True):
-                self.lifecycle.begin_train()
-                if found is not None:
-                    self._checkpointer.restore_random_numbers(*found)
-                else:
-                    self.lifecycle.owes_evaluation = self.settings.eval_on_start
-                self._loop.run()
-            failed = False
-        except BaseException as error:
-            self.lifecycle.failed(error)
-            raise
-        finally:
-            self._step.guard.release(self.optimizer)
-            self._sets.end_workers()
-            self.lifecycle.end_train(failed)
 
     def _begin_run(self, resumes: bool) -> None:
         """Start counting at zero, with a fresh optimizer if the trainer has trained before.
@@ -507,11 +516,7 @@ class BaseTrainer(Hooks, ABC):
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
         """Write metrics as `<split>_results.json` into `save_dir`, or into the current folder without one."""
-        path = (self.save_dir or Path()) / f"{split}_results.json"
-        if self.is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(dict(metrics), indent=2) + "\n", encoding="utf-8")
-        return path
+        return write_results(self.save_dir or Path(), split, metrics, self.is_main_process)
 
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting as it is in force, as JSON types."""
