@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -74,6 +75,51 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
         noise = 0.1 * torch.randn(4, dtype=torch.float64) + 0.01 * random.random() + 0.01 * np.random.rand()
         return self.x[index] + noise, self.y[index]
+
+
+class Blank(Dataset[dict[str, torch.Tensor]]):
+    """Sentences of which some have no label at all."""
+
+    def __init__(self, size: int, blank: range) -> None:
+        self.sentences, self.blank = Sentences(size), blank
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self.sentences[index]
+        return {**sample, "labels": torch.full_like(sample["labels"], -100)} if index in self.blank else sample
+
+
+class Overflowing(nn.Module):
+    """Gives infinite gradients in chosen forward passes, as fp16 does; the loss stays finite."""
+
+    def __init__(self, at: Container[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.at, self.count = nn.Linear(4, 1), at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.training
+        out = self.layer(x)
+        if self.count in self.at and out.requires_grad:
+            out.register_hook(lambda gradient: gradient * math.inf)
+        return out
+
+
+class Holding:
+    """A unit that holds its model, as fairseq2 writes them: a sum of losses, and how many targets it is of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.steps: list[int] = []
+
+    def set_step_nr(self, step_nr: int) -> None:
+        self.steps.append(step_nr)
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, int]:
+        x, y = batch
+        return F.mse_loss(self.model(x), y, reduction="sum"), len(y)
 
 
 class Trace(Callback):

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
-from tiny import Tokens, bert, gpt, t5
+from recipes import (
+    Blank,
+    Holding,
+    Noisy,
+    Overflowing,
+    Sentences,
+    StopAt,
+    Tagger,
+    Trace,
+    distance,
+    rows,
+    same,
+    t16,
+    weights,
+)
+from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 from transformers import DataCollatorWithFlattening
 
 from omnitrain import AccelerateTrainer, Callback, HFTrainer, NonFiniteError, Trainer
@@ -265,34 +278,6 @@ def test_predictions_come_in_the_order_of_the_dataset_one_row_a_sample(trainer_c
 # --- models of transformers, units that hold their model, and packed batches
 
 
-class Short(Dataset[dict[str, Any]]):
-    """Sequences of 4 to 8 tokens, to be packed into one row."""
-
-    def __init__(self, size: int) -> None:
-        self.tokens = Tokens(size)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.tokens.ids[index][: 4 + index % 5].tolist()}
-
-
-class Holding:
-    """A unit that holds its model, as fairseq2 writes them: a sum of losses, and how many targets it is of."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.steps: list[int] = []
-
-    def set_step_nr(self, step_nr: int) -> None:
-        self.steps.append(step_nr)
-
-    def __call__(self, batch: Any) -> tuple[torch.Tensor, int]:
-        x, y = batch
-        return F.mse_loss(self.model(x), y, reduction="sum"), len(y)
-
-
 KINDS = ("plain", "unit", "gpt", "bert", "t5", "packed")
 
 
@@ -362,20 +347,6 @@ def test_callbacks_see_the_users_own_module(trainer_class: Any) -> None:
 # --- steps that are skipped
 
 
-class Blank(Dataset[dict[str, torch.Tensor]]):
-    """Sentences of which some have no label at all."""
-
-    def __init__(self, size: int, blank: range) -> None:
-        self.sentences, self.blank = Sentences(size), blank
-
-    def __len__(self) -> int:
-        return len(self.sentences)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = self.sentences[index]
-        return {**sample, "labels": torch.full_like(sample["labels"], -100)} if index in self.blank else sample
-
-
 @pytest.mark.parametrize("counts_targets", [False, True], ids=["labels", "targets of a unit"])
 def test_a_window_without_a_label_changes_nothing_and_is_counted_as_skipped(
     trainer_class: Any, counts_targets: bool, caplog: pytest.LogCaptureFixture
@@ -405,22 +376,6 @@ def test_a_window_without_a_label_changes_nothing_and_is_counted_as_skipped(
     for key in ("step", "loss", "learning_rate"):
         assert [row[key] for row in trace.logs] == [row[key] for row in expected.logs]
     assert sum("has a label that counts" in record.message for record in caplog.records) == 1
-
-
-class Overflowing(nn.Module):
-    """Gives infinite gradients in chosen forward passes, as fp16 does; the loss stays finite."""
-
-    def __init__(self, at: Sequence[int]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.at, self.count = nn.Linear(4, 1), at, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += self.training
-        out = self.layer(x)
-        if self.count in self.at and out.requires_grad:
-            out.register_hook(lambda gradient: gradient * math.inf)
-        return out
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])

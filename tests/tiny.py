@@ -85,3 +85,16 @@ def gpt(seed: int = 0) -> GPT2LMHeadModel:
             attn_pdrop=0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     ).double()  # fmt: skip
+
+
+class Short(Dataset[dict[str, Any]]):
+    """Sequences of 4 to 8 tokens, to be packed into one row."""
+
+    def __init__(self, size: int) -> None:
+        self.tokens = Tokens(size)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.tokens.ids[index][: 4 + index % 5].tolist()}

@@ -178,7 +178,7 @@ def count_reductions(backend: str) -> dict[str, Any]:
             return allreduce_hook(state, bucket)
 
         hook.__annotations__.clear()  # DDP compares them with classes, not with their names
-        trainer.model.register_comm_hook(None, hook)
+        trainer.model_wrapped.register_comm_hook(None, hook)
         trainer.train()
     else:
         with counted(counter):

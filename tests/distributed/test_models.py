@@ -1,0 +1,203 @@
+"""Models of transformers, units that hold their model, and packed rows: on two processes as on one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from backends import DTYPES, PROCESSES, Job, dtype_of, gap, launch_all, make_trainer, named  # noqa: E402
+from recipes import Blank, Holding, Overflowing, Trace, rows, t16  # noqa: E402
+from tiny import Short, Tokens, bert, gpt, t5  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import DataCollatorWithFlattening  # noqa: E402
+
+from omnitrain import DistributedError  # noqa: E402
+from omnitrain.checkpoint.tensors import whole  # noqa: E402
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+HERE = "test_models"
+KINDS = ("gpt", "bert", "t5", "unit", "packed")
+TIED = {"fsdp", "hf_fsdp"}  # PyTorch's FSDP 2 with accelerate's policy takes no model of tied weights such as T5
+BACKENDS = [one for one in PROCESSES if one not in ("accelerate", "hf")]
+
+
+def models_of(backend: str) -> list[str]:
+    return [kind for kind in KINDS if not (kind == "t5" and backend in TIED)]
+
+
+# --- what runs on every process
+
+
+def learn(backend: str, kind: str, dtype: str) -> dict[str, Any]:
+    """Train a model for two epochs in steps of 8 samples; evaluate before, and after each epoch."""
+    data: Any
+    options: dict[str, Any] = {"compute_metrics": "accuracy"}
+    if kind == "unit":
+        model: nn.Module = t16(dtype=DTYPES[dtype])
+        data, evaluation = rows(21, DTYPES[dtype]), rows(7, DTYPES[dtype])
+        options = {"unit": Holding(model)}
+    elif kind == "packed":
+        model, data, evaluation = gpt(), Short(21), Short(7)
+        options = {"data_collator": DataCollatorWithFlattening()}
+    else:
+        made = {"gpt": ("tokens", gpt), "bert": ("classes", bert), "t5": ("pairs", t5)}[kind]
+        model, data, evaluation = made[1](), Tokens(21, made[0]), Tokens(7, made[0])
+    trace = Trace()
+    trainer = make_trainer(
+        backend, model.to(DTYPES[dtype]), data, evaluation, callbacks=[trace], optimizer="torch.optim.SGD",
+        learning_rate=0.05, epochs=2, batch_size=1, global_batch_size=8, max_grad_norm=0.5, eval_batch_size=2,
+        **({} if "_" in backend else {"eval_on_start": True}), **options,
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "logs": [[row["loss"], row["grad_norm"]] for row in trace.logs],
+        "valid": [{k: v for k, v in row.items() if k != "epoch"} for row in trainer.metrics["valid"] if row["step"]],
+        "is bare": trainer.model is trainer.get_model(),
+        "tensors": {f"weights/{name}": whole(one) for name, one in sorted(trainer.backend.model_tensors().items())},
+    }
+
+
+def skip(backend: str, dtype: str, counts: bool) -> dict[str, Any]:
+    """Train on sentences of which one window has no label, by the labels or by the targets of a unit."""
+    from recipes import Tagger
+
+    model = Tagger(dtype=DTYPES[dtype])
+
+    def unit(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = batch["labels"] != -100
+        scores = model.out(model.embed(batch["ids"]))
+        return F.cross_entropy(scores[kept], batch["labels"][kept], reduction="sum"), kept.sum()
+
+    trainer = make_trainer(
+        backend, model, Blank(20, range(8, 12)), batch_size=1, global_batch_size=4, epochs=1, shuffle=False,
+        learning_rate=0.05, optimizer="torch.optim.AdamW", **({"unit": unit} if counts else {}),
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "steps": [trainer.progress.step, trainer.progress.skipped_steps],
+        "tensors": {f"weights/{name}": whole(one) for name, one in sorted(trainer.backend.model_tensors().items())},
+    }
+
+
+def overflow(backend: str) -> dict[str, Any]:
+    """Train with a loss scaler where two steps overflow on one rank."""
+    trainer = make_trainer(
+        backend, Overflowing(at=(3, 8)), rows(40, torch.float32), loss_fn=F.mse_loss, batch_size=2,
+        global_batch_size=4, epochs=1, lr_scheduler="linear", learning_rate=0.01,
+    )  # fmt: skip
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.train()
+    return {
+        "steps": [trainer.progress.step, trainer.progress.skipped_steps, trainer.lr_scheduler.last_epoch],
+        "scale": trainer.scaler.get_scale(),
+        "weights": [one.tolist() for one in trainer.get_model().parameters()],
+    }
+
+
+def loop_by_hand(backend: str, wrapped: bool) -> dict[str, Any]:
+    """Train an epoch by a loop of the user's own, on the bare module or on what DDP made of it."""
+    from omnitrain import AccelerateTrainer
+
+    class Own(AccelerateTrainer):
+        def _train_epoch(self, epoch: int) -> float:
+            total, model = 0.0, self.model_wrapped if wrapped else self.model
+            for batch in self.train_loader:
+                x, y = self._prepare_batch(batch)
+                loss = self.loss_fn(model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                total += loss.item()
+            return total / len(self.train_loader)
+
+    trainer = Own(t16(), rows(16), loss_fn=F.mse_loss, batch_size=2, epochs=1, learning_rate=0.01, progress_bar=False)
+    try:
+        trainer.train()
+    except DistributedError as error:
+        return {"raised": str(error)}
+    return {"raised": "", "weights": [one.tolist() for one in trainer.get_model().parameters()]}
+
+
+# --- what came of it
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    jobs = []
+    for backend in BACKENDS:
+        for dtype in ("float32", "float64") if backend == "native" else (dtype_of(backend),):
+            for kind in models_of(backend):
+                options = {"kind": kind, "dtype": dtype}
+                jobs.append(Job(f"learn-{backend}-{kind}-{dtype}", backend, f"{HERE}:learn", options))
+            for counts in (False, True):
+                options = {"dtype": dtype, "counts": counts}
+                jobs.append(Job(f"skip-{backend}-{counts}-{dtype}", backend, f"{HERE}:skip", options))
+    jobs += [Job(f"overflow-{backend}", backend, f"{HERE}:overflow") for backend in ("native", "ddp", "hf2")]
+    jobs += [Job(f"own-{wrapped}", "ddp", f"{HERE}:loop_by_hand", {"wrapped": wrapped}) for wrapped in (False, True)]
+    return launch_all(jobs, tmp_path_factory.mktemp("models"))
+
+
+def bound_of(kind: str, backend: str) -> float:
+    """transformers computes losses in fp32, whatever the model is in."""
+    return 1e-10 if kind == "unit" and dtype_of(backend) == "float64" else 2e-5
+
+
+SPREAD = [backend for backend in BACKENDS if PROCESSES[backend] > 1]
+
+
+@pytest.mark.parametrize(("backend", "kind"), [(backend, kind) for backend in SPREAD for kind in models_of(backend)])
+def test_every_kind_of_model_takes_the_steps_of_one_process(results: Any, backend: str, kind: str) -> None:
+    dtype = dtype_of(backend)
+    (reference,) = results[f"learn-native-{kind}-{dtype}"]
+    ranks = results[f"learn-{backend}-{kind}-{dtype}"]
+    for rank in ranks:
+        assert "error" not in rank, rank
+        assert gap(rank["logs"], reference["logs"]) <= bound_of(kind, backend)
+        assert gap(rank["valid"], reference["valid"]) <= bound_of(kind, backend)
+        assert gap(named(rank, "weights/"), named(reference, "weights/")) <= bound_of(kind, backend)
+        assert rank["is bare"]
+    assert ranks[0]["valid"] == ranks[1]["valid"]
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["labels", "targets"])
+@pytest.mark.parametrize("backend", SPREAD)
+def test_a_window_without_a_label_is_skipped_on_every_backend(results: Any, backend: str, counts: bool) -> None:
+    dtype = dtype_of(backend)
+    (reference,) = results[f"skip-native-{counts}-{dtype}"]
+    assert reference["steps"] == [4, 1]
+    for rank in results[f"skip-{backend}-{counts}-{dtype}"]:
+        assert "error" not in rank, rank
+        assert rank["steps"] == [4, 1]
+        assert gap(named(rank, "weights/"), named(reference, "weights/")) <= (1e-6 if dtype == "float32" else 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "hf2"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(results: Any, backend: str) -> None:
+    first, second = results[f"overflow-{backend}"]
+    assert first == second
+    assert first["steps"] == [8, 2, 8] and first["scale"] == 256.0
+    assert all(math.isfinite(number) for number in _flat(first["weights"]))
+
+
+def test_an_update_from_gradients_that_were_not_averaged_is_an_error(results: Any) -> None:
+    for rank in results["own-False"]:
+        assert "not averaged over the 2 ranks" in rank["raised"] and "model_wrapped" in rank["raised"]
+
+
+def test_a_loop_of_the_users_own_trains_ranks_alike_by_the_wrapped_model(results: Any) -> None:
+    first, second = results["own-True"]
+    assert first["raised"] == "" and first["weights"] == second["weights"]
+
+
+def _flat(values: Any) -> Sequence[float]:
+    return [one for value in values for one in _flat(value)] if isinstance(values, list) else [values]
