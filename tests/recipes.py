@@ -80,7 +80,7 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Blank(Dataset[dict[str, torch.Tensor]]):
     """Sentences of which some have no label at all."""
 
-    def __init__(self, size: int, blank: range) -> None:
+    def __init__(self, size: int, blank: Container[int]) -> None:
         self.sentences, self.blank = Sentences(size), blank
 
     def __len__(self) -> int:

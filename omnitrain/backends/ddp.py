@@ -21,7 +21,7 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import DistributedError
 from omnitrain.units import StepOutput
 
-__all__ = ["DDP", "start_from_main"]
+__all__ = ["DDP", "Runner", "run_through", "start_from_main"]
 
 Output = TypeVar("Output")
 
@@ -29,10 +29,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Runner(nn.Module):
-    """The module that DDP wraps: calls the model, or with `run_step` whatever a step runs around it.
+    """The module that DDP or DeepSpeed wraps: calls the model, or runs a whole forward pass of a step.
 
-    DDP averages gradients only if the forward pass went through its own `forward`. A unit that holds the user's model
-    calls that one directly, so it is the call of the unit that has to go through DDP.
+    They do their part of a step only if the forward pass goes through their own `forward`. A unit that holds the user's
+    model calls that one directly, so it is the call of the unit that has to go through them.
 
     Args:
         model: The user's model, or what `torch.compile` made of it.
@@ -40,16 +40,26 @@ class Runner(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self._orig_mod = model  # named as by torch.compile, so that whoever unwraps models finds it
+        self.config = getattr(model, "config", None)  # accelerate fills "auto" values of DeepSpeed from it
+        self.has_run = False
+        """Whether there was a forward pass with gradients since this was last set to False."""
 
-    def forward(self, *args: Any, run_step: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-        """Return `model(*args, **kwargs)`, or `run_step(model, *args)` as a dict, in which DDP finds the tensors."""
+    def forward(self, *args: Any, run_step: Callable[[nn.Module], Any] | None = None, **kwargs: Any) -> Any:
+        """Return `model(*args, **kwargs)`, or `run_step(model)` as a dict, in which DDP and DeepSpeed find tensors."""
+        self.has_run |= torch.is_grad_enabled()
         if run_step is None:
-            return self.model(*args, **kwargs)
-        output = run_step(self.model, *args)
+            return self._orig_mod(*args, **kwargs)
+        output = run_step(self._orig_mod)
         if not isinstance(output, StepOutput):
             return output
         return {field.name: getattr(output, field.name) for field in fields(output)}
+
+
+def run_through(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
+    """Return `run(model, batch)`, called inside the forward pass of what wraps a Runner."""
+    output = wrapper(run_step=lambda model: run(model, batch))
+    return StepOutput(**output) if isinstance(output, dict) else output  # type: ignore[return-value]
 
 
 class DDP(Backend):
@@ -61,8 +71,6 @@ class DDP(Backend):
     """
 
     _ddp: DistributedDataParallel | None = None
-    _was_forward_synced = False
-    """Whether a forward pass since the latest update was one whose backward pass averages gradients."""
 
     def __init__(self, accelerator: Any, *parts: Any) -> None:
         super().__init__(*parts)
@@ -84,10 +92,8 @@ class DDP(Backend):
         if self._ddp is None:
             return run(self.wrapped, batch)
         if not torch.is_grad_enabled():
-            return run(self._ddp.module.model, batch)
-        self._was_forward_synced |= self._ddp.require_backward_grad_sync
-        output = self._ddp(batch, run_step=run)
-        return StepOutput(**output) if isinstance(output, dict) else output  # type: ignore[return-value]
+            return run(self._ddp.module._orig_mod, batch)
+        return run_through(self._ddp, run, batch)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return _NOTHING if last or self._ddp is None else self._ddp.no_sync()
@@ -98,13 +104,15 @@ class DDP(Backend):
 
     def check_reduced(self) -> None:
         """Raise DistributedError if no forward pass since the latest update went through DDP."""
-        if self._ddp is not None and not self._was_forward_synced:
+        if self._ddp is None:
+            return
+        if not self._ddp.module.has_run:
             raise DistributedError(
                 f"The gradients of this step were not averaged over the {self.ranks.world_size} ranks, whose weights "
                 "would drift apart: no forward pass went through DDP. Call `self.model_wrapped(...)` instead of "
                 "`self.model(...)` in a training loop of your own."
             )
-        self._was_forward_synced = False
+        self._ddp.module.has_run = False
 
 
 def start_from_main(model: nn.Module, ranks: Ranks) -> None:

@@ -10,12 +10,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from omnitrain.backends.ddp import DDP, start_from_main
+from omnitrain.backends.ddp import DDP, Runner, run_through, start_from_main
 from omnitrain.backends.deepspeed import fill_config
 from omnitrain.checkpoint.state import (
     IMPLEMENTATION,
@@ -30,6 +30,8 @@ from omnitrain.checkpoint.state import (
 from omnitrain.checkpoint.tensors import Gathered, shape_of
 
 __all__ = ["Zero"]
+
+Output = TypeVar("Output")
 
 _NOTHING = contextlib.nullcontext()
 
@@ -72,7 +74,7 @@ class Zero(DDP):
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
         # DeepSpeed leaves groups without parameters out
         self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
-        engine, prepared = self.accelerator.prepare(self.model, optimizer)
+        engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
         self._zero = prepared.optimizer  # DeepSpeed's, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
         self.optimizer = getattr(self._zero, "optimizer", self._zero)
@@ -104,6 +106,9 @@ class Zero(DDP):
     @property
     def may_skip(self) -> bool:
         return bool(self.wrapped.fp16_enabled())  # type: ignore[operator]
+
+    def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
+        return run_through(self.wrapped, run, batch)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         self._is_last = last
