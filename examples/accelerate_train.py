@@ -53,7 +53,7 @@ def main(epochs: int = 10, out: Path = Path("runs/accelerate_train")) -> Metrics
 
     if trainer.is_main_process:  # only what prints is for the main one alone
         print(metrics)
-        print(f"{trainer.world_size} process(es), {type(trainer.model).__name__}: {results}")
+        print(f"{trainer.world_size} process(es), {type(trainer.model_wrapped).__name__}: {results}")
     return metrics
 
 

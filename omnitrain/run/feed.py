@@ -75,7 +75,8 @@ class Feed:
             if window is None:
                 self._groups = None
                 return
-            yield window
+            if window.samples:  # else no rank has any left but stand-ins
+                yield window
 
     def read_ahead(self) -> Sequence[float]:
         """Read the next window at the end of a step, and return what the other ranks are to know of it."""

@@ -87,7 +87,7 @@ def main() -> None:
     trainer.save_model(save_dir / "model", overwrite=True)
     said = {
         "world_size": trainer.world_size,
-        "model": type(trainer.model).__name__,
+        "model": type(trainer.model_wrapped).__name__,
         "parameter": type(next(trainer.model.parameters())).__name__,
         "step": trainer.progress.step,
         "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT"),

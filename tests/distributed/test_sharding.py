@@ -119,7 +119,7 @@ def speak(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train a language model with transformers' optimizer of two groups; evaluate, predict and save it."""
     trace = Trace()
     trainer = speaker(arguments(folder, **WAYS[way]), callbacks=[trace])
-    wrapped, part = type(trainer.model).__name__, type(next(trainer.model.parameters())).__name__
+    wrapped, part = type(trainer.model_wrapped).__name__, type(next(trainer.model.parameters())).__name__
     part += " of nothing" if not next(trainer.model.parameters()).numel() else ""
     metrics = trainer.train()
     predicted = trainer.predict(Tokens(7))
@@ -161,7 +161,7 @@ def start(backend: str, way: str, folder: str) -> dict[str, Any]:
             t16(dtype=torch.float32), None, rows(20, torch.float32), loss_fn=F.mse_loss, callbacks=[trace], log_steps=1,
             **options,
         )  # fmt: skip
-        wrapped = type(trainer.model).__name__
+        wrapped = type(trainer.model_wrapped).__name__
         trainer.train()
     finally:
         for name in LAUNCHED[way]:
@@ -242,7 +242,7 @@ def make_anew(backend: str, way: str, folder: str) -> dict[str, Any]:
     make_trainer("hf2", t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss)
     trainer.train()
     trainer.train()
-    losses, kind, before = [row["loss"] for row in trace.logs], type(trainer.model).__name__, trainer.evaluate()
+    losses, kind, before = [row["loss"] for row in trace.logs], type(trainer.model_wrapped).__name__, trainer.evaluate()
 
     def space(trial: Any) -> dict[str, Any]:
         return {"learning_rate": trial.suggest_categorical("learning_rate", [0.05, 1e-4])}

@@ -116,7 +116,7 @@ def main() -> None:
         "backend": torch.distributed.get_backend(),
         "device": str(trainer.device),
         "losses": [row["loss"] for row in trace.logs],
-        "model": type(trainer.model).__name__,
+        "model": type(trainer.model_wrapped).__name__,
         "scales": [row.get("loss_scale") for row in trace.logs],
         "peak": torch.cuda.max_memory_allocated(),
     }
