@@ -18,7 +18,7 @@ limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-oldest check check-format check-lint check-types check-architecture format docs \
+.PHONY: help venv demo test test-oldest check check-format check-lint check-types check-architecture format signatures docs \
 	examples notebooks bench clean
 
 help: ## show this list
@@ -52,6 +52,7 @@ check: check-format check-lint check-types check-architecture ## what every comm
 
 check-format: $(VENV)/.has-dev
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/signatures.py --check
 
 check-lint: $(VENV)/.has-dev
 	$(BIN)/ruff check .
@@ -62,7 +63,10 @@ check-types: $(VENV)/.has-dev
 check-architecture: $(VENV)/.has-dev
 	$(call limit,300) $(BIN)/python -m pytest -q tests/test_architecture.py
 
-format: $(VENV)/.has-dev ## format the code and mend what ruff can mend
+signatures: $(VENV)/.created ## copy the list of arguments to the constructors and settings that repeat it
+	$(BIN)/python .ci/signatures.py
+
+format: $(VENV)/.has-dev signatures ## format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
