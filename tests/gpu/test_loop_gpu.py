@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import forbid_waiting, keep_busy, make, trainer_class, waiting_allowed_at_last
-from recipes import distance, rows, same, t16, weights
+from recipes import Sentences, Tagger, distance, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -167,6 +167,29 @@ def test_batches_arrive_as_they_were_while_memory_is_taken_and_freed(
     seen = torch.stack(model.seen).cpu()
     expected = torch.arange(24.0).repeat(2)
     assert torch.equal(seen, torch.stack([expected, expected], dim=1))
+
+
+class Refills:
+    """A loader of sentences with unequally many labels, in new tensors each time or in the same ones."""
+
+    def __init__(self, reuses: bool) -> None:
+        data = Sentences(16)
+        self.reuses, self.ids, self.labels = reuses, data.ids, data.labels
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        kept = {"ids": torch.empty_like(self.ids[:2]), "labels": torch.empty_like(self.labels[:2])}
+        for start in range(0, 16, 2):
+            batch = {"ids": self.ids[start : start + 2], "labels": self.labels[start : start + 2]}
+            yield {name: kept[name].copy_(batch[name]) for name in kept} if self.reuses else batch
+
+
+def test_a_batch_counts_for_what_it_was_before_the_loader_filled_it_anew(device: torch.device, kind: str) -> None:
+    ends = []
+    for reuses in (False, True):
+        trainer = make(kind, device, Tagger(dtype=FP32), None, train_loader=Refills(reuses), epochs=2, batch_size=2)
+        history = trainer.train()["train_metrics_history"]
+        ends.append(([row["train_loss"] for row in history], trainer.progress.tokens, trainer.progress.samples))
+    assert ends[0] == ends[1]
 
 
 class Places(Algorithm):
