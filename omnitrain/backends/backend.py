@@ -122,7 +122,7 @@ class Backend:
         if not gradients or not self._are_alike:
             return nn.utils.get_total_norm(gradients)
         # what get_total_norm does, which first sorts the gradients by device and dtype: for a small model half its time
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # pyright: ignore
 
     def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
         """Unscale and clip the gradients; return their norm before clipping.

@@ -41,17 +41,17 @@ class LossMeter:
             self.sum = torch.zeros((), dtype=dtype, device=device)
         self.weight: float = 0.0
         self._marked = (0.0, 0.0)  # sum and weight at the latest log
-        self._before = (0.0, 0.0)
+        self._before: tuple[float | torch.Tensor, float] = (0.0, 0.0)
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
         """Add a micro-batch's loss; one of weight 0 had nothing to predict, and its NaN must not get in."""
         if not weight:
             return
         self.weight += weight
-        if isinstance(self.sum, float):
-            self.sum += weight * read_on_cpu(loss)
-        else:
+        if isinstance(self.sum, torch.Tensor):
             self.sum.add_(loss.detach(), alpha=weight)
+        else:
+            self.sum += weight * read_on_cpu(loss)
 
     def read(self) -> float:
         """Return the sum, waiting for the device if there is one."""
@@ -70,12 +70,20 @@ class LossMeter:
         return total / weight if weight else math.nan
 
     def begin_step(self) -> None:
-        """Note where a step begins that may turn out to be skipped; waits for the device."""
-        self._before = (self.read(), self.weight)
+        """Note where a step begins that may turn out to be skipped."""
+        self._before = self.mark()
 
     def undo_step(self) -> None:
         """Take back what was added since `begin_step()`."""
-        self._set(*self._before)
+        self.go_back(self._before)
+
+    def mark(self) -> tuple[float | torch.Tensor, float]:
+        """Return sum and weight for `go_back`; nothing waits for the device."""
+        return (self.sum.clone() if isinstance(self.sum, torch.Tensor) else self.sum), self.weight
+
+    def go_back(self, mark: tuple[float | torch.Tensor, float]) -> None:
+        """Take back what was added since `mark()`."""
+        self._set(*mark)
 
     def state_dict(self) -> dict[str, Any]:
         """Return sum, weight and what they were at the latest log."""
@@ -97,12 +105,12 @@ class LossMeter:
         self._marked = (self._marked[0] - total, self._marked[1] - weight)
         self._set(0.0, 0.0)
 
-    def _set(self, total: float, weight: float) -> None:
+    def _set(self, total: float | torch.Tensor, weight: float) -> None:
         self.weight = weight
-        if isinstance(self.sum, float):
-            self.sum = float(total)
-        else:
+        if isinstance(self.sum, torch.Tensor):
             self.sum.fill_(total)
+        else:
+            self.sum = float(total)
 
 
 class FiniteGuard:
@@ -144,7 +152,8 @@ class FiniteGuard:
         """
         if not self.deferred:
             return math.isfinite(evidence)  # waits for the device
-        torch.maximum(self._found, (~evidence.isfinite()).to(self._found.dtype), out=self._found)
+        bad = ~torch.as_tensor(evidence, device=self._found.device).isfinite()
+        torch.maximum(self._found, bad.to(self._found.dtype), out=self._found)
         slot = self._count % self._PENDING
         self._count += 1
         self._host[slot].copy_(self._found, non_blocking=True)
