@@ -1,4 +1,4 @@
-"""What `omnitrain checkpoint` does: lists, verifies, shows, exports and compares the checkpoints of a run.
+"""The `omnitrain checkpoint` command: lists, verifies, shows, exports and compares the checkpoints of a run.
 
 Only reading and telling belong here. Which words may be typed is in `cli.py`, what a checkpoint is, in `checkpoint/`.
 torch is loaded by `diff` alone, which computes with the weights. A terminal gets tables, all else plain columns.

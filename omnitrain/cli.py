@@ -1,4 +1,4 @@
-"""The `omnitrain` command: what may be typed, and how a run's end is told to the shell.
+"""The `omnitrain` command: its arguments, and its exit codes.
 
 Each subcommand is one function that adds its parser; what a subcommand does is in a module of its own, imported when
 it runs, so that `--help` and a mistyped option are answered without waiting for torch.
@@ -118,7 +118,7 @@ def _add_launch(commands: Any) -> None:
     add("--cpu", action="store_true", help="keep off the GPUs; where there are none, this goes without saying")
     add("--nnodes", dest="machines", type=int, default=1, metavar="N", help="machines; start the same on each of them")
     add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="where the machines meet: one of them")
-    add("--max-restarts", type=int, default=0, metavar="N", help="start all anew if one dies, at most so often")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes if one dies, at most N times")
     add("-m", dest="is_module", action="store_true", help="the script is the name of a module, as in `python -m`")
     add("script", help="the script, or module")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")

@@ -1,4 +1,4 @@
-"""What `omnitrain demo` runs: two small trainings on real data that every installation has.
+"""The `omnitrain demo` command: two small trainings on real data that every installation has.
 
 `digits` tells handwritten digits apart, `stdlib` learns to write like Python's standard library. Both use public names
 only, and are meant to be read after the quickstart. Reading the command line belongs in `cli.py`.

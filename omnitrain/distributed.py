@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other: sums, requests, results of the main one, and that one of them failed.
+"""Communication between the ranks of a run: reductions, broadcasts, requests, failure detection.
 
 `Ranks` is one process alone: every answer is its own. `ProcessRanks` speaks through torch.distributed. Every exchange
 starts with a meeting, at which each process says what it came for: processes that came for different things (a call
@@ -225,7 +225,7 @@ class ProcessRanks(Ranks):
     def _post(self, board: torch.Tensor, what: str, values: Sequence[float]) -> Any:
         """Start to sum a board with what this rank came for and `values`."""
         if self._ends:
-            raise DistributedError(f"{what}: this run has ended by an error on one of its processes. Start it anew.")
+            raise DistributedError(f"{what}: this run has ended by an error on one of its ranks. Start it again.")
         numbers, code = board.numpy(), _code(what)
         numbers[:] = 0.0
         numbers[0], numbers[1] = code, code * code

@@ -1,4 +1,4 @@
-"""Lengths of a run and of its intervals: how they are written, and when one is over.
+"""Durations: lengths of a run and of its intervals.
 
 Only arithmetic on a `Progress` belongs here. Who asks, and what happens then, is decided in `lifecycle.py`
 and in the callbacks.

@@ -1,4 +1,4 @@
-"""Every error that omnitrain raises on purpose.
+"""The exceptions of omnitrain.
 
     OmnitrainError
     ├── ConfigError          (ValueError)       an argument is wrong, or two arguments contradict each other

@@ -1,4 +1,4 @@
-"""What `omnitrain launch` does: start a script on several processes, with or without GPUs, and pass on how it ended.
+"""The `omnitrain launch` command: starts a script on several processes and passes on its exit code.
 
 It is torchrun with accelerate's environment: torchrun's agent starts, watches and restarts the processes, and
 `AccelerateTrainer` finds in the environment what accelerate's own launcher would have put there. That one starts a

@@ -1,4 +1,4 @@
-"""What a run measured: its history, the rows of it, and exact weighted means.
+"""History and metrics of a run: `MetricsDict`, its rows, and exact weighted means.
 
 Plain numbers and strings only: whatever comes in is converted at once, so that no tensor and no graph is kept.
 Which evaluation is the best is decided in `objective.py`.

@@ -1,4 +1,4 @@
-"""What a run optimizes: which metric, in which direction, and which evaluation is the best so far.
+"""The objective of a run: the metric, its direction, and the best evaluation so far.
 
 The table of directions and the rules for names outside it belong here. What follows from a gain or from the lack
 of one (a checkpoint, the end) is decided in `lifecycle.py` and in the callbacks.

@@ -1,4 +1,4 @@
-"""From the arguments `optimizer`, `learning_rate`, `lr_scheduler`, `warmup_steps` to the objects they name."""
+"""Optimizer and schedule, from `optimizer`, `learning_rate`, `lr_scheduler` and `warmup_steps`."""
 
 from __future__ import annotations
 

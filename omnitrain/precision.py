@@ -1,4 +1,4 @@
-"""Precision and device selection, and telling that a device has no memory left."""
+"""Precision and device selection, and detection of out-of-memory errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run has come. Counters only: nothing here decides, and nothing imports torch."""
+"""Progress of a run: counters only, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, also after a restart of all of them.
+"""Rendezvous of the ranks, also after a restart of all of them.
 
 What they say to each other once they have is in `distributed.py`.
 """

@@ -1,4 +1,4 @@
-"""Randomness: seeds, snapshots, and data whose random numbers depend on the sample alone.
+"""Seeds and random state, and randomness in datasets that is keyed by sample.
 
 Three global generators feed user code: torch's default one, numpy's and Python's `random`. Training owns them;
 data, evaluation and saving must leave them as they were. Nothing here knows of datasets or trainers.

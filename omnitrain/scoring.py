@@ -1,4 +1,4 @@
-"""Turns the `compute_metrics` argument into a `Scorer`, which the evaluation loop feeds batch by batch.
+"""`compute_metrics`: turned into a `Scorer`, which the evaluation feeds batch by batch.
 
 Here belong the kinds of things a user may pass, how each is called, and what may come back. The metrics behind names
 are in `streaming/`; which metric is optimized, and in which direction, is decided in `objective.py`.

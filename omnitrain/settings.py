@@ -1,4 +1,4 @@
-"""The arguments of a trainer: one frozen object that holds them, and their validation. No torch here."""
+"""Argument validation: individual values and conflicting combinations. No torch here."""
 
 from __future__ import annotations
 

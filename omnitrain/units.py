@@ -1,4 +1,4 @@
-"""What is computed on one batch: from a batch to a loss and outputs. Not when, how often, or what follows from it.
+"""Units: the computation on one batch, from a batch to a loss and outputs.
 
 `ModelUnit` is the default and knows the usual shapes of models; a user's own `TrainUnit` takes its place.
 """

@@ -200,7 +200,7 @@ def test_waiting_has_no_limit_while_the_others_are_well(outcomes: dict[str, list
 
 @pytest.mark.distributed
 def test_processes_agree_on_whether_an_error_was_common(outcomes: dict[str, list[Outcome]]) -> None:
-    ended = " this run has ended by an error on one of its processes. Start it anew."
+    ended = " this run has ended by an error on one of its ranks. Start it again."
     assert results(outcomes, "survive_late") == [["both", 2.0, "both", ended]] * 2
 
 

@@ -1,1 +1,1 @@
-"""What changes the training itself: one file each."""
+"""Algorithms: objects that change the training itself, one per file."""

@@ -1,4 +1,4 @@
-"""accelerate's `Accelerator`: made from the arguments and from what `accelerate launch` said, and the backend it means.
+"""Builds accelerate's `Accelerator` from the arguments and `accelerate launch`, and picks the backend.
 
 What DeepSpeed is told is in `deepspeed.py`.
 """
@@ -200,8 +200,8 @@ def refuse_lost_processes(world_size: int) -> None:
         if asked.isdigit() and int(asked) > world_size:
             raise DistributedError(
                 f"{name}={asked}, but this trainer runs on {world_size} process(es). Start the script with "
-                "`accelerate launch`, `torchrun` or `omnitrain launch`. On a machine without a GPU, transformers' "
-                "TrainingArguments need use_cpu=True, and DeepSpeed that ACCELERATE_USE_CPU is not set."
+                "`accelerate launch`, `torchrun` or `omnitrain launch`. On a machine without a GPU, set "
+                "use_cpu=True in TrainingArguments, and unset ACCELERATE_USE_CPU for DeepSpeed."
             )
     if world_size == 1 and (asked := _asked_of_launcher()) > 1:
         logger.warning(

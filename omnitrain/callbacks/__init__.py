@@ -1,1 +1,1 @@
-"""What watches a run: one file each."""
+"""Callbacks that a trainer adds by default, and loggers, one per file."""

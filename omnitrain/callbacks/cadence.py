@@ -1,4 +1,4 @@
-"""When to log, evaluate, save and finish, from the user's arguments."""
+"""Intervals of logging, evaluation and checkpoints, and the limits of the run."""
 
 from __future__ import annotations
 

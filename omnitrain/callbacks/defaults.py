@@ -1,4 +1,4 @@
-"""The callbacks that a trainer adds by itself, as its arguments say."""
+"""The default callbacks of a trainer, from its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending a run whose evaluations gain nothing any more."""
+"""Early stopping: ends a run whose evaluations no longer improve."""
 
 from __future__ import annotations
 

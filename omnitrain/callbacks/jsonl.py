@@ -1,4 +1,4 @@
-"""The run's numbers as a file of JSON rows, `metrics.jsonl`, that survives a kill and a resume.
+"""Logs and evaluations as JSON rows in `metrics.jsonl`, which survives a kill and a resume.
 
 Writing rows and cutting an old file back to where a run resumes belong here. Reading them for a plot or a table
 does not: `MetricsDict` keeps the history of the evaluations.
@@ -34,7 +34,7 @@ class JsonlLogger(Callback):
     """Writes one JSON row per log and per evaluation to a file in the run's `save_dir`.
 
     A row is `{"kind": "train" | "eval" | "test", "step": ..., "epoch": ..., <values>}`. Every line is valid JSON: NaN
-    and the infinities, which JSON does not have, become null. A fresh run starts the file anew; a resumed one
+    and the infinities, which JSON does not have, become null. A fresh run empties the file; a resumed one
     drops the rows after the checkpoint it resumes from, so that each step is there once, in order. Without a
     `save_dir` nothing is written.
 
@@ -52,7 +52,7 @@ class JsonlLogger(Callback):
         self._last: dict[str, tuple[int, float]] = {}
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Start the file anew, or cut it back to the step that the run resumes from."""
+        """Empty the file, or cut it back to the step that the run resumes from."""
         self._last = {}
         path = self._path(trainer)
         if path is None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, one plain line per log in a file or a pipe.
+"""Console output of a run: a live bar on a terminal, one plain line per log in a file or a pipe.
 
 Only wording and drawing belong here. When to log is decided by the cadence callbacks, what is in a log by the
 trainer, how far the run has come by `duration.Limits`.

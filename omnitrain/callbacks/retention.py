@@ -1,4 +1,4 @@
-"""Deleting checkpoints that are no longer wanted; `to_delete` in `checkpoint/retention.py` says which they are."""
+"""Deletes old checkpoints; `to_delete` in `checkpoint/retention.py` decides which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's numbers in TensorBoard.
+"""Logs and evaluations in TensorBoard.
 
 The names under which values appear in a dashboard (`train/loss`, `eval/accuracy`) are decided here, also for W&B.
 """

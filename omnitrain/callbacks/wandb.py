@@ -1,4 +1,4 @@
-"""The run's numbers in Weights & Biases.
+"""Logs and evaluations in Weights & Biases.
 
 Which W&B run the numbers go to, and when it begins and ends, is decided here. Names are those of `tensorboard.py`.
 """

@@ -1,4 +1,4 @@
-"""The settings that decide the numbers of a run, and which of them differ from those of a checkpoint.
+"""Settings that decide the numbers of a run, and which of them differ from those of a checkpoint.
 
 What follows from a change (an error, or a new value in force) is in `checkpointer.py` and `contents.py`.
 """

@@ -1,4 +1,4 @@
-"""Saving and loading during a run: when, where, which checkpoint, and what happens if the disk fails.
+"""Saving and loading during a run: intervals, targets, resume, and the policy for a failing disk.
 
 What is in a checkpoint is in `contents.py`; how tensors are written, in `tensors.py`; folders and manifests are in
 `store.py`.
@@ -300,8 +300,8 @@ class Checkpointer:
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Put the run back to a checkpoint, but for its random numbers."""
         self._contents.restore(folder, content, changed)
-        selects_anew = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
-        self._credited_step = -1 if selects_anew else content["credited_step"]
+        resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
+        self._credited_step = -1 if resets_best else content["credited_step"]
         # the first checkpoints of format 1 lack it: each of them has the score of the evaluation before it
         evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
         self._scored = evaluated, step

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: each part of a run, captured and restored side by side.
+"""Contents of a checkpoint: each part of a run, captured and restored side by side.
 
 Weights and optimizer state are read and written by the backend; folders and manifests are in `store.py`, and when a
 checkpoint is saved is decided in `checkpointer.py`.
@@ -97,7 +97,7 @@ class Lifecycle(Protocol):
         """Return progress, objective, history and the callbacks' states as JSON types."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any], selects_anew: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
         """Take back what `state_dict` returned."""
         ...
 
@@ -336,8 +336,8 @@ class Contents:
     def _restore_history(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
         lifecycle = self._lifecycle
         history = {key: state.from_json(content[key]) for key in ("objective", "callbacks", "loop")}
-        selects_anew = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
-        lifecycle.load_state_dict({**content, **history}, selects_anew)
+        resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
+        lifecycle.load_state_dict({**content, **history}, resets_best)
         self._step.load_state_dict(history["loop"])
         step, seconds, samples, tokens = history["loop"]["logged"]
         lifecycle.logged_at = (step, seconds, samples, tokens)

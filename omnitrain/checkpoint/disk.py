@@ -1,4 +1,4 @@
-"""The disk under the checkpoints: the operations that change it, one seam for all, and what is asked of it.
+"""File operations of checkpoints: every change to the disk goes through here.
 
 A test stops a save at any operation by handing in another `FileSystem`. Checkpoints, and what is in their files, do
 not belong here.

@@ -1,4 +1,4 @@
-"""omnitrain.json, the manifest of a checkpoint: writing it, and telling whether a folder is as it says.
+"""The manifest of a checkpoint, omnitrain.json: writing it, and verifying a folder against it.
 
 It holds "format_version", "sha256" (of its own text, with zeros in place of these 64 digits), "step", "sequence",
 "score", "best", the caller's payload, and "files": size and sha256 of every other file by its path in the folder.

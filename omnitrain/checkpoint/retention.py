@@ -1,4 +1,4 @@
-"""Which checkpoints stay and which may go. Decides only; `store.py` does the deleting."""
+"""Retention: which checkpoints stay and which may go. Decides only; `store.py` does the deleting."""
 
 from __future__ import annotations
 

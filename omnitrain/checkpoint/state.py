@@ -1,4 +1,4 @@
-"""Named tensors to and from files: weights under the bare module's names, optimizer state under parameter names.
+"""Model and optimizer state by name: weights under the bare module's names, moments under parameter names.
 
 Only safetensors and JSON: nothing is pickled and nothing is unpickled. Folders, manifests and retention are in
 `store.py`; what of a trainer is kept, in `trainers/saving.py`.

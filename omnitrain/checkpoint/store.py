@@ -1,4 +1,4 @@
-"""Where checkpoints live: folders, atomic commit, manifest, retention, `last` and `best`, and finding one to resume.
+"""The folder of a run: checkpoints, atomic commit, retention, `last` and `best`, and finding one to resume.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Tensors that may lie in parts on several processes, and files of them. What they mean is in `state.py`."""
+"""Files of tensors, which may be sharded over the ranks. What they mean is in `state.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From samples to batches, and from the host to the device. What a batch is made of; not where samples come from."""
+"""Batches: collation, counting of samples, and copies to the device."""
 
 from __future__ import annotations
 

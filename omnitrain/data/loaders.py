@@ -1,4 +1,4 @@
-"""Where batches come from: a map-style dataset, a stream, or a user's own loader.
+"""Loaders of batches: from a map-style dataset, a stream, or the user's own loader.
 
 A loader's `batches(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on. The order
 of samples is in `sampling.py`; what a batch is made of, in `collation.py`; what is done with it, in the trainers.
@@ -201,7 +201,7 @@ class StreamLoader(Loader):
                 "For more, pass a DataLoader of your own as `train_loader` or `eval_loader`.",
                 num_workers,
             )
-        # The worker takes a copy of the stream when it starts, so that it starts anew with every pass.
+        # The worker takes a copy of the stream when it starts, so that it restarts with every pass.
         workers = min(num_workers, 1)
         self._workers = {"num_workers": workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
         self._iterator: Any = None
@@ -351,7 +351,7 @@ _END = object()
 
 
 def _is_used_up(iterable: Any) -> bool:
-    """Whether something can be iterated only once. Loaders with a length (as DALI's) start anew with every iter()."""
+    """Whether something can be iterated only once. Loaders with a length (as DALI's) restart with every iter()."""
     return isinstance(iterable, Iterator) and not has_length(iterable) and not isinstance(iterable, IterableDataset)
 
 

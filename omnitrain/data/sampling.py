@@ -1,4 +1,4 @@
-"""One order of samples: which samples make up which micro-batch, on which process, and how they are fetched.
+"""The order of samples: which samples make up which micro-batch on which rank, and how they are fetched.
 
 Where batches come from (datasets, streams, a user's loader) is in `loaders.py`; what they are made of, in
 `collation.py`.

@@ -1,4 +1,4 @@
-"""An iterable dataset as batches: what it draws, its share for each process, and where it is and was.
+"""Iterable datasets as batches: the share of each rank and worker, and the position for a resume.
 
 The loader around it is in `loaders.py`.
 """

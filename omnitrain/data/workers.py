@@ -1,4 +1,4 @@
-"""Worker processes of loaders: how ours are started, what signals are to them, and how they end.
+"""Worker processes of loaders: start, signals and shutdown.
 
 What they fetch, and in which order, is in `loaders.py`. The workers of a user's own loader are left as they are, and a
 signal may kill them.

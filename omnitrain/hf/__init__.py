@@ -1,1 +1,1 @@
-"""HFTrainer and everything that serves transformers alone."""
+"""HFTrainer, and everything else that needs transformers."""

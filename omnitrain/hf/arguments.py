@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments: from them to our arguments and back, and under the names it has since dropped.
+"""TrainingArguments of transformers, translated to a trainer's arguments and back; and its former names.
 
 Which arguments there are is read from the installed transformers; nothing here lists all of them.
 """
@@ -385,7 +385,7 @@ def engine_arguments(
         "max_steps": -1,
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
         "mixed_precision": "no",  # autocast and loss scaling are the trainer's
-        "auto_find_batch_size": False,  # theirs begins the run anew, with other steps
+        "auto_find_batch_size": False,  # theirs restarts the run, with other steps
         "enable_jit_checkpoint": False,  # a signal saves anyway
         # who cuts up the weights is the trainer's to say, too
         "fsdp": "",

@@ -1,4 +1,4 @@
-"""`auto_find_batch_size` of transformers: smaller micro-batches where memory runs out, and as many more of them.
+"""`auto_find_batch_size`: more and smaller micro-batches when memory runs out, with the same numbers.
 
 Steps consist of the same samples before and after, so the numbers stay the same.
 """

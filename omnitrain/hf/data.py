@@ -1,4 +1,4 @@
-"""HFTrainer's data: the columns that a model takes, and our order of samples as a loader that transformers counts."""
+"""Data of HFTrainer: the columns that a model takes, and a loader that transformers' loop counts by."""
 
 from __future__ import annotations
 

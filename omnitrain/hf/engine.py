@@ -1,7 +1,8 @@
 """transformers' own Trainer as the engine of `HFTrainer`: its loop, with our data, step, evaluation and checkpoints.
 
-`Engine` overrides where their loop asks for something, `Bridge` and `Boundary` tell our lifecycle what their loop does,
-`Reporter` tells their callbacks what ours does. The facades are what their loop sees of our parts.
+`Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` and `Boundary` pass its events on to
+the lifecycle of omnitrain, `Reporter` passes our events on to transformers' callbacks. The facades stand in for the
+accelerator, optimizer and schedule that the loop expects.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ class EngineLoop(Loop):
 class Engine(Searching):
     """transformers' Trainer, used for its loop alone.
 
-    A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and whatever else their loop calls.
+    A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and whatever else that loop calls.
 
     Args:
         owner: The trainer whose run this is.
         training_args: The user's TrainingArguments, or None.
-        by_window: Whether their loop gets whole windows, for data whose length it cannot go by, or that may change.
+        by_window: Whether transformers' loop gets whole windows, for data whose length is unknown or may change.
         scratch: A folder for temporary files.
         trial: The trial of a search that this run is, or None.
         accelerator: The `Accelerator` of a backend that shards; None has transformers make one.
@@ -103,18 +104,18 @@ class Engine(Searching):
     lr_scheduler: Any
     accelerator: Any
     real_accelerator: Any
-    """Accelerate's `Accelerator`, of which their loop sees a facade."""
+    """Accelerate's `Accelerator`, of which transformers' loop sees a facade."""
     gather_function: Any
     window: Window
     """The window of the present step."""
     windows: Iterator[Window]
     """The windows of the rest of the epoch."""
     _is_asked_for = False
-    """Whether it is our trainer that runs their loop."""
+    """Whether it is our trainer that runs transformers' loop."""
     _untold_evaluation: dict[str, float] | None = None
-    """An evaluation before the first step, when their callbacks had not heard of the run."""
+    """An evaluation before the first step, when transformers' callbacks had not heard of the run."""
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    """What their loop passed to `_maybe_log_save_evaluate` at this step."""
+    """What transformers' loop passed to `_maybe_log_save_evaluate` at this step."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class Engine(Searching):
         self.add_callback(Boundary(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run their loop, for `HFTrainer.train`, or a trial of a search.
+        """Run transformers' loop, for `HFTrainer.train`, or a trial of a search.
 
         Raises:
             ConfigError: If somebody else asks for it.
@@ -152,7 +153,7 @@ class Engine(Searching):
         return super().train(*args, **kwargs)
 
     def run(self) -> None:
-        """Run their loop from where the run is."""
+        """Run transformers' loop from where the run is."""
         owner = self.owner
         self.optimizer, self.lr_scheduler = owner.optimizer, ScheduleFacade(owner)  # type: ignore[assignment]
         self.has_ended, self._is_asked_for = False, True
@@ -165,7 +166,7 @@ class Engine(Searching):
             return None
         share = owner.batch_size * owner.world_size * owner.gradient_accumulation_steps
         state = self.present_state()
-        # it tells their loop where the data are; the Bridge says which step it is
+        # it tells transformers' loop where the data are; the Bridge says which step it is
         state.global_step = progress.epoch * (owner.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
         folder = self.scratch / "start"
         folder.mkdir(exist_ok=True)
@@ -186,7 +187,7 @@ class Engine(Searching):
     # --- set-up
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Use the accelerator of a backend that shards, else make one; their loop sees it through a facade."""
+        """Use the accelerator of a backend that shards, else make one; transformers' loop sees it through a facade."""
         if self.real_accelerator is None:
             super().create_accelerator_and_postprocess()
             self.real_accelerator = self.accelerator
@@ -196,7 +197,7 @@ class Engine(Searching):
 
     @property
     def facade(self) -> OptimizerFacade:
-        """What their loop has for an optimizer."""
+        """What transformers' loop has for an optimizer."""
         return self.accelerator.optimizer  # type: ignore[attr-defined]
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
@@ -205,14 +206,14 @@ class Engine(Searching):
     # --- data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader that their loop counts by; batches come from `get_batch_samples`."""
+        """Return a loader that transformers' loop counts by; batches come from `get_batch_samples`."""
         return counting_loader(self.owner, self.by_window)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """Return the micro-batches of the next window: one by one, or as one where their loop cannot count them."""
+        """Return the micro-batches of the next window: one by one, or as one if their length is unknown."""
         window = next(self.windows, None)
         if window is None:
-            # their loop goes by a length, which data need not have, and ends the run over an epoch without a step
+            # transformers' loop relies on a length, and ends the run after an epoch without a step
             self.control.should_epoch_stop, self.stops = True, self.control.should_training_stop
             return [], None
         self.window = window
@@ -350,7 +351,7 @@ class Engine(Searching):
             write_optimizer(owner, decaying, ScheduleFacade(owner).state_dict(), folder)
             self._save_rng_state(str(folder))
         if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
-            self.state = self.present_state()  # their loop has yet to begin
+            self.state = self.present_state()  # transformers' loop has yet to begin
         with self.showing_arguments() as shown:
             write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown, folder)
         write_model_files(owner, self.processing_class, folder)
@@ -446,7 +447,7 @@ class Bridge(transformers.TrainerCallback):
         return self._show(control)
 
     def _show(self, control: Any) -> Any:
-        """Show what our callbacks ask for on their flags, where their callbacks may see and change it."""
+        """Show what our callbacks ask for on their flags, where transformers' callbacks may see and change it."""
         asked, lifecycle = self.owner.control, self.owner.lifecycle
         control.should_log |= asked.log
         control.should_evaluate |= asked.evaluate and lifecycle.evaluated_step != self.owner.progress.step
@@ -519,11 +520,11 @@ class Reporter(Callback):
             engine.report_save()
 
 
-# --- what their loop sees of our parts
+# --- what transformers' loop sees of our parts
 
 
 class AcceleratorFacade:
-    """accelerate's Accelerator as their loop may see it: the backend has wrapped the model, and steps."""
+    """accelerate's Accelerator as transformers' loop may see it: the backend has wrapped the model, and steps."""
 
     def __init__(self, owner: BaseTrainer, accelerator: Any) -> None:
         self._owner = owner
@@ -564,7 +565,7 @@ class AcceleratorFacade:
 
 
 class OptimizerFacade(torch.optim.Optimizer):
-    """The optimizer as their loop may see it: its step is the trainer's update, if the gradients were admitted."""
+    """The optimizer that transformers' loop gets: its step is the trainer's update, if the gradients are finite."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self._owner = owner
@@ -595,7 +596,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
 
 class ScheduleFacade:
-    """Our schedule as their loop may see it: it reads the rate and saves the state; the step moves it."""
+    """Our schedule as transformers' loop may see it: it reads the rate and saves the state; the step moves it."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""What a stock `transformers.Trainer` resumes from, written beside our own files of a checkpoint, and model folders.
+"""Files that a stock `transformers.Trainer` resumes from, written beside those of a checkpoint; model folders.
 
 Of the files in a checkpoint we read the history in `trainer_state.json` alone.
 """

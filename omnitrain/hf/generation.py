@@ -1,4 +1,4 @@
-"""Answers that a model generates in evaluations, as `predict_with_generate` of transformers' arguments asks for."""
+"""`predict_with_generate`: generated answers in evaluations."""
 
 from __future__ import annotations
 

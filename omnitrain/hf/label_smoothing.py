@@ -1,4 +1,4 @@
-"""What `label_smoothing_factor` of transformers' arguments asks for: a loss with smoothed labels, for HFTrainer."""
+"""`label_smoothing_factor`: a loss with smoothed labels, for HFTrainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation and prediction, the same for all trainers: exact means, bounded memory, and training left as it was."""
+"""Evaluation and prediction: exact means, bounded memory, no effect on training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From batches to windows: each micro-batch weighed on the host, each window known to all ranks.
+"""The feed: groups micro-batches into windows (one optimizer step each) whose weights all ranks know.
 
 Where batches come from is in `data/loaders.py`; what is done with a window, in `step.py`.
 """

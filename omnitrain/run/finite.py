@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN or infinite: noticing them in time, without waiting for the device."""
+"""Detection of NaN and infinite losses and gradients, without waiting for the device."""
 
 from __future__ import annotations
 

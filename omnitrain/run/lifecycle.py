@@ -220,19 +220,19 @@ class Lifecycle:
             "callbacks": [entry for entry in states if entry["state"]],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], selects_anew: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
         """Take back what `state_dict()` returned; a callback gets the state that one of its class has saved.
 
         Args:
             state: The state.
-            selects_anew: Whether the objective is another one now, so that the best so far means nothing.
+            resets_best: Whether the objective is another one now, so that the best so far means nothing.
         """
         size = self.progress.epoch_size
         self.progress = Progress.from_state(state["progress"])
         self.progress.epoch_size = size
         self.metrics = MetricsDict.from_dict(state["metrics"])
         self.metrics.pop("stop_reason", None)
-        if selects_anew:
+        if resets_best:
             self.metrics["best_valid"] = {}
             for name in ("best_step", "best_checkpoint"):
                 self.metrics.pop(name, None)

@@ -1,4 +1,4 @@
-"""Naming the samples behind a NaN or an infinity, once one was found. How it is found is in `finite.py`."""
+"""The report on a NaN or infinity: which samples it came from. Its detection is in `finite.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics asked for by name: they read one batch at a time and keep no predictions.
+"""Streaming metrics: they read one batch at a time and keep no predictions.
 
 `names.py` holds the names, `reading.py` how a batch is read, `classification.py` and `regression.py` what is
 remembered of the batches. Functions, torchmetrics and the `compute_metrics` argument itself are in `scoring.py`.

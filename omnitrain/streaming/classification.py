@@ -1,4 +1,4 @@
-"""What classification metrics remember of the batches: counts, sums, and for rankings the scores.
+"""Streaming classification metrics: counts, sums, and for rankings the scores.
 
 The names that users ask by are in `names.py`; how a batch is read, in `reading.py`.
 """

@@ -1,4 +1,4 @@
-"""The names that `compute_metrics` knows, and the scorer of a list of them.
+"""Names of metrics for `compute_metrics`, and the scorer of a list of them.
 
 A new name is one line in a table, if its family already remembers what it needs.
 """

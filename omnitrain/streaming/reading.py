@@ -1,4 +1,4 @@
-"""How the outputs and labels of a batch are read: the rules of shapes and types for every metric asked for by name.
+"""Outputs and labels of a batch: the rules of shapes and dtypes for every named metric.
 
 Nothing here computes a metric, and nothing waits for the device.
 

@@ -1,4 +1,4 @@
-"""What regression metrics remember of the batches: running moments in float64, one set per output column.
+"""Streaming regression metrics: running moments in float64, one set per output column.
 
 The names that users ask by are in `names.py`; how a batch is read, in `reading.py`.
 """

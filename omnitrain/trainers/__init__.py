@@ -1,1 +1,1 @@
-"""The trainers: arguments and loop in `base.py` and `loop.py`, one file per backend."""
+"""The trainers: `base.py` has the arguments, the parts of a run and the calls; one file per trainer."""

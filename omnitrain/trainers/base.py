@@ -1,4 +1,4 @@
-"""BaseTrainer: the arguments, the parts that a run is made of, and the calls that a user makes."""
+"""BaseTrainer: arguments, the parts of a run, and the public calls."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ class BaseTrainer(Hooks, ABC):
     def train(self, resume_from: str | Path | None = None, allow_change: Collection[str] = ()) -> MetricsDict:
         """Train to the first limit, and return history and best.
 
-        A second call trains once more from the present weights, with progress and history started anew.
+        A second call trains once more from the present weights, with fresh progress and history.
 
         Args:
             resume_from: A checkpoint's folder, "last", "best", or "auto": the newest one in `save_dir` that is
