@@ -1,7 +1,7 @@
 """transformers' own Trainer as the engine of `HFTrainer`: its loop, with our data, step, evaluation and checkpoints.
 
-`Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` and `Boundary` pass its events on to
-the lifecycle of omnitrain, `Reporter` passes our events on to transformers' callbacks. The facades stand in for the
+`Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` and `Boundary` pass its events on
+to the lifecycle of omnitrain, `Reporter` passes our events on to transformers' callbacks. The facades stand in for the
 accelerator, optimizer and schedule that the loop expects.
 """
 
