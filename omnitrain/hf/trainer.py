@@ -93,7 +93,8 @@ class HFTrainer(BaseTrainer):
     """The trial of a search that this trainer is for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        for name in NEVER_CALLED.keys() & vars(cls).keys():
+        own = hooks.members_of_user(cls)
+        for name in NEVER_CALLED.keys() & own.keys():
             raise TypeError(
                 f"{cls.__name__} overrides {name}, which transformers' loop never calls. Use {NEVER_CALLED[name]} "
                 "instead."
@@ -101,7 +102,7 @@ class HFTrainer(BaseTrainer):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = remembered(cls.__init__)
-        for name in vars(cls):
+        for name in own:
             if hasattr(transformers.Trainer, name) and not hasattr(HFTrainer, name):
                 other = "Pass `loss_fn` or `unit`, or put it" if name == "compute_loss" else "Put it"
                 raise TypeError(

@@ -22,7 +22,7 @@ from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.settings import Settings
 from omnitrain.units import StepOutput, run_unit, without_effect
 
-__all__ = ["NEVER_CALLED", "Hooks"]
+__all__ = ["NEVER_CALLED", "Hooks", "members_of_user"]
 
 _LOSS = "`loss_fn`, a `unit`, or `_forward(model, batch)`"
 _DATA = "`train_dataset` or `train_loader`"
@@ -56,6 +56,15 @@ NEVER_CALLED = {
     "_restore_state": "a callback's `load_state_dict(state)`",
 }
 """Methods of other trainers, and of earlier versions of this one, that nothing calls, and what to use instead."""
+
+
+def members_of_user(cls: type) -> dict[str, Any]:
+    """Return what a subclass of a trainer and its mixins define, without what omnitrain does."""
+    found: dict[str, Any] = {}
+    for one in reversed(cls.__mro__):
+        if one is not object and not one.__module__.startswith("omnitrain."):
+            found |= vars(one)
+    return found
 
 
 class Hooks:

@@ -35,7 +35,7 @@ from omnitrain.progress import Progress
 from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.run.evaluation import Evaluation, Predictions
 from omnitrain.run.feed import Feed
-from omnitrain.run.hooks import NEVER_CALLED, Hooks
+from omnitrain.run.hooks import NEVER_CALLED, Hooks, members_of_user
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loop import Loop
 from omnitrain.run.nonfinite import nonfinite_error
@@ -99,7 +99,7 @@ class BaseTrainer(Hooks, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         never_called = getattr(cls, "NEVER_CALLED", NEVER_CALLED)
-        for name, value in vars(cls).items():
+        for name, value in members_of_user(cls).items():
             is_event = name.startswith("on_") and callable(value)
             instead = "a callback, a subclass of omnitrain.Callback," if is_event else never_called.get(name)
             if instead is not None:

@@ -1,0 +1,73 @@
+"""What a subclass of a trainer may override, and what is refused because nothing would call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+from recipes import rows, t16
+from torch.nn.functional import mse_loss
+
+from omnitrain import AccelerateTrainer, BaseTrainer, HFTrainer, Trainer
+from omnitrain.events import Event
+from omnitrain.run.hooks import NEVER_CALLED, members_of_user
+
+TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
+HOOKS = ["_prepare_batch", "_forward", "_weigh", "_backward", "_clip_gradients", "_gradient_norm", "_apply_update"]
+every_trainer = pytest.mark.parametrize("kind", TRAINERS)
+
+
+def nothing(self: Any, *args: Any) -> None:
+    """Stand in for any method."""
+
+
+@every_trainer
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_a_method_that_nothing_calls_cannot_be_overridden(kind: type, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^Mine overrides {name}[ ,].*(Use .* instead|`engine_class`)\\.$"):
+        type("Mine", (kind,), {name: nothing})
+
+
+@every_trainer
+@pytest.mark.parametrize("event", Event)
+def test_an_event_of_callbacks_is_no_method_of_a_trainer(kind: type, event: str) -> None:
+    with pytest.raises(TypeError, match=f"overrides on_{event}, which is never called. Use a callback"):
+        type("Mine", (kind,), {f"on_{event}": nothing})
+
+
+@every_trainer
+def test_a_mixin_is_no_way_around_it(kind: type) -> None:
+    mixin = type("Mixin", (), {"configure_optimizers": nothing})
+    with pytest.raises(TypeError, match="Mine overrides configure_optimizers"):
+        type("Mine", (mixin, kind), {})
+    with pytest.raises(TypeError, match="Grandchild overrides training_step"):
+        type("Grandchild", (type("Child", (kind,), {}),), {"training_step": nothing})
+
+
+def test_a_mixin_may_not_bring_what_only_transformers_calls() -> None:
+    assert hasattr(transformers.Trainer, "_save_checkpoint")
+    mixin = type("Mixin", (), {"_save_checkpoint": nothing})
+    with pytest.raises(TypeError, match="overrides _save_checkpoint of transformers.Trainer"):
+        type("Mine", (mixin, HFTrainer), {})
+
+
+@every_trainer
+def test_methods_and_attributes_of_ones_own_are_no_hooks(kind: type) -> None:
+    own = type("Mine", (type("Mixin", (), {"my_own": nothing}), kind), {"on": 3, "online": True, "_helper": nothing})
+    assert {"my_own", "on", "online", "_helper"} <= members_of_user(own).keys()
+    assert not {name for name in members_of_user(kind) if not name.startswith("_")}
+
+
+@every_trainer
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_is_called_on_every_trainer(kind: type[BaseTrainer], name: str) -> None:
+    calls: list[str] = []
+
+    def hook(self: Any, *args: Any) -> Any:
+        calls.append(name)
+        return getattr(kind, name)(self, *args)
+
+    mine: Any = type("Mine", (kind,), {name: hook})
+    mine(t16(), rows(8), loss_fn=mse_loss, batch_size=4, epochs=1, progress_bar=False).train()
+    assert len(calls) == 2
