@@ -1,0 +1,64 @@
+"""What DDP wraps, and that an update whose gradients were not averaged over the ranks is an error."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from omnitrain.backends.ddp import DDP, Runner, run_through
+from omnitrain.errors import DistributedError
+from omnitrain.units import StepOutput
+
+
+def runner() -> Runner:
+    return Runner(nn.Linear(2, 1))
+
+
+def test_a_runner_calls_the_model_as_it_is_called() -> None:
+    wrapped, x = runner(), torch.ones(3, 2)
+    assert torch.equal(wrapped(x), wrapped._orig_mod(x))
+    assert torch.equal(wrapped(input=x), wrapped._orig_mod(x))
+    assert [name for name, _ in wrapped.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]
+
+
+def test_a_runner_runs_what_it_is_given_on_the_model_and_shows_its_tensors() -> None:
+    wrapped, x = runner(), torch.ones(3, 2)
+
+    def run(model: nn.Module, batch: Any) -> StepOutput:
+        scores = model(batch)
+        return StepOutput(scores.sum(), scores, None)
+
+    inside = wrapped(run_step=lambda model: run(model, x))
+    assert isinstance(inside, dict) and inside.keys() == {field.name for field in fields(StepOutput)}
+    output = run_through(wrapped, run, x)
+    assert isinstance(output, StepOutput) and torch.equal(output.required_loss(), inside["loss"])
+
+
+def test_what_is_no_step_output_is_handed_through() -> None:
+    assert run_through(runner(), lambda model, batch: batch + 1, 3) == 4
+
+
+def test_only_a_forward_pass_with_gradients_counts_as_one() -> None:
+    wrapped = runner()
+    with torch.no_grad():
+        wrapped(torch.ones(1, 2))
+    assert not wrapped.has_run
+    wrapped(torch.ones(1, 2))
+    assert wrapped.has_run
+
+
+def test_an_update_after_no_forward_pass_through_ddp_is_an_error() -> None:
+    backend: Any = DDP.__new__(DDP)
+    backend.check_reduced()  # one rank: nothing to average
+    backend._ddp, backend.ranks = SimpleNamespace(module=runner()), SimpleNamespace(world_size=2)
+    with pytest.raises(DistributedError, match=r"not averaged over the 2 ranks.*model_wrapped"):
+        backend.check_reduced()
+    backend._ddp.module(torch.ones(1, 2))
+    backend.check_reduced()
+    with pytest.raises(DistributedError, match="not averaged"):
+        backend.check_reduced()  # each update needs a forward pass of its own
