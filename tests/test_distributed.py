@@ -139,7 +139,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    return play(CASES, tmp_path_factory.mktemp("ranks"), 100)
+    return play(CASES, tmp_path_factory.mktemp("ranks"))
 
 
 def results(outcomes: dict[str, list[Outcome]], name: str) -> list[Any]:

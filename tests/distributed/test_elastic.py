@@ -17,7 +17,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch"]
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback"),
-    pytest.mark.timeout(300),
 ]
 
 

@@ -33,7 +33,7 @@ from omnitrain.checkpoint import state  # noqa: E402
 from omnitrain.checkpoint.store import Store  # noqa: E402
 from omnitrain.errors import ConfigError  # noqa: E402
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.distributed
 
 SECONDS = 15.0
 """Within which all processes have ended after a fault."""
@@ -555,7 +555,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, list[Outcome]]:
-    return play(in_folders(CASES, folder), folder / "cases", 390)
+    return play(in_folders(CASES, folder), folder / "cases")
 
 
 def results(outcomes: dict[str, list[Outcome]], name: str) -> list[Any]:

@@ -24,7 +24,7 @@ from omnitrain import DistributedError  # noqa: E402
 from omnitrain.checkpoint.tensors import whole  # noqa: E402
 from omnitrain.data.sampling import EpochSampler  # noqa: E402
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 HERE = "test_models"
 KINDS = ("gpt", "bert", "t5", "unit", "packed")

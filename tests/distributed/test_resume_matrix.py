@@ -29,8 +29,6 @@ from torch.utils.data import TensorDataset
 
 from omnitrain.checkpoint import tensors
 
-pytestmark = pytest.mark.timeout(300)
-
 HERE = "test_resume_matrix"
 RESUMED = tuple(one for one in BACKENDS if one != "hf_zero2")  # whose checkpoints come from the same lines as zero2's
 WIDTH = 128

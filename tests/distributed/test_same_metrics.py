@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from omnitrain import Algorithm
 from omnitrain.distributed import ProcessRanks
 
-pytestmark = pytest.mark.timeout(150)
-
 SIZES = (1, 2, 3, 5, 8, 31)
 BATCHES = (1, 3, 4)
 SOURCES = ("map", "stream", "loader", "distributed loader")

@@ -35,8 +35,6 @@ from omnitrain.checkpoint.tensors import whole
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.errors import NonFiniteError
 
-pytestmark = pytest.mark.timeout(240)
-
 OTHERS = BACKENDS[1:]
 SPREAD = tuple(one for one in BACKENDS if PROCESSES[one] > 1)
 POISONED = {"first batch, second process": 10, "last batch, second process": 14, "first batch, first process": 8}

@@ -23,7 +23,7 @@ from recipes import distance, rows, t16, weights  # noqa: E402
 
 from omnitrain import Callback  # noqa: E402
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 
 def own_rank() -> int:
@@ -194,12 +194,12 @@ def outcomes(folder: Path) -> dict[str, list[Outcome]]:
     ]
     others = [Case("straight", "test_signals:train"), Case("evaluation", "test_signals:evaluate_and_die")]
     cases = in_folders([*CASES, *killed, *others], folder)
-    found = play(cases, folder / "first", 250)
+    found = play(cases, folder / "first")
     resumed = [
         Case(f"{case.name} resumed", case.function, {"folder": case.options["folder"], "resume": True})
         for case in killed
     ]
-    return found | play(resumed, folder / "second", 100)
+    return found | play(resumed, folder / "second")
 
 
 @pytest.mark.parametrize("name", SIGNALLED)
