@@ -21,6 +21,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk takes its time
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
 
@@ -65,14 +66,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one worker, and skip the tests marked `gpu` where there is no GPU.
-
-    What a file's fixtures make, such as a launch of several processes, is made once then.
-    """
+    """Skip the tests marked `gpu` where there is no GPU."""
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

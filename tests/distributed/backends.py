@@ -8,6 +8,7 @@ longer than most jobs, so they go together.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
 from compiled import compile_once  # noqa: E402
-from nursery import Case, Found, Outcome, play, show_life  # noqa: E402
+from nursery import Case, Found, Outcome, joined, play, show_life  # noqa: E402
 from recipes import Sentences, StopAt, Tagger, Trace, t16  # noqa: E402
 from resuming import Numbered  # noqa: E402
 from torch import nn  # noqa: E402
@@ -397,28 +398,34 @@ def parity_jobs(backends: Sequence[str], masked: bool) -> list[Job]:
 
 
 def resume(
-    folder: Path, backends: Sequence[str], before: Iterable[Job] = (), after: Iterable[Job] = ()
-) -> dict[str, list[dict[str, Any]]]:
-    """Save on each backend in the middle of an epoch, and go on from there on each of them.
+    folder: Path,
+    backends: Sequence[str],
+    before: Iterable[Job] = (),
+    after: Iterable[Job] = (),
+    pairs: Iterable[tuple[str, str]] | None = None,
+) -> Found[list[dict[str, Any]]]:
+    """Save on each backend in the middle of an epoch, and go on from there on some or each of them.
 
     Args:
         folder: The runs' own folders are made in it.
-        backends: From each to each.
+        backends: Each of them saves, in its own type of numbers.
         before: Other jobs for the launches that save.
         after: Other jobs for the launches that resume.
+        pairs: The ways from one to another; by default from each to each.
 
     Returns:
         By "<backend>-<dtype>" the runs that were cut short, by "straight-<dtype>" the native ones that were not, by
         "<backend>-<backend>" those that were resumed, and the other jobs by their names.
     """
-    pairs = [(one, other) for one in backends for other in backends]
+    pairs = list(itertools.product(backends, backends) if pairs is None else pairs)
     options = {"save_steps": 5, "load_best_at_end": False}
-    cut = {f"{one}-{dtype_of(one, other)}": one for one, other in pairs}
+    cut = {f"{one}-{dtype_of(one, other)}": one for one, other in [*zip(backends, backends, strict=True), *pairs]}
+    cut |= {f"native-{name.split('-')[1]}": "native" for name in cut}
     jobs = [
         Job(name, one, "backends:regress", {"dtype": name.split("-")[1], "cut": 5, **options})
         for name, one in cut.items()
     ]
-    for dtype in {dtype_of(*pair) for pair in pairs}:
+    for dtype in {name.split("-")[1] for name in cut}:
         jobs.append(Job(f"straight-{dtype}", "native", "backends:regress", {"dtype": dtype, **options}))
     for job in jobs:
         job.options["save_dir"] = str(folder / job.name)
@@ -431,7 +438,7 @@ def resume(
             "save_dir": str(folder / f"{one}-{other}"),
         }
         jobs.append(Job(f"{one}-{other}", other, "backends:regress", {"dtype": dtype, **options, **places}))
-    return results | launch_all([*jobs, *after], folder / "after")
+    return joined(results, launch_all([*jobs, *after], folder / "after"))
 
 
 def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, target: str) -> dict[str, float]:

@@ -6,6 +6,7 @@ wait for ever. Compiling takes a minute, so the result is kept in pytest's cache
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -49,8 +50,6 @@ def _fill(place: Path) -> None:
     if kept is not None:
         made = Path(tempfile.mkdtemp(dir=kept.parent))
         shutil.copytree(place / _NAME, made / _NAME)
-        try:
+        with contextlib.suppress(OSError):  # another session was quicker
             (made / _NAME).rename(kept)
-        except OSError:  # another session was quicker
-            pass
         shutil.rmtree(made, ignore_errors=True)

@@ -32,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
 import programs  # noqa: E402
+import psutil  # noqa: E402
 
 AT_ONCE = 6
 LIMIT = 180.0
@@ -41,11 +42,10 @@ T = TypeVar("T")
 HUNG = 3
 """After so many cases that have hung, the rest of them is not run."""
 IMPORTED = (
-    "accelerate.utils", "deepspeed", "optuna", "peft", "sklearn.metrics", "torch._dynamo", 
+    "accelerate.utils", "deepspeed", "optuna", "peft", "sklearn.metrics", "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.distributed.fsdp",
-    "torch.utils.serialization",
-    "torch.profiler", "torchmetrics", "transformers.trainer", "omnitrain.trainers.accelerated",
-    "omnitrain.hf.trainer",
+    "torch.profiler", "torch.utils.serialization", "torchmetrics", "transformers.trainer",
+    "omnitrain.trainers.accelerated", "omnitrain.hf.trainer",
 )  # fmt: skip
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
@@ -85,12 +85,14 @@ class Outcome:
             be read by people: on a busy machine it says little.
         output: What it wrote to stdout and stderr.
         result: What the function returned, if it did.
+        left: The processes of its process group that it did not wait for; they have been killed.
     """
 
     code: int | None
     seconds: float
     output: str
     result: Any
+    left: list[str] = field(default_factory=list)
 
 
 class Found(dict[str, T]):
@@ -116,12 +118,22 @@ class Found(dict[str, T]):
         raise RuntimeError(reason)
 
 
+def joined(*parts: Found[T]) -> Found[T]:
+    """Return several of them as one."""
+    found = Found[T]()
+    for part in parts:
+        found.update(part)
+        found.broken |= part.broken
+    return found
+
+
 def play(cases: Sequence[Case], folder: Path, at_once: int = AT_ONCE) -> Found[list[Outcome]]:
     """Run the cases, several at once, and return the outcomes by name and rank."""
     folder.mkdir(parents=True, exist_ok=True)
     host, found, reason = _Host.current(), Found[list[Outcome]](), ""
     try:
-        host.ask({"cases": [asdict(case) for case in cases], "folder": str(folder), "at_once": at_once})
+        asked = {"cases": [asdict(case) for case in cases], "folder": str(folder), "at_once": at_once}
+        host.ask({**asked, "path": sys.path})
         while (answer := host.answer())["name"] is not None:
             found[answer["name"]] = [Outcome(**outcome) for outcome in answer["outcomes"]]
         reason = f"Some were not run, as these have hung: {', '.join(map(repr, answer['hung']))}"
@@ -153,7 +165,7 @@ class _Host:
     def __init__(self) -> None:
         unwanted = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
         # These tests are about processors, also on a machine that has more.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         self.owner = os.getpid()
@@ -282,6 +294,7 @@ class _Running:
             self._fork(lambda r=rank: _live(case, r, port, self.folder)): rank for rank in range(case.processes)
         }
         self.ended: dict[int, tuple[int | None, float]] = {}
+        self.left: dict[int, list[str]] = {}
 
     @staticmethod
     def _fork(life: Any) -> int:
@@ -306,7 +319,7 @@ class _Running:
                     os.kill(child, signal.SIGKILL)
                     os.waitpid(child, 0)
                 if found or has_hung:
-                    _kill_group(child)
+                    self.left[rank] = _kill_group(child)
                     self.ended[rank] = os.waitstatus_to_exitcode(status) if found else None, time.time()
                     (self.folder / f"ended-{rank}").touch()
         if len(self.ended) == len(self.ranks) and self.store is not None:
@@ -339,13 +352,21 @@ class _Running:
             result = self.folder / f"result-{rank}.json"
             kept = json.loads(result.read_text()) if result.exists() else None
             output = (self.folder / f"output-{rank}.txt").read_text(errors="replace")
-            found.append(asdict(Outcome(code, round(end - start, 2), output, kept)))
+            found.append(asdict(Outcome(code, round(end - start, 2), output, kept, self.left[rank])))
         return found
 
 
-def _kill_group(leader: int) -> None:
+def _kill_group(leader: int) -> list[str]:
+    """Kill what is left of a process group, and return what it was."""
+    left = []
     with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, 0)
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(one.pid) == leader and one.status() != psutil.STATUS_ZOMBIE:
+                    left.append(f"{one.pid} {one.name()}")
         os.killpg(leader, signal.SIGKILL)
+    return left
 
 
 def _is_alone() -> bool:
@@ -383,9 +404,11 @@ def _main() -> None:
     for module in IMPORTED:
         importlib.import_module(module)
     torch.set_num_threads(1)
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk takes long
     while line := sys.stdin.readline():
         request = json.loads(line)
         cases = [Case(**entry) for entry in request["cases"]]
+        sys.path += [place for place in request["path"] if place not in sys.path]
         for module in {case.function.partition(":")[0] for case in cases}:
             importlib.import_module(module)
         gc.freeze()  # else the collector of each process makes a copy of every page

@@ -151,7 +151,7 @@ class Counts(Callback):
             return allreduce_hook(state, bucket)
 
         hook.__annotations__.clear()  # DDP compares them with classes, not with their names
-        trainer.model.register_comm_hook(None, hook)
+        trainer.model_wrapped.register_comm_hook(None, hook)
 
     def on_step_start(self, trainer: Any) -> None:
         self.count = 0
