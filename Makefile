@@ -67,6 +67,9 @@ check-lint: $(VENV)/.has-dev
 
 check-types: $(VENV)/.has-dev
 	$(call limit,300) $(BIN)/pyright --pythonpath $(BIN)/python
+	PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" \
+		$(call limit,300) $(BIN)/pyright --verifytypes omnitrain --ignoreexternal
+	$(call limit,300) $(BIN)/python -m pytest -q tests/test_typing.py
 
 check-architecture: $(VENV)/.has-dev
 	$(call limit,300) $(BIN)/python -m pytest -q tests/test_architecture.py

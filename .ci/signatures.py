@@ -1,4 +1,4 @@
-"""Copies the list of arguments, which is the signature and docstring of `BaseTrainer.__init__`, to where it is repeated.
+"""Copies the list of arguments, the signature and docstring of `BaseTrainer.__init__`, to where it is repeated.
 
     python .ci/signatures.py [--check]
 
@@ -61,6 +61,7 @@ def between(text: str, begin: str, end: str, content: str) -> str:
 
 
 def group_of(source: str) -> list[str]:
+    """Return the comments before an argument, which name its group."""
     return [line for line in source.splitlines() if line.strip().startswith("#")]
 
 
@@ -107,6 +108,7 @@ def is_own(line: str, text: str) -> bool:
 
 
 def main() -> None:
+    """Write the copies, or with `--check` name the files that differ."""
     stale = []
     for path, text in written().items():
         if path.read_text(encoding="utf-8") != text:
@@ -114,7 +116,9 @@ def main() -> None:
             if "--check" not in sys.argv:
                 path.write_text(text, encoding="utf-8")
     if stale and "--check" in sys.argv:
-        raise SystemExit(f"The arguments differ from those of BaseTrainer in {', '.join(stale)}: run `make signatures`.")
+        raise SystemExit(
+            f"The arguments differ from those of BaseTrainer in {', '.join(stale)}: run `make signatures`."
+        )
 
 
 if __name__ == "__main__":

@@ -98,11 +98,11 @@ class CharacterGPT(nn.Module):
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
-        self.characters = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(BLOCK, width)
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.characters: nn.Embedding = nn.Embedding(VOCABULARY, width)
+        self.positions: nn.Embedding = nn.Embedding(BLOCK, width)
+        self.blocks: nn.Sequential = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
+        self.norm: nn.LayerNorm = nn.LayerNorm(width)
+        self.head: nn.Linear = nn.Linear(width, VOCABULARY)
         for embedding in (self.characters, self.positions):  # PyTorch's own 1.0 drowns what the blocks add at first
             nn.init.normal_(embedding.weight, std=0.1)
 

@@ -34,7 +34,7 @@ from omnitrain.events import STOP_REASONS, Control
 
 __all__ = ["ProcessRanks", "Ranks"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 T = TypeVar("T")
 
@@ -103,7 +103,8 @@ class ProcessRanks(Ranks):
     """
 
     def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
         self._world, self._process = dist.group.WORLD, os.getpid()
         self._group: Any = dist.new_group(backend="gloo", timeout=_SETTING_UP)
         # Waiting is watched over here, so it may last: the main process may hash a checkpoint for an hour.

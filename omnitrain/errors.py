@@ -42,7 +42,9 @@ class ConfigError(OmnitrainError, ValueError):
 class ObjectiveError(OmnitrainError, ValueError, KeyError):
     """The metric to optimize is not there, or nobody can tell which direction is better."""
 
-    __str__ = Exception.__str__  # KeyError would print the repr of the message
+    def __str__(self) -> str:
+        """Return the message; KeyError would print its repr."""
+        return Exception.__str__(self)
 
 
 class DataError(OmnitrainError, ValueError):

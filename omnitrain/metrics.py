@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
 
@@ -86,6 +86,20 @@ class MetricsDict(dict[str, Any]):
         """Begin an empty history; `from_dict` and `from_json` read an old one."""
         super().__init__({name: [] for name in _TABLES})
         self["best_valid"] = {}
+
+    if TYPE_CHECKING:  # the types of the values; at run time it is the dict's own
+
+        @overload
+        def __getitem__(self, key: Literal["train_metrics_history", "valid", "test"], /) -> list[MetricRow]: ...
+        @overload
+        def __getitem__(self, key: Literal["best_valid"], /) -> MetricRow: ...
+        @overload
+        def __getitem__(self, key: Literal["best_step"], /) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["best_checkpoint", "stop_reason"], /) -> str: ...
+        @overload
+        def __getitem__(self, key: str, /) -> Any: ...
+        def __getitem__(self, key: str, /) -> Any: ...
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Store a copy of `value` as plain numbers and strings."""

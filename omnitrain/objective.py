@@ -200,16 +200,16 @@ class Objective:
             raise ConfigError(f"`optimization_direction` must be 'max', 'min' or None, got {direction!r}.")
         if isinstance(delta, bool) or not isinstance(delta, numbers.Real) or not (0 <= delta < math.inf):
             raise ConfigError(f"`delta` must be a finite number of at least 0, got {delta!r}.")
-        self.metric = metric.removeprefix("eval_")
-        self.source = "optimization_direction"
+        self.metric: str = metric.removeprefix("eval_")
+        self.source: str = "optimization_direction"
         if direction is None:
             direction, self.source = infer_direction(self.metric, higher_is_better)
         self.direction: Direction = direction
-        self.delta = float(delta)
+        self.delta: float = float(delta)
         self.best: float | None = None
         self.best_step: int | None = None
         self.latest: float | None = None
-        self.evaluations_without_gain = 0
+        self.evaluations_without_gain: int = 0
         self._reference: float | None = None
 
     def key(self, metrics: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from omnitrain.streaming import IGNORED, NamedMetrics, class_dimension, main_out
 
 __all__ = ["ByBatch", "EvalPrediction", "Scorer", "make_scorer", "to_numpy"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _EXPECTED = (
     "Expected the name of a metric, a function f(eval_pred) or f(y_true, y_pred), a torchmetrics metric, "
@@ -73,7 +73,7 @@ class Scorer:
 
     def __init__(self, parts: Sequence[_Part], functions: Sequence[_Function]) -> None:
         self._parts, self._functions = list(parts), list(functions)
-        self.keeps_predictions = bool(functions)
+        self.keeps_predictions: bool = bool(functions)
         """Whether `compute()` needs all predictions and labels: a plain function can be called only once."""
         self.higher_is_better: dict[str, bool] = {}
         """The directions that are known, by metric name."""
@@ -82,7 +82,7 @@ class Scorer:
         known = [part.names for part in parts]
         self.names: list[str] | None = None
         """The names of all results; None if they cannot be told before the first evaluation."""
-        self.takes_whole_batches = any(isinstance(part, ByBatch) for part in parts)
+        self.takes_whole_batches: bool = any(isinstance(part, ByBatch) for part in parts)
         """Whether `update()` is to be called with the batches of all processes, on the main one."""
         if not functions and None not in known:
             self.names = [name for names in known for name in names or ()]

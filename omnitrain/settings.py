@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, did_you_mean
@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
 ScheduleName = Literal[
     "constant",
     "constant_with_warmup",
@@ -52,7 +54,7 @@ class Nothing(TypedDict):
     """The further arguments of a constructor that has none: a type checker finds each that is misspelt."""
 
 
-def takes_arguments(constructor: Callable[..., None]) -> Callable[..., None]:
+def takes_arguments(constructor: Constructor) -> Constructor:
     """Let a constructor declare and document its arguments, and `_construct(given)` do the work.
 
     `_construct` is called with the arguments that the caller passed, by name, so that it can tell them from defaults.
@@ -71,7 +73,7 @@ def takes_arguments(constructor: Callable[..., None]) -> Callable[..., None]:
 
     shown = [one for one in signature.parameters.values() if one.name != "unknown"]
     declared.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    return declared
+    return cast(Constructor, declared)
 
 
 def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:
@@ -172,12 +174,15 @@ NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_
 SWITCHES = ("shuffle", "pin_memory", "eval_on_start", "load_best_at_end", "overwrite", "save_required",
             "save_only_model", "async_save", "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
-NEEDS_EVALUATION = {"patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
-                    "load_best_at_end": (None, False)}  # fmt: skip
-NEEDS_SAVE_DIR = {"save_steps": None, "save_total_limit": None, "keep_every": None, "load_best_at_end": None,
-                  "overwrite": False, "save_required": False, "save_only_model": False,
-                  "async_save": False}  # fmt: skip
-OF_A_LOADER = {"shuffle": True, "global_batch_size": None}
+NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
+    "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
+    "load_best_at_end": (None, False),
+}  # fmt: skip
+NEEDS_SAVE_DIR: dict[str, Any] = {
+    "save_steps": None, "save_total_limit": None, "keep_every": None, "load_best_at_end": None, "overwrite": False,
+    "save_required": False, "save_only_model": False, "async_save": False,
+}  # fmt: skip
+OF_A_LOADER: dict[str, Any] = {"shuffle": True, "global_batch_size": None}
 """What has no effect on a `train_loader`, with its default."""
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "without_effect",
 ]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -105,7 +105,7 @@ class ModelUnit:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
         self.loss_fn = loss_fn
-        self.model_loss = None
+        self.model_loss: Callable[..., Any] | None = None
         model = unwrap(model)
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -102,17 +102,19 @@ def test_the_page_of_arguments_has_every_argument_with_its_default_in_order() ->
     assert list(documented_arguments().items()) == list(defaults.items())
 
 
+def own_arguments(trainer_class: type[BaseTrainer], *shared: str) -> dict[str, str]:
+    """Return the default of each argument that a trainer adds to those of all trainers."""
+    own = inspect.signature(trainer_class.__init__).parameters.values()
+    known = {"self", *constructor_arguments(), *shared}
+    return {one.name: f"`{one.default!r}`" for one in own if one.name not in known and one.kind is not one.VAR_KEYWORD}
+
+
 def test_the_page_of_arguments_has_those_of_accelerate_trainer() -> None:
-    own = inspect.signature(omnitrain.AccelerateTrainer.__init__).parameters.values()
-    defaults = {one.name: f"`{one.default!r}`" for one in own if one.kind is one.KEYWORD_ONLY}
-    assert documented_arguments("AccelerateTrainer") == defaults
+    assert documented_arguments("AccelerateTrainer") == own_arguments(omnitrain.AccelerateTrainer)
 
 
 def test_the_page_of_arguments_has_those_of_hf_trainer() -> None:
-    shared = {"self", "model", "args", "callbacks", "kwargs"}
-    own = inspect.signature(omnitrain.HFTrainer.__init__).parameters.values()
-    defaults = {one.name: f"`{one.default!r}`" for one in own if one.name not in shared}
-    assert documented_arguments("HFTrainer") == defaults
+    assert documented_arguments("HFTrainer") == own_arguments(omnitrain.HFTrainer, "args")
 
 
 def named_in(page: str, title: str) -> set[str]:

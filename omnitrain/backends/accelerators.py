@@ -30,7 +30,7 @@ __all__ = [
     "refuse_lost_processes",
 ]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def make_accelerator(

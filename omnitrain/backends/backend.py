@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ class Backend:
         parameters: Every parameter whose gradient a step clears: those of the model and those of the optimizer.
     """
 
-    sharding: str | None = None
+    sharding: ClassVar[str | None] = None
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None where each rank has all of them."""
     accelerator: Any = None
     """accelerate's `Accelerator`, where there is one."""
@@ -53,7 +53,8 @@ class Backend:
         build_optimizer: Callable[[], torch.optim.Optimizer],
         ranks: Ranks,
     ) -> None:
-        self.model = self.wrapped = model
+        self.model: nn.Module = model
+        self.wrapped: nn.Module = model
         self.device = device
         self.scaler = scaler
         self.ranks = ranks

@@ -41,8 +41,8 @@ class Runner(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._orig_mod = model  # named as by torch.compile, so that whoever unwraps models finds it
-        self.config = getattr(model, "config", None)  # accelerate fills "auto" values of DeepSpeed from it
-        self.has_run = False
+        self.config: Any = getattr(model, "config", None)  # accelerate fills "auto" values of DeepSpeed from it
+        self.has_run: bool = False
         """Whether there was a forward pass with gradients since this was last set to False."""
 
     def forward(self, *args: Any, run_step: Callable[[nn.Module], Any] | None = None, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ _NOTHING = contextlib.nullcontext()
 class FSDP(DDP):
     """accelerate shards the model in place, so that any call of it, also by a unit that holds it, is a sharded one."""
 
-    sharding = "FSDP"
+    sharding: ClassVar[str | None] = "FSDP"
     _reduces = True
     """Whether backward passes average gradients at present."""
 

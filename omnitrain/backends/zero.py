@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class Zero(DDP):
             them), which stay in force.
     """
 
-    sharding = "DEEPSPEED"
+    sharding: ClassVar[str | None] = "DEEPSPEED"
     _is_last = True
     _was_applied = True
 

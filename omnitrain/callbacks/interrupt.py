@@ -18,7 +18,7 @@ from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["Interrupt", "error_of"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 ECHO_SECONDS = 0.5
 """The same signal once more within this time is the same request, sent to the process and to its group."""

@@ -9,7 +9,7 @@ from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["Retention"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Retention(Callback):

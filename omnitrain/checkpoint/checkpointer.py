@@ -26,7 +26,7 @@ from omnitrain.progress import Progress
 
 __all__ = ["Checkpointer", "check_allowed"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Checkpointer:

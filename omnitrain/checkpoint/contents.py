@@ -38,7 +38,7 @@ from omnitrain.settings import Settings
 
 __all__ = ["OPTIMIZER", "Contents", "Lifecycle", "Run", "Snapshot", "Stateful", "rng_file"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 OPTIMIZER = "optimizer/state.safetensors"
 

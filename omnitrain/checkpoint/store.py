@@ -41,7 +41,7 @@ from omnitrain.errors import CheckpointError
 
 __all__ = ["Store"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _NAME = re.compile(r"checkpoint-([0-9]{6,})(\.tmp|\.old|\.deleting)?")
 
@@ -62,8 +62,8 @@ class Store:
     """
 
     def __init__(self, root: str | os.PathLike[str], fs: FileSystem | None = None) -> None:
-        self.root = Path(root)
-        self.fs = fs or FileSystem()
+        self.root: Path = Path(root)
+        self.fs: FileSystem = fs or FileSystem()
         self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}
 
     def path(self, step: int) -> Path:

@@ -43,7 +43,7 @@ __all__ = [
     "make_loader",
 ]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _MARKS = 256
 """How many batches back a stream knows where it was: more than a step has, and those that were read ahead of it."""
@@ -125,8 +125,8 @@ class MapLoader(Loader):
         seed = sampler.seed if seed is None else seed
         self.dataset = dataset
         self.sampler = sampler
-        self.size = sampler.size
-        self.fetch = Fetch(dataset, collate, seed)
+        self.size: int | None = sampler.size
+        self.fetch: Fetch = Fetch(dataset, collate, seed)
         self.pin_memory = pin_memory
         self._requests = _Requests()
         self._workers: DataLoader[Any] | None = None
@@ -191,9 +191,9 @@ class StreamLoader(Loader):
         marks: bool = True,
     ) -> None:
         self.dataset = dataset
-        self.batch_size = batch_size * world_size
+        self.batch_size: int = batch_size * world_size
         self.seed = seed
-        self.size = len(dataset) if has_length(dataset) else None
+        self.size: int | None = len(dataset) if has_length(dataset) else None
         self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size, marks)
         if num_workers > 1:
             logger.warning(
@@ -291,7 +291,7 @@ class GivenLoader(Loader):
             )
         self.loader = loader
         self.seed = seed
-        self.size = len(loader.dataset) if _covers_dataset(loader) else None
+        self.size: int | None = len(loader.dataset) if _covers_dataset(loader) else None
         batch_sampler = getattr(loader, "batch_sampler", None)
         parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
         own = {id(part): part for part in (*parts, getattr(loader, "dataset", None)) if part is not None}
@@ -299,7 +299,7 @@ class GivenLoader(Loader):
         generators = [getattr(part, "generator", None) for part in own.values()]
         self._generators = {one: one.initial_seed() for one in generators if isinstance(one, torch.Generator)}
         shared = [one for one in own.values() if isinstance(one, DistributedSampler) and one.num_replicas > 1]
-        self.deals_samples = bool(shared)
+        self.deals_samples: bool = bool(shared)
         self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
         self._shares = world_size if shared else 1
         self._turns: int | None = None

@@ -115,7 +115,7 @@ class EpochSampler:
         drop_last: bool = False,
     ) -> None:
         self._samples = size
-        self.size = size - size % (batch_size * world_size) if drop_last else size
+        self.size: int = size - size % (batch_size * world_size) if drop_last else size
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
@@ -211,6 +211,8 @@ class Fetch:
         self.dataset = dataset
         self.collate = collate
         self.seed = seed
+        self.columns: Any
+        self.rows: Any
         self.columns, self.rows = tensor_columns(dataset)
         self.drawn: list[Generator] = []
         self.drawn_in_collate: list[Generator] = []

@@ -62,8 +62,8 @@ class Sets:
             self.train = GivenLoader(settings.train_loader, settings.seed, ranks.rank, ranks.world_size)
         elif settings.train_dataset is not None:
             self.train = self.train_loader_of(settings.batch_size)
-        self.eval = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
-        self.test = self._evaluation_loader(settings.test_dataset, settings.test_loader, "test_dataset")
+        self.eval: Any = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
+        self.test: Any = self._evaluation_loader(settings.test_dataset, settings.test_loader, "test_dataset")
 
     def train_loader_of(self, batch_size: int) -> Loader:
         """Return a loader of the training set with micro-batches of this size."""

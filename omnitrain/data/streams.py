@@ -49,7 +49,7 @@ class Stream(IterableDataset[Any]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.marks = marks and can_seek(dataset)
+        self.marks: bool = marks and can_seek(dataset)
         self.epoch = 0
         self.position = 0
         self.start: Mark | None = None

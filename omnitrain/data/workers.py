@@ -21,7 +21,7 @@ from omnitrain.events import Control
 
 __all__ = ["outlive_signals", "start_workers", "stop_workers", "until_signal"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):

@@ -35,7 +35,7 @@ __all__ = [
     "word_of",
 ]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
@@ -116,7 +116,7 @@ class HFTrainingArguments(transformers.TrainingArguments):
                 kwargs["warmup_steps"] = float(value)
             return "now a 'warmup_steps' below 1"
         if name == "overwrite_output_dir":
-            self.overwrite = bool(value)
+            self.overwrite: bool = bool(value)
             return "taken as `overwrite` of HFTrainer"
         if name == "adafactor":
             if value:
@@ -129,7 +129,7 @@ class HFTrainingArguments(transformers.TrainingArguments):
         return "without effect" if name in WITHOUT_EFFECT else None
 
 
-UNSUPPORTED = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "train_sampling_strategy": ("random", "sequential"),
     "group_by_length": (False,),
     "sortish_sampler": (False,),

@@ -23,7 +23,7 @@ from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["prepare_to_shrink", "smaller", "smaller_on_out_of_memory"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def smaller(batch_size: int, accumulation: int) -> tuple[int, int] | None:

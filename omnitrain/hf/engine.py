@@ -82,11 +82,19 @@ class Engine(Searching):
         kwargs: The arguments of `transformers.Trainer`.
     """
 
-    has_ended = False
+    has_ended: bool = False
     """Whether the present epoch is over."""
     stops: bool | None = None
     """Whether transformers' callbacks had asked for the end of the run when the data of an epoch ended."""
     owner: BaseTrainer
+    state: transformers.TrainerState
+    control: transformers.TrainerControl
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    real_accelerator: Any
+    """Accelerate's `Accelerator`, of which their loop sees a facade."""
+    gather_function: Any
     window: Window
     """The window of the present step."""
     windows: Iterator[Window]
@@ -372,7 +380,7 @@ class Bridge(transformers.TrainerCallback):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.owner = engine.owner
+        self.owner: BaseTrainer = engine.owner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Say how long the run is, which only our limits know."""
@@ -443,7 +451,7 @@ class Boundary(transformers.TrainerCallback):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.owner = engine.owner
+        self.owner: BaseTrainer = engine.owner
         self._ends_epoch = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -550,8 +558,8 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def __init__(self, owner: BaseTrainer) -> None:
         self._owner = owner
-        self.is_admitted = True
-        self.was_applied = True
+        self.is_admitted: bool = True
+        self.was_applied: bool = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._owner.optimizer, name)

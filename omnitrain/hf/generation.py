@@ -31,7 +31,7 @@ class Generation:
     def __init__(self, args: transformers.Seq2SeqTrainingArguments, processing_class: Any) -> None:
         self.processing_class = processing_class
         limits = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
-        self.limits = {name: value for name, value in limits.items() if value is not None}
+        self.limits: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
 
     def answers(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
         """Return the tokens that the model generates for a batch, and its labels, both padded.

@@ -21,7 +21,7 @@ from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["Uploading"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Uploading(transformers.Trainer):
@@ -45,7 +45,7 @@ class Uploading(transformers.Trainer):
         shown.learning_rate, shown.seed = owner.learning_rate, owner.seed
         if self.training_args is None:
             shown.num_train_epochs, shown.max_steps = owner.epochs or 0, owner.max_steps or -1
-        self.args = shown
+        self.args: Any = shown
         try:
             yield shown
         finally:

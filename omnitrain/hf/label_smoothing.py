@@ -15,7 +15,7 @@ from omnitrain.units import shifts_labels
 
 __all__ = ["SmoothedLoss", "smooth_labels"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class SmoothedLoss:

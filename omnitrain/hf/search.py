@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import transformers
 from transformers.hyperparameter_search import default_hp_search_backend
@@ -22,7 +22,9 @@ from omnitrain.hf.hub import Uploading
 
 __all__ = ["Searching", "Trial", "remembered", "run_trial", "take_callbacks"]
 
-logger = logging.getLogger("omnitrain")
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def take_callbacks(new: Searching, old: Searching) -> None:
@@ -31,7 +33,7 @@ def take_callbacks(new: Searching, old: Searching) -> None:
     new.callback_handler.callbacks = [own.get(type(one), one) for one in old.callback_handler.callbacks]
 
 
-def remembered(init: Callable[..., None]) -> Callable[..., None]:
+def remembered(init: Constructor) -> Constructor:
     """Return a constructor that notes what it was called with, so that a search can make trainers alike."""
 
     @functools.wraps(init)
@@ -39,7 +41,7 @@ def remembered(init: Callable[..., None]) -> Callable[..., None]:
         vars(self).setdefault("_made_with", (args, kwargs))  # of a subclass, whose constructor comes first, its own
         init(self, *args, **kwargs)
 
-    return noting
+    return cast(Constructor, noting)
 
 
 @contextlib.contextmanager
@@ -141,9 +143,9 @@ class Trial:
     def __init__(self, engine: Searching, trial: Any) -> None:
         self.engine = engine
         self.trial = trial
-        self.values = self._values()
-        self.folder = engine._get_output_dir(trial)
-        self.name = Path(self.folder).name
+        self.values: dict[str, Any] = self._values()
+        self.folder: Any = engine._get_output_dir(trial)
+        self.name: str = Path(self.folder).name
 
     def _values(self) -> dict[str, Any]:
         engine, trial = self.engine, self.trial

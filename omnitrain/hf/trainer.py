@@ -195,11 +195,11 @@ class HFTrainer(BaseTrainer):
 
         Args:
             model: Any `nn.Module`; left out where there is a `model_init`.
+            args: transformers' name of `training_args`.
             training_args: transformers' TrainingArguments, or `HFTrainingArguments`, which takes older names too.
             train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
             eval_dataset: The same, or a dict of named sets; evaluations of it select the best.
             test_dataset: The same, for `test()`; never used to select anything.
-            args: transformers' name of `training_args`.
             processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
             preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             compute_loss_func: transformers' name of `loss_fn`; called with num_items_in_batch=None.
@@ -281,7 +281,7 @@ class HFTrainer(BaseTrainer):
             training_args, callbacks = self._trial.arguments(training_args), searching._given_callbacks
             given |= {"save_dir": training_args.output_dir} if given.get("save_dir") is not None else {}
         self.training_args = training_args
-        self.processing_class = given.pop("processing_class", None)
+        self.processing_class: Any = given.pop("processing_class", None)
         self._preprocess = given.pop("preprocess_logits_for_metrics", None)
         self._adopt(given)
         own = self._split(callbacks, given)
@@ -297,7 +297,7 @@ class HFTrainer(BaseTrainer):
         self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
         ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(ranks.world_size)
-        self.model_init = given.pop("model_init", None)
+        self.model_init: Any = given.pop("model_init", None)
         check_model_init(model, self.model_init, given)
         if self.model_init is not None:
             model = self._new_model(given.get("seed", 42), self._engine_args.device)

@@ -25,10 +25,11 @@ class LossMeter:
     """
 
     def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks or Ranks()
+        self.ranks: Ranks = ranks or Ranks()
         # In float64 the mean does not depend on how often it was read; Apple's devices have no float64.
-        self.sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self.weight = 0.0
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.sum: torch.Tensor = torch.zeros((), dtype=dtype, device=device)
+        self.weight: float = 0.0
         self._marked = (0.0, 0.0)  # sum and weight at the latest log
         self._before = (0.0, 0.0)
         self._host = self.sum.numpy() if device.type == "cpu" else None
@@ -103,7 +104,7 @@ class FiniteGuard:
     _PENDING = 32  # steps that the host may be behind; past that it waits
 
     def __init__(self, device: torch.device, optimizer: Any, deferred: bool) -> None:
-        self.deferred = deferred
+        self.deferred: bool = deferred
         self._pending: deque[tuple[int, Any, Any]] = deque()
         if deferred:
             self._found = torch.zeros((), dtype=torch.float32, device=device)

@@ -20,7 +20,7 @@ from omnitrain.progress import Progress
 
 __all__ = ["Lifecycle"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Lifecycle:
@@ -39,13 +39,13 @@ class Lifecycle:
         self.trainer = trainer
         self.evaluates = evaluates
         self.objective = objective
-        self.progress = Progress()
-        self.control = Control()
-        self.metrics = MetricsDict()
+        self.progress: Progress = Progress()
+        self.control: Control = Control()
+        self.metrics: MetricsDict = MetricsDict()
         self.callbacks: list[Callback] = []
-        self.improved = False
+        self.improved: bool = False
         """Whether the latest evaluation was the best so far."""
-        self.evaluated_step = -1
+        self.evaluated_step: int = -1
         """The step of the latest evaluation of the run; -1 before any."""
         self.saved_at: tuple[int, int, int] | None = None
         """The position of the latest checkpoint of the run; None before any."""
@@ -59,9 +59,9 @@ class Lifecycle:
         """Whether the data of the running epoch ran out."""
         self.logged_at: tuple[int, float, int, int] = (0, 0.0, 0, 0)
         """Steps, seconds, samples and tokens of the run at the latest log."""
-        self.stop = ""
+        self.stop: str = ""
         """Why the run ends, once all ranks have agreed that it does."""
-        self.signal = 0
+        self.signal: int = 0
         """The number of the signal that ended it."""
         self.is_closing = False
         """Whether the run is writing its last rows, which a longer run would not have had."""

@@ -31,7 +31,7 @@ from omnitrain.settings import Settings
 
 __all__ = ["Loop"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 Result = TypeVar("Result")
 

@@ -26,7 +26,7 @@ from omnitrain.units import ModelUnit, no_token_counts
 
 __all__ = ["Step"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Step:
@@ -58,7 +58,7 @@ class Step:
         settings: Settings,
         error_at: Callable[[Place], NonFiniteError],
     ) -> None:
-        self.loss = LossMeter(backend.device, ranks)
+        self.loss: LossMeter = LossMeter(backend.device, ranks)
         self.grad_norm: torch.Tensor | None = None
         self.rates: list[Any] = []
         self._hooks = hooks

@@ -114,8 +114,10 @@ class NamedMetrics:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._metrics = {name: _look_up(name) for name in names}
-        self.names = list(self._metrics)
-        self.higher_is_better = {name: metric.higher_is_better for name, metric in self._metrics.items()}
+        self.names: list[str] = list(self._metrics)
+        self.higher_is_better: dict[str, bool] = {
+            name: metric.higher_is_better for name, metric in self._metrics.items()
+        }
         self.reset()
 
     def reset(self) -> None:

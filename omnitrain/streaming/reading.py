@@ -116,7 +116,8 @@ class Batch:
     """Outputs and labels of one batch; the class reading is made once, however many metrics ask for it."""
 
     def __init__(self, outputs: torch.Tensor, labels: torch.Tensor, layout: Layout) -> None:
-        self.outputs, self.labels = outputs, labels.to(outputs.device)
+        self.outputs: torch.Tensor = outputs
+        self.labels: torch.Tensor = labels.to(outputs.device)
         self._layout = layout
         self._classes: Classes | None = None
 

@@ -40,7 +40,7 @@ from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loop import Loop
 from omnitrain.run.nonfinite import nonfinite_error
 from omnitrain.run.step import Step
-from omnitrain.scoring import make_scorer
+from omnitrain.scoring import Scorer, make_scorer
 from omnitrain.settings import (
     Nothing,
     PrecisionName,
@@ -56,7 +56,7 @@ from omnitrain.units import ModelUnit
 
 __all__ = ["BaseTrainer"]
 
-logger = logging.getLogger("omnitrain")
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class BaseTrainer(Hooks, ABC):
@@ -67,6 +67,29 @@ class BaseTrainer(Hooks, ABC):
     """
 
     lifecycle: Lifecycle
+    train_dataset: Any
+    eval_dataset: Any
+    test_dataset: Any
+    data_collator: Callable[[Any], Any] | None
+    batch_size: int
+    """Samples in a micro-batch of one rank."""
+    eval_batch_size: int
+    gradient_accumulation_steps: int
+    epochs: int | float | None
+    max_steps: int | None
+    limits: Limits
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float | None
+    grad_reduction: Literal["mean", "sum", "per-token-mean"]
+    loss_fn: Callable[[Any, Any], Any] | None
+    compute_metrics: Any
+    scorer: Scorer
+    save_dir: Path | None
+    store: Store | None
+    seed: int
+    on_nonfinite: Literal["raise", "skip", "warn"]
+    trial_name: str | None
     _feed: Feed
     _step: Step
     _loop: Loop
@@ -234,9 +257,10 @@ class BaseTrainer(Hooks, ABC):
         model = given.pop("model")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
-        settings = self.settings = Settings(**given)
+        self.settings: Settings = Settings(**given)
+        settings = self.settings
         check_settings(settings)
-        self.ranks = ranks or Ranks()
+        self.ranks: Ranks = ranks or Ranks()
         self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
         self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
         self.batch_size = settings.batch_size
@@ -251,16 +275,16 @@ class BaseTrainer(Hooks, ABC):
         self.save_dir = None if settings.save_dir is None else Path(settings.save_dir)
         self.store = None if self.save_dir is None else Store(self.save_dir)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
-        self.algorithms = list(settings.algorithms)
+        self.algorithms: list[Algorithm] = list(settings.algorithms)
         for algorithm in self.algorithms:
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
         self._callbacks = list(settings.callbacks)
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None
-        self.device = self._choose_device(settings.device)
+        self.device: torch.device = self._choose_device(settings.device)
         self.gradient_accumulation_steps = resolve_accumulation(settings, self.world_size)
-        self.precision = Precision.parse(settings.autocast, self.device)
+        self.precision: Precision = Precision.parse(settings.autocast, self.device)
         self._take_model(model)
 
     # --- the parts of a run
@@ -268,8 +292,8 @@ class BaseTrainer(Hooks, ABC):
     def _take_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
         settings = self.settings
-        self.unit = settings.unit if settings.unit is not None else ModelUnit(model, settings.loss_fn)
-        self.backend = self._make_backend(model)
+        self.unit: Any = settings.unit if settings.unit is not None else ModelUnit(model, settings.loss_fn)
+        self.backend: Backend = self._make_backend(model)
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()

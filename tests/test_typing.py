@@ -1,0 +1,196 @@
+"""What a type checker and an editor see of the public API: planted mistakes, and scripts that are right.
+
+pyright looks at each script below as at a user's own. A line that ends in `# wrong` must have an error, no other may.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
+from omnitrain.trainers.base import BaseTrainer
+
+TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
+PYRIGHT = shutil.which("pyright", path=Path(sys.executable).parent)
+
+CONSTRUCTOR = """
+from collections.abc import Callable
+from pathlib import Path
+import numpy, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from omnitrain import {trainer} as Cls, Duration, EarlyStopping, LabelSmoothing
+
+model, data = nn.Linear(4, 2), TensorDataset(torch.ones(8, 4), torch.zeros(8))
+loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.CrossEntropyLoss()
+
+Cls(model, train_dataset=data, eval_dataset=data, batchsize=4)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, learning_rat=1e-3)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, early_stopping_patience=3)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, num_epochs=3)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, max_step=3)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, evaluation_dataset=data)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, lr_schedular="linear")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, lr_scheduler="lineer")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, autocast="fp61")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, optimization_direction="maximum")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, grad_reduction="average")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, scheduler_interval="batch")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, on_nonfinite="ignore")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, batch_size="32")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, batch_size=32.0)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, learning_rate="1e-3")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, epochs="3")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, shuffle="no")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, patience=2.5)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, save_dir=3)  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, loss_fn="cross_entropy")  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, callbacks=EarlyStopping(3))  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, callbacks=[EarlyStopping])  # wrong
+Cls(model, train_dataset=data, eval_dataset=data, algorithms=[EarlyStopping(3)])  # wrong
+Cls("gpt2", train_dataset=data)  # wrong
+Cls(model, None, data, data, data, 32)  # wrong
+
+Cls(model, train_dataset=data, epochs=None, max_steps=10, max_duration="2ep", eval_steps=Duration(10, "ba"))
+Cls(model, train_loader=DataLoader(data), eval_loader={{"a": DataLoader(data), "b": [1, 2]}}, save_dir=Path("x"))
+Cls(model, train_dataset=data, optimizer=torch.optim.AdamW(model.parameters()), lr_scheduler="cosine", warmup_steps=10)
+Cls(model, train_dataset=data, optimizer="SGD", lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1))
+Cls(model, train_dataset=data, optimizer=torch.optim.SGD, loss_fn=nn.MSELoss(), max_grad_norm=None)
+Cls(model, train_dataset=data, autocast="bf16", progress_bar=False, optimization_direction="max", on_nonfinite="skip")
+Cls(model, train_dataset=data, loss_fn=loss_fn, compute_metrics=["f1"], optimization_metric="f1", patience=3)
+Cls(model, train_dataset=data, callbacks=[EarlyStopping(3)], learning_rate=1, log_steps="1ep")
+Cls(model, train_dataset=data, algorithms=(LabelSmoothing(num_classes=2),))
+"""
+
+RUN = """
+from typing import Any
+import torch
+from omnitrain import {trainer} as Cls, Algorithm, Callback
+
+def use(trainer: Cls) -> None:
+    history = trainer.train()
+    trainer.trian()  # wrong
+    trainer.evalute()  # wrong
+    trainer.train(resume="last")  # wrong
+    trainer.save_modle("x")  # wrong
+    history.to_jsn()  # wrong
+    history["valid"].lenght  # wrong
+    history["best_valid"] + 1  # wrong
+    history["best_step"].upper()  # wrong
+    history["stop_reason"] / 2  # wrong
+
+    rows: list[float] = [row["eval_loss"] for row in history["valid"]]
+    best: float = history["best_valid"]["accuracy"]
+    at: int = history["best_step"]
+    why: str = history["stop_reason"].upper()
+    for name in history:
+        print(history[name])
+    metrics: dict[str, float] = trainer.evaluate()
+    trainer.save_model("x")
+    trainer.stop("enough")
+
+class Watch(Callback):
+    def on_step_end(self, trainer) -> None:
+        trainer.request_evalute()  # wrong
+        trainer.progress.stepp  # wrong
+        trainer.request_evaluate()
+        print(trainer.progress.step, trainer.metrics["valid"], trainer.model, trainer.optimizer.param_groups)
+
+    def on_log(self, trainer, logs) -> None:
+        logs.appendd  # wrong
+        print(logs["loss"] * 2)
+
+class Missing(Callback):
+    def on_eval_end(self, trainer) -> None:  # wrong
+        pass
+
+class Scale(Algorithm):
+    def transform_loss(self, trainer, loss) -> torch.Tensor:
+        loss.bacward()  # wrong
+        return loss * 2
+
+class Text(Algorithm):
+    def transform_loss(self, trainer, loss) -> str:  # wrong
+        return "loss"
+
+class Own(Cls):
+    def _train_step(self, window) -> str:  # wrong
+        return "yes"
+
+    def _forward(self, batch: Any) -> Any:  # wrong
+        return batch
+"""
+
+
+def mistakes(script: str) -> dict[int, str]:
+    """Return the lines of a script that are marked as wrong."""
+    return {n: line for n, line in enumerate(script.splitlines(), 1) if line.endswith("# wrong")}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
+    """Return the lines that pyright finds an error in, of each script."""
+    if PYRIGHT is None:
+        pytest.skip("pyright is not installed")
+    folder = tmp_path_factory.mktemp("scripts")
+    for trainer in TRAINERS:
+        for name, script in (("constructor", CONSTRUCTOR), ("run", RUN)):
+            (folder / f"{name}_{trainer.__name__}.py").write_text(script.format(trainer=trainer.__name__))
+    ran = subprocess.run(
+        [PYRIGHT, "--outputjson", "--pythonpath", sys.executable, "."],
+        cwd=folder, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    errors: dict[str, dict[int, str]] = {path.stem: {} for path in folder.glob("*.py")}
+    for one in json.loads(ran.stdout)["generalDiagnostics"]:
+        if one["severity"] == "error":
+            errors[Path(one["file"]).stem].setdefault(one["range"]["start"]["line"] + 1, one["message"])
+    return errors
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", ["constructor", "run"])
+def test_pyright_finds_what_is_wrong_and_nothing_else(
+    found: dict[str, dict[int, str]], name: str, trainer: type[BaseTrainer]
+) -> None:
+    wrong = mistakes(CONSTRUCTOR if name == "constructor" else RUN)
+    errors = found[f"{name}_{trainer.__name__}"]
+    assert [line for n, line in wrong.items() if n not in errors] == []
+    assert {n: message for n, message in errors.items() if n not in wrong} == {}
+
+
+# --- what an editor shows
+
+
+def declared(trainer: type[BaseTrainer]) -> dict[str, inspect.Parameter]:
+    """Return the arguments that `help(trainer)` shows."""
+    return {name: one for name, one in inspect.signature(trainer).parameters.items() if name != "self"}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_argument_is_visible_and_typed(trainer: type[BaseTrainer]) -> None:
+    arguments = declared(trainer)
+    shared = set(declared(BaseTrainer)) - set(getattr(trainer, "REFUSED", {}))
+    assert shared <= set(arguments)
+    assert [name for name, one in arguments.items() if one.annotation is one.empty] == []
+    assert [name for name, one in arguments.items() if one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)] == []
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_argument_is_described_where_an_editor_looks(trainer: type[BaseTrainer]) -> None:
+    """Editors show the first line of the docstring of `__init__` in which `name:` stands.
+
+    So the description has to fit on one line, and no line before it may end in the name of another argument.
+    """
+    lines = [line.strip() for line in inspect.cleandoc(trainer.__init__.__doc__ or "").splitlines()]
+    first_lines = [next((line for line in lines if re.search(rf"{name}\s*:", line)), "") for name in declared(trainer)]
+    pairs = zip(declared(trainer), first_lines, strict=True)
+    undescribed = [name for name, line in pairs if not re.match(rf"{name}: \S.*\.$", line)]
+    assert undescribed == []
