@@ -47,8 +47,8 @@ demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, acceler
 # The tests of a file stay together: what its fixtures make, such as launches of several processes, is made once then.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.has-test ## a test of every behaviour, in some minutes
-	$(call limit,3600) $(PYTEST) -m "not slow"
+test: $(VENV)/.has-test ## a test of every behaviour, in some minutes; what `make check` runs is left out
+	$(call limit,3600) $(PYTEST) -m "not slow" --ignore=tests/test_typing.py
 
 test-all: $(VENV)/.has-test ## the whole test suite, what is exhaustive included
 	$(call limit,7200) $(PYTEST)

@@ -41,6 +41,8 @@ PROCESSES = {
     "hf_fsdp": 2, "hf_zero2": 2, "hf_zero3": 2,
 }  # fmt: skip
 BACKENDS = tuple(PROCESSES)
+MAIN = ("native", "ddp", "fsdp", "zero3", "hf2")
+"""One of each kind; the others differ from one of them in less."""
 LAUNCHES = (
     ("native", "accelerate", "hf"),
     ("ddp", "fsdp", "hf2"),
@@ -395,6 +397,19 @@ def parity_jobs(backends: Sequence[str], masked: bool) -> list[Job]:
     pairs = {(one, dtype_of(one)) for one in backends} | {("native", dtype_of(one)) for one in backends}
     options = {"masked": masked}
     return [Job(f"{one}-{dtype}-{masked}", one, "backends:tags", {"dtype": dtype, **options}) for one, dtype in pairs]
+
+
+def asked_for(request: Any, *names: str, test: str = "") -> set[Any]:
+    """Return the arguments, or tuples of them, with which tests of this file are to be run.
+
+    Args:
+        request: pytest's, of a fixture of the file.
+        names: The parameters of the tests that are meant.
+        test: How the names of these tests begin.
+    """
+    tests = [one for one in request.session.items if one.path == request.path and one.name.startswith(test)]
+    asked = [one.callspec.params for one in tests if hasattr(one, "callspec") and {*one.callspec.params} == {*names}]
+    return {one[names[0]] if len(names) == 1 else tuple(one[name] for name in names) for one in asked}
 
 
 def resume(
