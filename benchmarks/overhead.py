@@ -130,6 +130,18 @@ class Training:
 
         return LambdaLR(optimizer, factor)
 
+    def note_times(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Note the time as `schedule` does, in the steps of an optimizer without one."""
+        self.stamps.clear()
+        steps = itertools.count(1)
+
+        def note(*_: Any) -> None:
+            if next(steps) % self.stretch == 0:
+                self.stamps.append(time.perf_counter())
+
+        optimizer.register_step_post_hook(note)
+        return optimizer
+
     def stretches(self) -> list[float]:
         """Return what the latest run would have taken at the pace of each stretch of it."""
         return [(after - before) * self.steps / self.stretch for before, after in itertools.pairwise(self.stamps)]
@@ -274,6 +286,59 @@ def tensors(quick: bool) -> list[Row]:
     data = TensorDataset(*points(400 if quick else 8000))
     work = Training(mlp(), data, batch_size=8, epochs=3, log_every=10 if quick else 100, loss_fn=cross_entropy)
     return training("tensors", work, 1 if quick else 7, indexed=True)
+
+
+def plain_by_hand(work: Training) -> Callable[[], Outcome]:
+    """Prepare the shortest loop there is: a DataLoader, forward, backward and the optimizer's step."""
+    assert work.loss_fn is not None
+    loss_fn, model = work.loss_fn, copy.deepcopy(work.model)
+    optimizer = work.note_times(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0))
+    batches = DataLoader(work.dataset, work.batch_size, sampler=SameOrder(len(work.dataset)))  # type: ignore[arg-type]
+
+    def run() -> Outcome:
+        for _ in range(work.epochs):
+            for x, labels in batches:
+                loss_fn(model(x), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, []
+
+    return run
+
+
+def plain_by_trainer(work: Training, *, own: bool, clip: bool) -> Callable[[], Outcome]:
+    """Prepare the trainer, with the loop's own optimizer or with what it takes by default."""
+    model = copy.deepcopy(work.model)
+    options: dict[str, Any] = {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}
+    if own:
+        options = {"optimizer": torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)}
+    trainer = Trainer(
+        model, work.dataset, loss_fn=work.loss_fn, epochs=work.epochs, batch_size=work.batch_size, device="cpu",
+        max_grad_norm=1e6 if clip else None, log_steps=work.log_every, seed=SEED, progress_bar=False, **options,
+    )  # fmt: skip
+    work.note_times(trainer.optimizer)
+
+    def run() -> Outcome:
+        trainer.train()
+        return trainer.get_model(), []
+
+    return run
+
+
+def plain(quick: bool) -> list[Row]:
+    """Measure against the plainest loop, whose optimizer the trainer gets too."""
+    data = TensorDataset(*points(400 if quick else 8000))
+    work = Training(mlp(), data, batch_size=8, epochs=3, log_every=10 if quick else 100, loss_fn=cross_entropy)
+    same, variants = SameWork(), {}
+    for name, prepare, check in (
+        ("plain loop", lambda: plain_by_hand(work), same),
+        ("plain loop again (A/A)", lambda: plain_by_hand(work), same),
+        ("omnitrain.Trainer, same AdamW", lambda: plain_by_trainer(work, own=True, clip=True), same),
+        ("the same without clipping", lambda: plain_by_trainer(work, own=True, clip=False), same),
+        ("omnitrain.Trainer, default AdamW", lambda: plain_by_trainer(work, own=False, clip=True), same.roughly),
+    ):
+        variants[name] = timed(prepare, check, work.stretches)
+    return summarize("plain", interleaved(variants, 1 if quick else 9), "us/step", 1e6 / work.steps)
 
 
 def dicts(quick: bool) -> list[Row]:
@@ -561,6 +626,7 @@ def first_step(quick: bool) -> list[Row]:
 
 CASES: dict[str, Callable[[bool], list[Row]]] = {
     "tensors": tensors,
+    "plain": plain,
     "dicts": dicts,
     "short-epochs": short_epochs,
     "transformer": transformer,

@@ -79,6 +79,11 @@ class Control:
     signal: int = 0
     """The number of the signal that asks for the end."""
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether anything is requested."""
+        return self.log or self.evaluate or self.save or self.stop != ""
+
     def taken(self, *names: str) -> Control:
         """Return and clear the requests of these names; a requested end is returned too, and stays."""
         asked = Control(stop=self.stop, signal=self.signal)

@@ -150,6 +150,8 @@ class ModelUnit:
         return StepOutput(loss, scores, labels)
 
     def _call(self, model: Any, batch: Any) -> Any:
+        if isinstance(batch, (tuple, list)):
+            return model(*batch[:-1]) if len(batch) > 1 else model(*batch)
         if isinstance(batch, Mapping):
             if self.loss_fn is None:
                 if "labels" in self._names and "labels" not in batch:
@@ -157,8 +159,6 @@ class ModelUnit:
                 if self._takes is None or batch.keys() <= self._takes:
                     return model(**{**self._always, **batch})
             return model(**{**self._always, **self._fitting(batch)})
-        if isinstance(batch, (tuple, list)):
-            return model(*batch[:-1]) if len(batch) > 1 else model(*batch)
         return model(batch)
 
     def _with_labels(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -359,9 +359,15 @@ def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) 
     return [*found, *node.args.kwonlyargs, *(arg for arg in (node.args.vararg, node.args.kwarg) if arg)]
 
 
+def statements_of(node: ast.ClassDef | ast.If) -> Iterator[ast.stmt]:
+    for item in node.body:
+        yield from statements_of(item) if isinstance(item, ast.If) else [item]
+
+
 @every_module
 def test_functions_and_methods_are_annotated(module: str) -> None:
-    methods = {item for node in definitions_in(module) if isinstance(node, ast.ClassDef) for item in node.body}
+    classes = [node for node in definitions_in(module) if isinstance(node, ast.ClassDef)]
+    methods = {item for node in classes for item in statements_of(node)}
     bare = []
     for node in definitions_in(module):
         if isinstance(node, ast.ClassDef):

@@ -59,6 +59,8 @@ class Backend:
         self.scaler = scaler
         self.ranks = ranks
         self.parameters: list[nn.Parameter] = []
+        self._are_alike = False
+        """Whether they are all plain parameters of one device and dtype."""
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -116,7 +118,11 @@ class Backend:
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of all gradients together: a scalar on the device."""
-        return nn.utils.get_total_norm([one.grad for one in self.parameters if one.grad is not None])
+        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        if not gradients or not self._are_alike:
+            return nn.utils.get_total_norm(gradients)
+        # what get_total_norm does, which first sorts the gradients by device and dtype: for a small model half its time
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
     def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
         """Unscale and clip the gradients; return their norm before clipping.
@@ -132,6 +138,9 @@ class Backend:
 
     def update(self) -> bool:
         """Take the optimizer's step; return False if the loss scaler skipped it."""
+        if not self.may_skip:
+            self.optimizer.step()
+            return True
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -154,6 +163,8 @@ class Backend:
         for group in self.optimizer.param_groups:
             listed |= {id(parameter): parameter for parameter in group["params"]}
         self.parameters = list(listed.values())
+        self._are_alike = len({(type(one), one.device, one.dtype) for one in self.parameters}) == 1
+        self._are_alike = self._are_alike and type(self.parameters[0]) is nn.Parameter
 
     def end_evaluation(self) -> None:
         """Undo what forward passes without a backward pass leave behind."""

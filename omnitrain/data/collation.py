@@ -174,13 +174,12 @@ def _named(key: str) -> str:
 
 def labels_of(batch: Any) -> Any:
     """Return the labels of a batch: the entry of a dict that is named so, the last entry of a tuple, or None."""
+    if isinstance(batch, (tuple, list)):
+        return batch[-1] if len(batch) > 1 else None
     if isinstance(batch, Mapping):
         for key in LABEL_KEYS:
             if key in batch:
                 return batch[key]
-        return None
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return batch[-1]
     return None
 
 
@@ -202,27 +201,30 @@ def count_samples(batch: Any) -> int:
 def _count(batch: Any) -> int | None:
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, (tuple, list)):
+        for entry in batch:
+            count = None if isinstance(entry, (tuple, list)) else _count(entry)
+            if count is not None:
+                return count
+        if not batch:
+            return None
+        # No tensors: columns of objects, such as images of unequal sizes, or the samples themselves, such as text
+        return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
     if isinstance(batch, Mapping) or hasattr(batch, "values"):
         for value in batch.values():
             # A list in a dict has one entry for each sample, whatever the entries are.
             count = len(value) if isinstance(value, (list, tuple)) else _count(value)
             if count is not None:
                 return count
-        return None
-    if not isinstance(batch, (tuple, list)) or not batch:
-        return None
-    for entry in batch:
-        count = None if isinstance(entry, (tuple, list)) else _count(entry)
-        if count is not None:
-            return count
-    # No tensors: columns of objects, such as images of unequal sizes, or the samples themselves, such as text
-    return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
+    return None
 
 
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Return the batch with every tensor in it on `device`; anything that is no tensor stays as it is."""
     if isinstance(batch, torch.Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=non_blocking)
+    if type(batch) is tuple:
+        return tuple([move_to_device(value, device, non_blocking) for value in batch])
     if isinstance(batch, dict):
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
     if callable(getattr(batch, "to", None)) and not isinstance(batch, torch.nn.Module):

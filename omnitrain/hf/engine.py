@@ -51,6 +51,11 @@ class EngineLoop(Loop):
         if not self.lifecycle.stop:
             self._engine().run()
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything may have been requested on this rank, transformers' callbacks included."""
+        return self._engine().is_in_train or super().has_requests
+
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
         """Return which of these requests any rank has made, transformers' callbacks included."""
         engine = self._engine()

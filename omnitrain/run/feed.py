@@ -29,8 +29,10 @@ Weighed = tuple[Any, float, int, int]
 
 def _part(group: list[Weighed]) -> tuple[float, ...]:
     """Return what is added up of a window over the ranks: weight, samples, tokens, micro-batches, and their square."""
-    size = len(group)
-    return *(sum(one[i] for one in group) for i in (1, 2, 3)), size, size * size
+    weight = samples = tokens = 0
+    for one in group:
+        weight, samples, tokens = weight + one[1], samples + one[2], tokens + one[3]
+    return weight, samples, tokens, len(group), len(group) ** 2
 
 
 class Feed:

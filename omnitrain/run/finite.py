@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from omnitrain.distributed import Ranks
 
-__all__ = ["FiniteGuard", "LossMeter"]
+__all__ = ["FiniteGuard", "LossMeter", "read_on_cpu"]
+
+
+def read_on_cpu(scalar: torch.Tensor) -> float:
+    """Return the value of a scalar on the CPU, where there is nothing to wait for."""
+    scalar = scalar.detach()
+    return float((scalar.float() if scalar.dtype is torch.bfloat16 else scalar).numpy())  # NumPy has no bfloat16
 
 
 class LossMeter:
     """The weighted sum of an epoch's losses, kept on the device and read only when somebody asks.
+
+    On a CPU, where reading costs nothing, `sum` is a float.
 
     >>> meter = LossMeter(torch.device("cpu"))
     >>> meter.add(torch.tensor(2.0), 3)
@@ -28,21 +36,26 @@ class LossMeter:
         self.ranks: Ranks = ranks or Ranks()
         # In float64 the mean does not depend on how often it was read; Apple's devices have no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.sum: torch.Tensor = torch.zeros((), dtype=dtype, device=device)
+        self.sum: float | torch.Tensor = 0.0
+        if device.type != "cpu":
+            self.sum = torch.zeros((), dtype=dtype, device=device)
         self.weight: float = 0.0
         self._marked = (0.0, 0.0)  # sum and weight at the latest log
         self._before = (0.0, 0.0)
-        self._host = self.sum.numpy() if device.type == "cpu" else None
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
         """Add a micro-batch's loss; one of weight 0 had nothing to predict, and its NaN must not get in."""
-        if weight:
+        if not weight:
+            return
+        self.weight += weight
+        if isinstance(self.sum, float):
+            self.sum += weight * read_on_cpu(loss)
+        else:
             self.sum.add_(loss.detach(), alpha=weight)
-            self.weight += weight
 
     def read(self) -> float:
         """Return the sum, waiting for the device if there is one."""
-        return float(self._host) if self._host is not None else self.sum.item()
+        return float(self.sum)
 
     def mean(self) -> float:
         """Return the mean over all processes since the epoch began."""
@@ -62,8 +75,7 @@ class LossMeter:
 
     def undo_step(self) -> None:
         """Take back what was added since `begin_step()`."""
-        total, self.weight = self._before
-        self.sum.fill_(total)
+        self._set(*self._before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return sum, weight and what they were at the latest log."""
@@ -76,15 +88,21 @@ class LossMeter:
             added["marked"] = [sum(one["marked"][i] for one in states) for i in (0, 1)]
             states = [added, *[{"sum": 0.0, "weight": 0.0, "marked": [0.0, 0.0]}] * (self.ranks.world_size - 1)]
         state = states[self.ranks.rank]
-        self.sum.fill_(state["sum"])
-        self.weight, self._marked = state["weight"], (state["marked"][0], state["marked"][1])
+        self._set(state["sum"], state["weight"])
+        self._marked = (state["marked"][0], state["marked"][1])
 
     def begin_epoch(self) -> None:
         """Start the mean of a new epoch; what was added since the latest log still counts in the next."""
         total, weight = self.read(), self.weight
         self._marked = (self._marked[0] - total, self._marked[1] - weight)
-        self.sum.zero_()
-        self.weight = 0.0
+        self._set(0.0, 0.0)
+
+    def _set(self, total: float, weight: float) -> None:
+        self.weight = weight
+        if isinstance(self.sum, float):
+            self.sum = float(total)
+        else:
+            self.sum.fill_(total)
 
 
 class FiniteGuard:
@@ -117,15 +135,15 @@ class FiniteGuard:
         """Return whether reading would cost something and the optimizer can leave updates out on the device."""
         return device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    def admits(self, evidence: torch.Tensor, where: Any) -> bool:
+    def admits(self, evidence: float | torch.Tensor, where: Callable[[], Any]) -> bool:
         """Return whether the step may be taken, as far as the host knows.
 
         Args:
             evidence: A scalar that is finite exactly if loss and gradients are.
-            where: What `first_bad()` is to return if this step turns out bad.
+            where: Returns what `first_bad()` is to return if this step turns out bad.
         """
         if not self.deferred:
-            return math.isfinite(float(evidence.numpy()) if evidence.device.type == "cpu" else evidence.item())
+            return math.isfinite(evidence)  # waits for the device
         torch.maximum(self._found, (~evidence.isfinite()).to(self._found.dtype), out=self._found)
         slot = self._count % self._PENDING
         self._count += 1
@@ -133,7 +151,7 @@ class FiniteGuard:
         event = torch.cuda.Event() if self._found.device.type == "cuda" else None
         if event is not None:
             event.record()
-        self._pending.append((slot, event, where))
+        self._pending.append((slot, event, where()))
         return True
 
     def first_bad(self, wait: bool = False) -> Any | None:
@@ -147,7 +165,7 @@ class FiniteGuard:
             slot, event, where = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            if float(self._host[slot].numpy()):
+            if read_on_cpu(self._host[slot]):
                 self._pending.clear()
                 return where
         return None

@@ -199,6 +199,9 @@ class Loop:
     def answer(self) -> None:
         """Do what callbacks have requested: the only place where a run logs, evaluates or saves."""
         lifecycle = self.lifecycle
+        if self.ranks.world_size == 1 and not self.has_requests:
+            self.checkpointer.await_background(wait=False)
+            return
         asked = self.agree("the end of a step", "log", "evaluate", "save", ahead=self.feed.read_ahead())
         if asked.log:
             self.log()
@@ -209,6 +212,11 @@ class Loop:
             self.checkpointer.save()
             self.agree("the end of a save")
         self.checkpointer.await_background(wait=False)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything may have been requested on this rank."""
+        return self.lifecycle.control.is_pending
 
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
         """Return which of these requests any rank has made, and note the end of the run if one requested it.

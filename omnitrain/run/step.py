@@ -7,6 +7,7 @@ micro-batch, `finish`, `conclude`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import NonFiniteError
-from omnitrain.run.finite import FiniteGuard, LossMeter
+from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.nonfinite import Place
@@ -72,12 +73,18 @@ class Step:
         self._targets: int | None = None
         """The targets of this window so far, where the unit counts them."""
         self._has_warned_of_empty = False
+        self._may_undo = False
+        """Whether a step may turn out to be skipped, so that its loss has to be taken back."""
+        self._tell_unit: Callable[[int], None] | None = None
+        """The unit's `set_step_nr`, if it has one."""
 
     def prepare(self) -> None:
         """Get ready for a run: no gradients, and a guard that fits the optimizer."""
         optimizer, settings = self._backend.optimizer, self._settings
         optimizer.zero_grad()
         self._backend.collect_parameters()
+        self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip
+        self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
@@ -97,11 +104,10 @@ class Step:
 
     def begin(self, window: Window) -> None:
         """Start on a window."""
-        if self._must_undo:
+        if self._may_undo:
             self.loss.begin_step()
-        unit = self._hooks.unit
-        if hasattr(unit, "set_step_nr"):
-            unit.set_step_nr(self._lifecycle.progress.step + 1)
+        if self._tell_unit is not None:
+            self._tell_unit(self._lifecycle.progress.step + 1)
         self.restart(window)
 
     def restart(self, window: Window) -> None:
@@ -145,7 +151,11 @@ class Step:
         scaled = hooks._idle_loss(output) if not weight else loss if weight == divisor else loss * (weight / divisor)
         if last and self._ranks.world_size > 1 and scaled is not None:
             # A loss that is not finite must be seen by all ranks: its gradients are, once they are averaged.
-            scaled = scaled * (self.loss.sum * 0 + 1).to(scaled.dtype)
+            total = self.loss.sum
+            if isinstance(total, torch.Tensor):
+                scaled = scaled * (total * 0 + 1).to(scaled.dtype)
+            elif not math.isfinite(total):
+                scaled = scaled * math.nan
         return scaled
 
     def finish(self) -> bool:
@@ -170,7 +180,7 @@ class Step:
                 hooks.lr_scheduler.step()
         else:
             self._check_loss_scale()
-            if self._must_undo:
+            if self._may_undo:
                 self.loss.undo_step()
         backend.clear_gradients()
         return applied
@@ -180,7 +190,7 @@ class Step:
         norm = self._hooks._gradient_norm()
         limit = self._settings.max_grad_norm
         # On a CPU the norm is read for free, and most steps need no clipping: the factor would be exactly 1.
-        if limit is None or (norm.device.type == "cpu" and float(norm.numpy()) < limit * (1 - 1e-6) - 1e-6):
+        if limit is None or (norm.device.type == "cpu" and read_on_cpu(norm) < limit * (1 - 1e-6) - 1e-6):
             return norm
         nn.utils.clip_grads_with_norm_(self._backend.parameters, limit, norm)
         return norm
@@ -205,19 +215,13 @@ class Step:
 
     # --- losses and gradients that are not finite
 
-    @property
-    def _must_undo(self) -> bool:
-        """Whether a step may turn out to be skipped, so that its loss has to be taken back."""
-        return self._settings.on_nonfinite != "raise" or self._backend.may_skip
-
     def _is_admitted(self, norm: torch.Tensor) -> bool:
         """Return whether the update may be made, under the policy for numbers that are not finite."""
-        progress, policy = self._lifecycle.progress, self._settings.on_nonfinite
-        place = Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
-        if self.guard.admits(self._evidence(norm), place):
+        if self.guard.admits(self._evidence(norm), self._place):
             if self.guard.deferred:
                 self.raise_if_bad()
             return True
+        place, policy = self._place(), self._settings.on_nonfinite
         if policy == "raise":
             raise self._error_at(place)
         skips = policy == "skip"
@@ -227,11 +231,18 @@ class Step:
             self.loss.undo_step()
         return not skips
 
-    def _evidence(self, norm: torch.Tensor) -> torch.Tensor:
+    def _place(self) -> Place:
+        """Return where the present step is."""
+        progress = self._lifecycle.progress
+        return Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
+
+    def _evidence(self, norm: torch.Tensor) -> float | torch.Tensor:
         """Return a number that is finite exactly if the losses so far and the gradients are."""
         if self._backend.may_skip:
             return self.loss.sum  # an infinite gradient is the scaler's to handle: it skips the step
-        return norm if self._ranks.world_size > 1 else norm + self.loss.sum
+        if self._ranks.world_size > 1:
+            return norm
+        return self.loss.sum + (read_on_cpu(norm) if isinstance(self.loss.sum, float) else norm)
 
     def raise_if_bad(self, wait: bool = False) -> None:
         """Raise NonFiniteError for a step that the device has reported since; with `wait`, look at all steps so far."""
