@@ -260,7 +260,7 @@ def _live(case: Case, rank: int, port: int, folder: Path) -> None:
 
 
 def _keep_store(port: int) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     kept = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     os.write(port, str(kept.port).encode())
