@@ -21,7 +21,7 @@ limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv demo test test-all test-oldest check check-format check-lint check-types check-architecture format signatures docs \
-	examples notebooks bench clean
+	examples notebooks bench gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -94,6 +94,9 @@ notebooks: $(VENV)/.has-test ## execute every notebook, without writing its outp
 
 bench: $(VENV)/.has-test ## measure the trainers against hand-written loops
 	$(call limit,1800) $(BIN)/python benchmarks/overhead.py
+
+gpu: $(VENV)/.has-test ## all tests and measurements that want a GPU, in under 9 minutes; report in runs/gpu
+	$(call limit,900) $(BIN)/python benchmarks/gpu.py
 
 clean: ## remove what tools left behind; keeps .venv and runs
 	rm -rf build dist *.egg-info docs/_build .pytest_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import logging
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from omnitrain.errors import DistributedError
-from omnitrain.events import STOP_REASONS, Control
+from omnitrain.events import STOP_REASONS, Control, first_reason
 
 __all__ = ["ProcessRanks", "Ranks"]
 
@@ -63,6 +64,10 @@ class Ranks:
         """Return what was asked for on any process, and on the way the sum of each value over all of them."""
         return asked, list(values)
 
+    def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
+        """Start what `agree` does, and return what waits for its end and returns its result."""
+        return lambda: (asked, list(values))
+
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks; any plain object."""
         return [value]
@@ -93,6 +98,27 @@ _FAREWELL = 3.0
 _AT_THE_END = "the end of the program"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _made = itertools.count()
+_REQUESTS = 3 + len(_SIGNALS) + len(STOP_REASONS)
+
+
+@functools.cache
+def _code(what: str) -> float:
+    """Return a number that stands for what a rank came for."""
+    return float(zlib.crc32(what.encode()) % 65521 + 1)
+
+
+def _as_numbers(asked: Control) -> list[float]:
+    """Return the requests as numbers, which are added up over the ranks."""
+    signals = [asked.signal == number for number in _SIGNALS]
+    return [asked.log, asked.evaluate, asked.save, *signals, *(asked.stop == reason for reason in STOP_REASONS)]
+
+
+def _as_control(numbers: list[float]) -> Control:
+    """Return what any rank has requested; the opposite of `_as_numbers`."""
+    log, evaluate, save, *rest = map(bool, numbers)
+    signal_number = next((number for number, is_asked in zip(_SIGNALS, rest, strict=False) if is_asked), 0)
+    reasons = [reason for reason, is_asked in zip(STOP_REASONS, rest[len(_SIGNALS) :], strict=True) if is_asked]
+    return Control(log, evaluate, save, first_reason(reasons), signal_number)
 
 
 class ProcessRanks(Ranks):
@@ -137,16 +163,20 @@ class ProcessRanks(Ranks):
 
         With it comes the sum of each value over all processes; at most 7 of them.
         """
-        by_reason = [float(asked.stop == reason) for reason in STOP_REASONS]
-        signals = [float(asked.signal == number) for number in _SIGNALS]
-        requests = asked.log, asked.evaluate, asked.save, *signals, *by_reason
-        found = self.sum(what, *requests, *values)
-        log, evaluate, save, *rest = found[: len(requests)]
-        numbers = [number for number, count in zip(_SIGNALS, rest, strict=False) if count]
-        reasons = [reason for reason, count in zip(STOP_REASONS, rest[len(_SIGNALS) :], strict=True) if count]
-        stop = "signal" if "signal" in reasons else reasons[0] if reasons else ""
-        agreed = Control(bool(log), bool(evaluate), bool(save), stop, numbers[0] if numbers else 0)
-        return agreed, found[len(requests) :]
+        return self.begin_agreeing(what, asked, *values)()
+
+    def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
+        """Start what `agree` does, and return what waits for its end and returns its result."""
+        board = torch.zeros(_FIELDS, dtype=torch.float64)  # one of its own: other exchanges may come before its end
+        work = self._post(board, what, (*_as_numbers(asked), *values))
+
+        def finish() -> tuple[Control, list[float]]:
+            self._wait(work, what)
+            self._check(board, what)
+            found = board.tolist()[2:]
+            return _as_control(found[:_REQUESTS]), found[_REQUESTS : _REQUESTS + len(values)]
+
+        return finish
 
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks."""
@@ -189,15 +219,22 @@ class ProcessRanks(Ranks):
 
     def _meet(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> None:
         """Sum `values` over all processes into `_numbers[2:]`, and make sure that all came for the same thing."""
+        self._wait(self._post(self._board, what, values), what, seconds)
+        self._check(self._board, what)
+
+    def _post(self, board: torch.Tensor, what: str, values: Sequence[float]) -> Any:
+        """Start to sum a board with what this rank came for and `values`."""
         if self._ends:
             raise DistributedError(f"{what}: this run has ended by an error on one of its processes. Start it anew.")
-        numbers = self._numbers
-        code = float(zlib.crc32(what.encode()) % 65521 + 1)
+        numbers, code = board.numpy(), _code(what)
         numbers[:] = 0.0
         numbers[0], numbers[1] = code, code * code
         numbers[2 : 2 + len(values)] = values
-        self._wait(dist.all_reduce(self._board, group=self._group, async_op=True), what, seconds)
-        # the codes of all are equal exactly if they have no variance
+        return dist.all_reduce(board, group=self._group, async_op=True)
+
+    def _check(self, board: torch.Tensor, what: str) -> None:
+        """Raise DistributedError unless all ranks came for the same: their codes then have no variance."""
+        numbers, code = board.numpy(), _code(what)
         if numbers[0] != code * self.world_size or numbers[1] != code * code * self.world_size:
             raise self._disagreement(what)
 

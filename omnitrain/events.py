@@ -6,8 +6,8 @@ Events are fired by `run/lifecycle.py`; requests are answered in `run/loop.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -68,6 +68,11 @@ STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal
 """Why a run may end; one of them is in `metrics["stop_reason"]`."""
 
 
+def first_reason(reasons: Collection[str]) -> str:
+    """Return which of several reasons the run ends for: a signal, else the first of `STOP_REASONS`; "" without any."""
+    return next((reason for reason in ("signal", *STOP_REASONS) if reason in reasons), "")
+
+
 @dataclass(slots=True)
 class Control:
     """What callbacks have requested. Only the loop acts on it, and only at a step boundary."""
@@ -78,6 +83,26 @@ class Control:
     stop: str = ""
     signal: int = 0
     """The number of the signal that asks for the end."""
+    scheduled: set[str] = field(default_factory=set)
+    """What of this every rank requests at the same step: "log", "evaluate", "save", or why the run ends."""
+
+    def schedule(self, what: str) -> None:
+        """Request "log", "evaluate", "save" or the end for one of `STOP_REASONS`, as every rank does at this step."""
+        if what not in STOP_REASONS:
+            setattr(self, what, True)
+        elif not self.stop:  # it could overwrite a signal that came this very moment
+            self.stop = what
+        self.scheduled.add(what)
+
+    def add_scheduled(self, control: Control) -> None:
+        """Take over what `control` has scheduled, which is cleared there."""
+        for what in control.scheduled:
+            if what in STOP_REASONS:
+                self.stop = first_reason({self.stop, what})
+            else:
+                setattr(self, what, True)
+                setattr(control, what, False)
+        control.scheduled.clear()
 
     @property
     def is_pending(self) -> bool:
@@ -88,6 +113,7 @@ class Control:
         """Return and clear the requests of these names; a requested end is returned too, and stays."""
         asked = Control(stop=self.stop, signal=self.signal)
         for name in names:
+            self.scheduled.discard(name)
             if getattr(self, name):
                 setattr(asked, name, True)
                 setattr(self, name, False)
@@ -230,6 +256,11 @@ class Callback:
 
     order: ClassVar[int] | int = 10
     """Callbacks run by ascending order, then as given: 0 cadence, 10 yours, 20 deciders, 30 keepers, 40 reporters."""
+
+    asks_alone: ClassVar[bool] | bool = True
+    """Whether it may request, in the hooks of a step, what other ranks do not.
+
+    If so, the ranks tell each other after every step. Set it to False for one that only watches steps."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

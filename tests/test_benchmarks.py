@@ -18,9 +18,9 @@ BENCHMARKS = ROOT / "benchmarks"
 PROBES = [f"R{number}" for number in range(1, 10)]
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     """Return what a script prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     child = programs.run(sys.executable, *command, cwd=cwd, env=environment, timeout=1200)
     assert child.returncode == 0, child.stderr
     return child.stdout
@@ -70,6 +70,216 @@ def test_distributed_measures_both_models_on_two_processes(tmp_path: Path) -> No
         ("tiny MLP", "AccelerateTrainer"),
         ("small transformer", "AccelerateTrainer"),
     }
+
+
+# what runs on a GPU, without one
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gpu")
+
+
+@pytest.fixture
+def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("throughput")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_gpu_without_a_gpu_comes_to_its_end_and_says_what_it_skipped(tmp_path: Path) -> None:
+    printed = run(BENCHMARKS / "gpu.py", "--out", "out", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    report = json.loads((tmp_path / "out/gpu.json").read_text())
+    assert report["is_complete"] and not report["failed"] and report["about"]["gpu"] is None
+    tests, throughput = report["parts"]
+    assert (tests["status"], throughput["status"], throughput["reason"]) == ("skipped", "skipped", "no GPU")
+    assert {test["status"] for test in tests["tests"]} == {"skipped"}
+    assert {test["name"].split("::")[0] for test in tests["tests"]} == {
+        f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")
+    }
+    assert all("needs" in test["text"] for test in tests["tests"])
+    written = (tmp_path / "out/gpu.md").read_text()
+    assert written.strip() in printed
+    assert "| throughput | skipped |" in written and " x needs a GPU" in written
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_gpu_measures_the_throughput_of_all_trainers_on_the_same_work(tmp_path: Path) -> None:
+    words = (BENCHMARKS / "gpu.py", "--out", "out", "--only", "throughput", "--quick")
+    printed = run(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    (part,) = json.loads((tmp_path / "out/gpu.json").read_text())["parts"]
+    rows = {row["variant"]: row for row in part["found"]["rows"]}
+    assert list(rows) == [
+        "hand-written loop", "hand-written loop again (A/A)", "Trainer", "AccelerateTrainer", "HFTrainer",
+        "transformers.Trainer",
+    ]  # fmt: skip
+    assert {row["status"] for row in rows.values()} == {"measured"}, printed
+    losses = [row["losses"][-1] for row in rows.values()]
+    assert max(losses) - min(losses) < 1e-3 and losses[0] < rows["Trainer"]["losses"][0]
+    assert rows["Trainer"]["to_hand"][0] > 0 and rows["HFTrainer"]["to_stock"][0] > 0
+    assert "| HFTrainer |" in printed and "unknown device" in printed
+
+
+ENDS = """
+import os, signal, time
+
+def test_first():
+    pass
+
+def test_crashes():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def test_fails():
+    assert 1 == 2
+
+def test_hangs():
+    time.sleep(100)
+
+def test_leaves_the_gpu_of_no_use():
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+def test_of_another_process(tmp_path_factory):
+    assert "PID" not in os.environ
+
+def test_last(request):
+    import pytest
+    pytest.skip("for a reason")
+"""
+
+
+def test_what_crashes_or_hangs_is_named_and_the_rest_goes_on(gpu: Any, tmp_path: Path) -> None:
+    file = tmp_path / "test_ends.py"
+    file.write_text(ENDS)
+    told: list[int] = []
+    tests, why = gpu.run_tests([file], 60, root=tmp_path, longest=3, tell=lambda tests: told.append(len(tests)))
+    assert not why and told == sorted(told)
+    assert {test.name.split("::")[1]: test.status for test in tests} == {
+        "test_first": "passed",
+        "test_crashes": "crashed",
+        "test_fails": "failed",
+        "test_hangs": "hung",
+        "test_leaves_the_gpu_of_no_use": "failed",
+        "test_of_another_process": "passed",
+        "test_last": "skipped",
+    }
+    texts = {test.name.split("::")[1]: test.text for test in tests}
+    assert "SIGSEGV" in texts["test_crashes"] and "test_crashes" in texts["test_crashes"]
+    assert "assert 1 == 2" in texts["test_fails"] and texts["test_last"] == "for a reason"
+    assert gpu.status_of(tests) == "failed"
+
+
+def test_tests_for_which_no_time_is_left_are_listed(gpu: Any, tmp_path: Path) -> None:
+    file = tmp_path / "test_slow.py"
+    file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass\n")
+    tests, why = gpu.run_tests([file], 5, root=tmp_path)
+    assert [test.status for test in tests] == ["passed", "not run", "not run"] and not why
+    assert gpu.status_of(tests) == "passed"
+
+
+def test_a_file_that_cannot_be_imported_costs_itself(gpu: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    (tmp_path / "test_lacking.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
+    (tmp_path / "test_fine.py").write_text("def test_a(): pass\n")
+    tests, why = gpu.run_tests(sorted(tmp_path.glob("test_*.py")), 60, root=tmp_path)
+    assert {test.name: test.status for test in tests} == {
+        "test_broken.py": "failed", "test_fine.py::test_a": "passed", "test_lacking.py": "skipped",
+    }  # fmt: skip
+    assert "no_such_module" in next(test.text for test in tests if test.status == "skipped") and not why
+
+
+def test_a_pytest_that_cannot_start_is_a_failure_that_says_why(gpu: Any, tmp_path: Path) -> None:
+    tests, why = gpu.run_tests([tmp_path / "nowhere.py"], 60, root=tmp_path)
+    assert not tests and "exit code" in why and "nowhere.py" in why
+
+
+def test_steps_share_the_time_and_what_fails_decides_the_exit_code(gpu: Any, tmp_path: Path) -> None:
+    report = gpu.Report(tmp_path, minutes=2)
+    report.about |= {"versions": {}, "cpu": "", "cores": 1, "python": "", "commit": "", "date": ""}
+    given: list[float] = []
+
+    def step(name: str, seconds: float, status: str) -> Any:
+        def fill(part: Any, limit: float) -> None:
+            given.append(limit)
+            part.status, part.tests = status, [gpu.Test(f"{name}::test", status, 1.0, "because")]
+
+        return gpu.Step(gpu.Part(name, "tests"), seconds, fill)
+
+    gpu.run_all(report, [step("one", 20, "passed"), step("two", 50, "passed"), step("three", 10, "failed")])
+    assert given == pytest.approx([55, 105, 115], abs=2) and report.failed  # 5 s are kept for the report
+    report.minutes = 0.2
+    gpu.run_all(report, [step("late", 20, "passed")])
+    assert report.parts[0].status == "not run" and not report.failed
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"][0]["reason"] == "out of time"
+
+
+def test_peaks_are_those_of_the_longest_name(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "Unheard Of": None}
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert throughput.peak_flops(torch.device("cuda")) == peak
+    assert throughput.peak_flops(torch.device("cpu")) is None
+
+
+def test_operations_are_those_that_pytorch_counts(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.setattr(throughput, "find_spec", lambda name: None)
+    work = throughput.Work(2, 256, 4, 512, 128, 1, 8, 2, 2, torch.device("cpu"))
+    model = throughput.make_model(work)
+    assert isinstance(model, throughput.PlainGPT)
+    ids = torch.randint(0, 512, (1, 128))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(ids, ids)["loss"].backward()
+    assert throughput.flops_per_token(model, work) * 128 == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_throughput_without_transformers_takes_a_model_of_its_own(
+    throughput: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(throughput, "find_spec", lambda name: None)
+    told: list[int] = []
+    work = throughput.work_for(torch.device("cpu"), quick=True, compiled=False)
+    found = throughput.measure(work, 60, 1, lambda found: told.append(found["rounds"]))
+    states = {row["variant"]: (row["status"], row["reason"]) for row in found["rows"]}
+    assert states["Trainer"] == states["AccelerateTrainer"] == ("measured", "")
+    assert states["HFTrainer"] == states["transformers.Trainer"] == ("skipped", "transformers is not installed")
+    assert told[0] == 0 and told[-1] == 1 and len(told) == 8
+
+
+def test_a_variant_that_did_other_work_is_not_compared(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("boom")
+
+    def lazy(work: Any, model: Any, data: Any) -> Any:
+        outcome = throughput.by_hand(work, model, data)
+        outcome.steps -= 1
+        return outcome
+
+    def other(work: Any, model: Any, data: Any) -> Any:
+        outcome = throughput.by_hand(work, model, data)
+        outcome.losses[-1] *= 1.1
+        return outcome
+
+    variants = {throughput.HAND: throughput.by_hand, "fails": fails, "lazy": lazy, "other": other}
+    monkeypatch.setattr(throughput, "VARIANTS", {**variants, throughput.STOCK: throughput.by_hand})
+    monkeypatch.setattr(throughput, "NEEDS", {})
+    work = throughput.work_for(torch.device("cpu"), quick=True, compiled=False)
+    rows = throughput.measure(work, 60, 1, lambda found: None)["rows"]
+    assert [(row["status"], row["reason"]) for row in rows] == [
+        ("measured", ""), ("failed", "RuntimeError: boom"), ("not comparable", "7 steps instead of 8"),
+        ("not comparable", "its losses are 10.0 % off"), ("measured", ""),
+    ]  # fmt: skip
 
 
 # the probes of other trainers

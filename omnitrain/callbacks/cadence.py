@@ -25,6 +25,9 @@ class Cadence(Callback):
         self.log = log
         self.evaluate = evaluate
         self.save = save
+        intervals = [one.duration for one in (log, evaluate, save) if one is not None]
+        self.asks_alone: bool = any(duration.unit == "s" for duration in [*limits.durations, *intervals])
+        """Whether there is a time among them: the clocks of the ranks differ."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Start the intervals where the run is, and end a run at once that has reached its limit already."""
@@ -45,13 +48,13 @@ class Cadence(Callback):
 
     def _finish(self, trainer: TrainerLike) -> None:
         reason = self.limits.reached(trainer.progress)
-        if reason and not trainer.control.stop:  # an empty one could overwrite a signal that came this very moment
-            trainer.control.stop = reason
+        if reason:
+            trainer.control.schedule(reason)
 
     def _ask(self, trainer: TrainerLike) -> None:
         if self.log.due(trainer.progress):
-            trainer.control.log = True
+            trainer.control.schedule("log")
         if self.evaluate is not None and self.evaluate.due(trainer.progress):
-            trainer.control.evaluate = True
+            trainer.control.schedule("evaluate")
         if self.save is not None and self.save.due(trainer.progress):
-            trainer.control.save = True
+            trainer.control.schedule("save")

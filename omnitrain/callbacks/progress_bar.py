@@ -42,6 +42,7 @@ class ProgressBar(Callback):
     """
 
     order: ClassVar[int] | int = 40
+    asks_alone: ClassVar[bool] | bool = False
 
     def __init__(self, enabled: bool | None = None, stream: TextIO | None = None) -> None:
         self.enabled = enabled

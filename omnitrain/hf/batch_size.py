@@ -92,7 +92,8 @@ def smaller_on_out_of_memory(step: Callable[..., torch.Tensor]) -> Callable[...,
             return step(self, model, inputs, *args, **kwargs)
         owner: BaseTrainer = self.owner
         meter, random_numbers = owner._step.loss, snapshot_rng(owner.device)
-        loss, weight = meter.sum.clone(), meter.weight  # stays on the device: nothing waits for it
+        loss = meter.sum if isinstance(meter.sum, float) else meter.sum.clone()  # nothing waits for the device
+        weight = meter.weight
         while True:
             try:
                 return step(self, model, inputs, *args, **kwargs)
@@ -105,7 +106,7 @@ def smaller_on_out_of_memory(step: Callable[..., torch.Tensor]) -> Callable[...,
                     raise
             # out here the error is gone, and with it what it kept alive
             owner.backend.clear_gradients()
-            meter.sum.copy_(loss)
+            meter.sum = loss if isinstance(loss, float) else loss.clone()
             meter.weight = weight
             restore_rng(random_numbers, owner.device)
             inputs = None

@@ -52,6 +52,11 @@ class EngineLoop(Loop):
             self._engine().run()
 
     @property
+    def asks_alone(self) -> bool:
+        """Whether this rank may request something in a step that others do not: transformers' callbacks may."""
+        return True
+
+    @property
     def has_requests(self) -> bool:
         """Whether anything may have been requested on this rank, transformers' callbacks included."""
         return self._engine().is_in_train or super().has_requests

@@ -88,6 +88,12 @@ class Lifecycle:
                 if getattr(handler, "__func__", handler) is not getattr(Callback, name):
                     self._listeners[event].append((callback, handler))
 
+    @property
+    def asks_alone(self) -> bool:
+        """Whether a callback may request, in a step, what other ranks do not."""
+        events = (Event.STEP_START, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
+        return any(callback.asks_alone for event in events for callback, _ in self._listeners[event])
+
     def emit(self, event: Event, *details: Any) -> None:
         """Tell every callback that listens to `event`; a callback's error goes on, with the callback named."""
         for callback, handler in self._listeners[event]:

@@ -28,6 +28,7 @@ from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.step import Step
 from omnitrain.settings import Settings
+from omnitrain.units import ModelUnit
 
 __all__ = ["Loop"]
 
@@ -36,6 +37,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 Result = TypeVar("Result")
 
 _BATCHES_BETWEEN_AGREEMENTS = 8
+_REQUESTS = ("log", "evaluate", "save")
 
 
 class Loop:
@@ -74,6 +76,10 @@ class Loop:
         self.checkpointer = checkpointer
         self.ranks = ranks
         self.settings = settings
+        self._sends_ahead = False
+        """Whether the ranks exchange before each step what they are to know at its end."""
+        self._sent: Callable[[], tuple[Control, list[float]]] | None = None
+        """Waits for what was sent at the beginning of this step."""
 
     # --- the run
 
@@ -85,6 +91,9 @@ class Loop:
         """
         lifecycle = self.lifecycle
         lifecycle.begin_train()
+        self._sent = None
+        (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
+        self._sends_ahead = self.ranks.world_size > 1 and not alone
         if resumed is None:
             lifecycle.owes_evaluation = self.settings.eval_on_start
         else:
@@ -122,6 +131,7 @@ class Loop:
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress.samples_in_epoch)
         for window in self.feed.until_signal(windows):
             lifecycle.begin_step()
+            self.send_ahead()
             applied = hooks._train_step(window)
             lifecycle.end_step(window.samples, window.tokens, skipped=not applied)
             self.answer()
@@ -202,7 +212,7 @@ class Loop:
         if self.ranks.world_size == 1 and not self.has_requests:
             self.checkpointer.await_background(wait=False)
             return
-        asked = self.agree("the end of a step", "log", "evaluate", "save", ahead=self.feed.read_ahead())
+        asked = self._agree_after_step()
         if asked.log:
             self.log()
         if asked.evaluate and lifecycle.evaluated_step != lifecycle.progress.step:
@@ -212,6 +222,32 @@ class Loop:
             self.checkpointer.save()
             self.agree("the end of a save")
         self.checkpointer.await_background(wait=False)
+
+    @property
+    def asks_alone(self) -> bool:
+        """Whether this rank may request something in the middle of a step that others do not."""
+        hooks = self.hooks
+        is_ours = type(hooks).__module__.startswith("omnitrain.") and isinstance(hooks.unit, ModelUnit)
+        return self.lifecycle.asks_alone or not is_ours or bool(hooks.algorithms)
+
+    def send_ahead(self) -> None:
+        """Start to tell the other ranks, before a step, what they are to know at its end, where that is known already.
+
+        The exchange then takes place during the step. What is requested later comes with that of the next step, but
+        intervals and limits, which need no exchange.
+        """
+        if self._sends_ahead:
+            asked, ahead = self.lifecycle.control.taken(*_REQUESTS), self.feed.read_ahead()
+            self._sent = self.ranks.begin_agreeing("the end of a step", asked, *ahead)
+
+    def _agree_after_step(self) -> Control:
+        """Return what is requested at the end of a step or an epoch."""
+        if self._sent is None:
+            return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
+        (asked, totals), self._sent = self._sent(), None
+        asked.add_scheduled(self.lifecycle.control)
+        self._take(asked, totals)
+        return asked
 
     @property
     def has_requests(self) -> bool:
@@ -225,10 +261,13 @@ class Loop:
         """
         lifecycle = self.lifecycle
         asked, totals = self.ranks.agree(where, lifecycle.control.taken(*requests), *ahead)
-        self.feed.take_totals(totals)
-        if asked.stop and not lifecycle.stop:
-            lifecycle.stop, lifecycle.signal = asked.stop, asked.signal
+        self._take(asked, totals)
         return asked
+
+    def _take(self, asked: Control, totals: Sequence[float]) -> None:
+        self.feed.take_totals(totals)
+        if asked.stop and not self.lifecycle.stop:
+            self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
 
     def is_interrupted(self, batches: int) -> bool:
         """Return whether a signal on any rank is to cut an evaluation short; asked before each of its batches."""

@@ -1,0 +1,155 @@
+"""Checkpoints of runs on a GPU: resumed there to the bit, by every trainer, and moved to the CPU and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import KINDS, make
+from recipes import StopAt, Trace, distance, rows, same, t16, weights
+
+from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensors import load_tensors
+
+FP32 = torch.float32
+CPU = torch.device("cpu")
+STEPS, CUT = 30, 19
+"""Of a run of two epochs, and where it is cut: in the middle of the second."""
+SPEEDS = ("samples_per_second", "tokens_per_second")
+
+
+def run(kind: str, device: torch.device, folder: Path, *guests: Any, resume: Any = None, **options: Any) -> Any:
+    """Train two epochs of 15 steps, evaluated every 5, with or without dropout."""
+    trainer = make(
+        kind, device, t16(options.pop("dropout", 0.2), FP32), rows(60, FP32), rows(12, FP32), epochs=2,
+        lr_scheduler="cosine", warmup_steps=3, max_grad_norm=0.5, log_steps=5, eval_steps=5, save_steps=1000,
+        save_dir=folder, load_best_at_end=False, callbacks=guests, **options,
+    )  # fmt: skip
+    trainer.train(resume_from=resume)
+    return trainer
+
+
+def state_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return weights and the optimizer's tensors, on the host."""
+    tensors = {f"weights/{name}": one for name, one in trainer.backend.model_tensors().items()}
+    tensors |= {f"moments/{name}": one for name, one in trainer.backend.optimizer_state()[0].items()}
+    return {name: one.detach().cpu().clone() for name, one in tensors.items()}
+
+
+def saved_at(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return the last checkpoint, and what it holds of weights and optimizer."""
+    found = Store(folder).resolve("last")
+    assert found is not None
+    tensors = {f"weights/{name}": one for name, one in load_tensors(found[0] / "model.safetensors").items()}
+    tensors |= {f"moments/{name}": one for name, one in load_tensors(found[0] / "optimizer/state.safetensors").items()}
+    return found[0], tensors
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+# --- on one device
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_with_dropout_is_resumed_to_the_bit(
+    device: torch.device, kind: str, precision: str, tmp_path: Path
+) -> None:
+    trace, rest = Trace(), Trace()
+    straight = run(kind, device, tmp_path / "straight", trace, autocast=precision)
+    run(kind, device, tmp_path / "parts", StopAt(CUT), autocast=precision)
+    torch.manual_seed(12345)  # all generators are somewhere else when the run goes on
+    second = run(kind, device, tmp_path / "parts", rest, autocast=precision, resume="auto")
+    assert_equal(state_of(straight), state_of(second))
+    assert straight.metrics.to_dict() == second.metrics.to_dict()
+    ends = [[{key: row[key] for key in row if key not in SPEEDS} for row in one.logs] for one in (trace, rest)]
+    assert ends[0][-len(ends[1]) :] == ends[1] and len(ends[1]) >= 2
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_a_run_goes_on_under_another_trainer_to_the_bit(
+    device: torch.device, kind: str, first: str, tmp_path: Path
+) -> None:
+    if first == "hf":
+        pytest.importorskip("transformers", reason="HFTrainer needs transformers, which is not installed")
+    straight = run(kind, device, tmp_path / "straight")
+    run(first, device, tmp_path / "parts", StopAt(CUT))
+    second = run(kind, device, tmp_path / "parts", resume="auto")
+    assert second.progress.step == STEPS
+    assert_equal(state_of(straight), state_of(second))
+
+
+def test_a_checkpoint_holds_what_was_on_the_device(device: torch.device, kind: str, tmp_path: Path) -> None:
+    trainer = run(kind, device, tmp_path, StopAt(CUT))
+    folder, held = saved_at(tmp_path)
+    assert_equal(held, state_of(trainer))
+    generators = load_tensors(folder / "rng/rank-00000.safetensors")
+    assert ("device" in generators) == (device.type == "cuda")
+    if device.type == "cuda":
+        assert torch.equal(generators["device"], torch.cuda.get_rng_state(device))
+
+
+def test_async_saves_hold_what_was_there_when_they_were_asked_for(device: torch.device, tmp_path: Path) -> None:
+    ends = []
+    for name, saves_async in (("sync", False), ("async", True)):
+        trainer = make(
+            "native", device, t16(0.2, FP32), rows(60, FP32), save_dir=tmp_path / name, save_steps=1,
+            async_save=saves_async,
+        )  # fmt: skip
+        trainer.train()
+        ends.append([load_tensors(path / "model.safetensors") for path in trainer.store.checkpoints()])
+    assert len(ends[0]) == len(ends[1]) == 15
+    for one, other in zip(*ends, strict=True):
+        assert_equal(one, other)
+
+
+# --- from the GPU to the CPU, and back
+
+
+def test_a_run_moves_to_the_cpu_and_back(device: torch.device, kind: str, tmp_path: Path) -> None:
+    straight = run("native", CPU, tmp_path / "straight", dropout=0.0)
+    run(kind, device, tmp_path / "parts", StopAt(7), dropout=0.0)
+    folder, held = saved_at(tmp_path / "parts")
+
+    there = run("native", CPU, tmp_path / "parts", StopAt(CUT), dropout=0.0, resume="auto")
+    assert there.device.type == "cpu" and there.progress.step == CUT
+    assert {one.device.type for held in there.optimizer.state.values() for one in held.values()} == {"cpu"}
+
+    back = run(kind, device, tmp_path / "parts", dropout=0.0, resume="auto")
+    assert back.progress.step == STEPS
+    assert {one.device.type for one in back.get_model().parameters()} == {device.type}
+    assert distance(
+        [one.cpu() for one in weights(back.get_model())], weights(straight.get_model())
+    ) < 1e-4  # fmt: skip
+    ours, theirs = (one.metrics["valid"] for one in (back, straight))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [5, 10, 15, 20, 25, 30]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    # what was loaded is what was saved
+    loaded = make(
+        "native", CPU, t16(dtype=FP32), rows(60, FP32), rows(12, FP32), epochs=2, lr_scheduler="cosine",
+        warmup_steps=3, max_grad_norm=0.5, save_dir=tmp_path / "parts",
+    )  # fmt: skip
+    loaded.load_checkpoint(folder)
+    assert_equal(held, state_of(loaded))
+
+
+def test_a_generator_of_another_device_is_left_as_it_is(device: torch.device, kind: str, tmp_path: Path) -> None:
+    run("native", CPU, tmp_path, StopAt(CUT))
+    second = run(kind, device, tmp_path, resume="auto")
+    assert second.progress.step == STEPS
+    assert "device" not in load_tensors(tmp_path / "checkpoint-000019/rng/rank-00000.safetensors")
+
+
+def test_a_model_saved_from_the_device_opens_on_the_host(device: torch.device, kind: str, tmp_path: Path) -> None:
+    trainer = run(kind, device, tmp_path / "run")
+    trainer.save_model(tmp_path / "model")
+    tensors = load_tensors(tmp_path / "model/model.safetensors")
+    plain = t16(dtype=FP32)
+    plain.load_state_dict(tensors)
+    assert same(weights(plain), [one.cpu() for one in weights(trainer.get_model())])

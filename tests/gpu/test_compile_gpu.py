@@ -1,0 +1,102 @@
+"""Models that `torch.compile` has compiled: the same numbers, names without `_orig_mod.`, and runs that go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from devices import make
+from recipes import StopAt, distance, rows, same, t16, weights
+from torch import nn
+
+from omnitrain.checkpoint.tensors import load_tensors
+
+FP32 = torch.float32
+NAMES = {"0.weight", "0.bias", "3.weight", "3.bias"}
+"""Of the tensors of the small model."""
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def compiler(device: torch.device) -> str:
+    """What compiles: on the GPU inductor, where this machine can; on a CPU nothing is made faster, which is quicker."""
+    torch._dynamo.reset()
+    if device.type == "cpu":
+        return "eager"
+    try:
+        torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        pytest.skip(f"this machine cannot compile: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    return "inductor"
+
+
+def graphs() -> int:
+    """How many graphs have been compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def run(kind: str, device: torch.device, model: Any, folder: Path, *guests: Any, resume: Any = None) -> Any:
+    trainer = make(
+        kind, device, model, rows(64, FP32), rows(16, FP32), loss_fn=nn.functional.mse_loss, epochs=2, batch_size=8,
+        lr_scheduler="cosine", save_dir=folder, save_steps=1000, load_best_at_end=False, callbacks=guests,
+    )  # fmt: skip
+    trainer.train(resume_from=resume)
+    return trainer
+
+
+def test_a_compiled_model_gives_the_numbers_of_the_plain_one_and_goes_on(
+    device: torch.device, kind: str, compiler: str, tmp_path: Path
+) -> None:
+    def compiled() -> Any:
+        return torch.compile(t16(dtype=FP32), backend=compiler)
+
+    plain, before = run(kind, device, t16(dtype=FP32), tmp_path / "plain"), graphs()
+    straight = run(kind, device, compiled(), tmp_path / "straight")
+    assert graphs() > before
+    run(kind, device, compiled(), tmp_path / "parts", StopAt(11))
+    second = run(kind, device, compiled(), tmp_path / "parts", resume="auto")
+    assert second.progress.step == 16
+    assert same(weights(straight.get_model()), weights(second.get_model()))
+    assert distance(weights(plain.get_model()), weights(straight.get_model())) < 1e-4
+    assert plain.metrics["valid"][-1] == pytest.approx(straight.metrics["valid"][-1], abs=1e-4)
+
+    straight.save_model(tmp_path / "model")
+    names = [tmp_path / "model/model.safetensors", tmp_path / "straight/checkpoint-000016/model.safetensors"]
+    assert [set(load_tensors(name)) for name in names] == [NAMES, NAMES]
+    moments = load_tensors(tmp_path / "straight/checkpoint-000016/optimizer/state.safetensors")
+    assert {name.rpartition("/")[0] for name in moments} == NAMES
+
+
+def test_a_compiled_model_goes_on_as_a_plain_one(
+    device: torch.device, kind: str, compiler: str, tmp_path: Path
+) -> None:
+    plain = run(kind, device, t16(dtype=FP32), tmp_path / "plain")
+    run(kind, device, torch.compile(t16(dtype=FP32), backend=compiler), tmp_path / "parts", StopAt(11))
+    second = run(kind, device, t16(dtype=FP32), tmp_path / "parts", resume="auto")
+    assert distance(weights(plain.get_model()), weights(second.get_model())) < 1e-4
+
+
+def test_torch_compile_of_transformers_arguments_compiles_trains_and_saves_bare_names(
+    device: torch.device, compiler: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="HFTrainer needs transformers, which is not installed")
+    from omnitrain import HFTrainer
+
+    ends, before = [], graphs()
+    for compiles in (False, True):
+        args = transformers.TrainingArguments(
+            str(tmp_path / f"run-{compiles}"), num_train_epochs=2, per_device_train_batch_size=8, learning_rate=0.01,
+            report_to="none", save_strategy="epoch", load_best_model_at_end=False, torch_compile=compiles,
+            torch_compile_backend=compiler if compiles else None,
+        )  # fmt: skip
+        trainer = HFTrainer(t16(dtype=FP32), args, rows(64, FP32), loss_fn=nn.functional.mse_loss, progress_bar=False)
+        trainer.train()
+        assert trainer.device.type == device.type
+        assert hasattr(trainer.model_wrapped, "_orig_mod") == compiles
+        ends.append(weights(trainer.get_model()))
+        assert set(load_tensors(tmp_path / f"run-{compiles}/checkpoint-000016/model.safetensors")) == NAMES
+    assert graphs() > before
+    assert distance(*ends) < 1e-4

@@ -1,0 +1,301 @@
+"""FSDP 2 and ZeRO on one process: trained, saved, resumed, also offloaded to the CPU, against the native trainer.
+
+One process has all parts of the weights, so that the numbers are the native trainer's, by the way of FSDP and ZeRO.
+This file is also the script that is launched. Without a GPU it runs on two processes, for development:
+
+    PYTHONPATH=.:tests omnitrain launch -n 2 --cpu --fsdp tests/gpu/test_sharding_gpu.py FOLDER fsdp2
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import StopAt, rows
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain import AccelerateTrainer, Callback, NonFiniteError, Trainer
+from omnitrain.checkpoint.tensors import load_tensors, whole
+
+ROOT = Path(__file__).resolve().parents[2]
+OFFLOAD = {"device": "cpu"}
+CONFIGS: dict[str, Any] = {
+    "fsdp2": None,  # what the launcher says
+    "fsdp2, offloaded": None,
+    "zero1": None,
+    "zero2": {"zero_optimization": {"stage": 2}},
+    "zero3": {"zero_optimization": {"stage": 3}},
+    # the optimizer is PyTorch's, so that DeepSpeed has nothing to compile
+    "zero2, offloaded": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+    "zero3, offloaded": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+}
+WRAPPED = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}
+LAUNCHES: tuple[tuple[list[str], list[str], dict[str, str]], ...] = (
+    (["fsdp2"], ["--fsdp"], WRAPPED),
+    (["fsdp2, offloaded"], ["--fsdp"], {**WRAPPED, "FSDP_OFFLOAD_PARAMS": "true"}),
+    (["zero1", "zero2", "zero3"], ["--zero", "1"], {}),
+    (["zero2, offloaded", "zero3, offloaded"], ["--zero", "2"], {}),
+)
+"""Ways that share a launch, the words for the launcher, and what its configuration file would put there."""
+WAYS = list(CONFIGS)
+
+
+class Block(nn.Module):
+    """What is wrapped by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), Block(16), Block(16), nn.Linear(16, 1))
+
+
+# --- the script
+
+
+def train(way: str, folder: Path, *guests: Any, resume: str | None = None, **options: Any) -> Any:
+    """Train 2 epochs of 8 steps with accumulation, clipping and a schedule, and save in the middle of the second."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    defaults = {
+        "loss_fn": F.mse_loss, "learning_rate": 0.01, "epochs": 2, "lr_scheduler": "cosine", "warmup_steps": 2,
+        "max_grad_norm": 0.5, "progress_bar": False, "save_steps": 1000, "save_dir": folder, "global_batch_size": 8,
+        "callbacks": guests,
+    }  # fmt: skip
+    data = options.pop("data", None) or rows(64, torch.float32)
+    if way == "native":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        defaults["save_dir"] = f"{folder}-{os.environ.get('RANK', '0')}"  # each process has a run of its own
+        trainer: Any = Trainer(net(), data, batch_size=4, device=device, **{**defaults, **options})
+    else:
+        own = {} if CONFIGS[way] is None else {"deepspeed_config": CONFIGS[way]}
+        trainer = AccelerateTrainer(net(), data, batch_size=4 // processes, **{**defaults, **own, **options})
+    trainer.train(resume_from=resume)
+    return trainer
+
+
+def state_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(one).clone() for name, one in trainer.backend.model_tensors().items()}
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys(), (sorted(one), sorted(other))
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def examine(way: str, folder: Path) -> dict[str, Any]:
+    """Run everything that is to be tested of a way; what raises is noted, and the rest goes on."""
+    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
+
+    def note(name: str, work: Callable[[], Any]) -> None:
+        try:
+            found[name] = work()
+        except Exception:
+            found[name] = {"error": traceback.format_exc()[-3000:]}
+
+    def straight() -> dict[str, Any]:
+        trainer = train(way, folder / "straight")
+        kept["straight"] = state_of(trainer)
+        kept["native"] = state_of(train("native", folder / "native"))
+        one = next(trainer.model.parameters())
+        trainer.save_model(folder / "model")
+        return {
+            "step": trainer.progress.step,
+            "world_size": trainer.world_size,
+            "device": trainer.device.type,
+            "sharding": trainer.backend.sharding,
+            "parameter": type(one).__name__,
+            "parameter_device": one.device.type,
+            "from_native": apart(kept["straight"], kept["native"]),
+            "saved": sorted(load_tensors(folder / "model" / "model.safetensors")),
+            "from_saved": apart(kept["straight"], load_tensors(folder / "model" / "model.safetensors")),
+        }
+
+    def resumed() -> dict[str, Any]:
+        train(way, folder / "parts", StopAt(11))
+        trainer = train(way, folder / "parts", resume="auto")
+        return {"step": trainer.progress.step, "from_straight": apart(kept["straight"], state_of(trainer))}
+
+    def moved() -> dict[str, Any]:
+        native = train("native", folder / "moved", resume=str(folder / "parts/checkpoint-000011"))
+        train("native", folder / "there", StopAt(11))
+        back = train(way, folder / "back", resume=str(folder / "there-0/checkpoint-000011"))
+        return {
+            "to_native": apart(kept["native"], state_of(native)),
+            "from_native": apart(kept["native"], state_of(back)),
+        }
+
+    def poisoned() -> dict[str, Any]:
+        x, y = (tensor.clone() for tensor in rows(64, torch.float32).tensors)
+        y[:] = math.nan  # from the first step on, so that the weights are to stay those of the beginning
+        kept_trainer: list[Any] = []
+
+        class Keep(Callback):
+            def on_train_start(self, trainer: Any) -> None:
+                kept_trainer.append(trainer)
+
+        try:
+            train(way, folder / "poisoned", Keep(), data=TensorDataset(x, y))
+        except NonFiniteError as error:
+            said = str(error)
+        else:
+            said = ""
+        return {"said": said, "from_start": apart(state_of(kept_trainer[0]), dict(net().named_parameters()))}
+
+    def in_precision(precision: str) -> Callable[[], dict[str, Any]]:
+        def work() -> dict[str, Any]:
+            trainer = train(way, folder / precision, autocast=precision, epochs=6)
+            history = trainer.metrics["train_metrics_history"]
+            dtypes = {str(one.dtype) for one in state_of(trainer).values()}
+            steps = trainer.progress.step + trainer.progress.skipped_steps
+            return {"losses": [row["train_loss"] for row in history], "steps": steps, "dtypes": sorted(dtypes)}
+
+        return work
+
+    works = {"straight": straight, "resumed": resumed, "moved": moved, "bf16": in_precision("bf16")}
+    if torch.cuda.is_available():
+        works["fp16"] = in_precision("fp16")
+    works["poisoned"] = poisoned  # the last one, as it ends by an error
+    for name, work in works.items():
+        note(name, work)
+    return found
+
+
+def main() -> None:
+    """Examine the ways that are named, one after the other, and write what was found of each."""
+    out, *ways = sys.argv[1:]
+    for way in ways:
+        result = examine(way, Path(out) / way)
+        if os.environ.get("RANK", "0") == "0":
+            (Path(out) / f"{way}.json").write_text(json.dumps(result, indent=2))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+# --- the tests
+
+
+def launch(ways: list[str], words: list[str], says: dict[str, str], out: Path) -> str:
+    """Examine these ways in one process, and return how the launch ended."""
+    unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **says}
+    command = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "1", *words, __file__, str(out), *ways]
+    child = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said, _ = child.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        said, _ = child.communicate()
+        return f"it had not ended after 100 s:\n{said[-3000:]}"
+    return "" if child.returncode == 0 else f"exit code {child.returncode}:\n{said[-3000:]}"
+
+
+_examined: dict[str, tuple[dict[str, Any], str]] = {}
+"""What was found of each way, and how its launch ended."""
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    if request.param.startswith("zero") and find_spec("deepspeed") is None:
+        pytest.skip("ZeRO needs deepspeed, which is not installed")
+    return request.param
+
+
+@pytest.fixture
+def found(way: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Return what was found of a way, under a name; the first that asks launches."""
+    if way not in _examined:
+        out = tmp_path_factory.mktemp("sharding")
+        ways, words, says = next(one for one in LAUNCHES if way in one[0])
+        ended = launch(ways, words, says, out)
+        for one in ways:
+            path = out / f"{one}.json"
+            _examined[one] = (json.loads(path.read_text()) if path.exists() else {}, ended)
+    results, ended = _examined[way]
+
+    def of(name: str) -> dict[str, Any]:
+        assert name in results, f"the launch said nothing of it: {ended}"
+        assert "error" not in results[name], results[name]["error"]
+        return results[name]
+
+    return of
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+
+
+def test_it_trains_to_the_weights_of_the_native_trainer(way: str, found: Any) -> None:
+    straight = found("straight")
+    assert (straight["step"], straight["world_size"], straight["device"]) == (16, 1, "cuda")
+    assert straight["sharding"] == ("FSDP" if way.startswith("fsdp") else "DEEPSPEED")
+    assert straight["from_native"] < 1e-5
+
+
+def test_parameters_are_where_they_were_asked_for(way: str, found: Any) -> None:
+    straight = found("straight")
+    assert (straight["parameter"] == "DTensor") == way.startswith("fsdp")
+    if way.startswith("fsdp"):
+        assert straight["parameter_device"] == ("cpu" if "offloaded" in way else "cuda")
+
+
+def test_it_saves_the_weights_under_the_names_of_the_bare_model(way: str, found: Any) -> None:
+    straight = found("straight")
+    assert straight["saved"] == sorted(name for name, _ in net().named_parameters())
+    assert straight["from_saved"] == 0.0
+
+
+def test_it_goes_on_from_its_checkpoint(way: str, found: Any) -> None:
+    resumed = found("resumed")
+    assert resumed["step"] == 16 and resumed["from_straight"] < 1e-6
+
+
+def test_its_checkpoints_move_to_the_native_trainer_and_back(way: str, found: Any) -> None:
+    moved = found("moved")
+    assert max(moved["to_native"], moved["from_native"]) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_it_trains_in_low_precision_and_saves_in_full(way: str, found: Any, precision: str) -> None:
+    if (way, precision) == ("fsdp2, offloaded", "fp16"):
+        pytest.skip("PyTorch's loss scaler does not wait for what a fused optimizer on the CPU is to know of it")
+    run = found(precision)
+    assert run["steps"] == 48 and run["dtypes"] == ["torch.float32"]
+    assert run["losses"][-1] < run["losses"][0]
+
+
+def test_a_nan_ends_the_run_before_anything_is_updated(way: str, found: Any) -> None:
+    poisoned = found("poisoned")
+    assert "not finite at step 1 " in poisoned["said"]
+    assert poisoned["from_start"] == 0.0
+
+
+if __name__ == "__main__":
+    main()
