@@ -92,7 +92,7 @@ def smaller_on_out_of_memory(step: Callable[..., torch.Tensor]) -> Callable[...,
             return step(self, model, inputs, *args, **kwargs)
         owner: BaseTrainer = self.owner
         meter, random_numbers = owner._step.loss, snapshot_rng(owner.device)
-        loss = meter.sum if isinstance(meter.sum, float) else meter.sum.clone()  # nothing waits for the device
+        loss = meter.sum.clone() if isinstance(meter.sum, torch.Tensor) else meter.sum  # nothing waits for the device
         weight = meter.weight
         while True:
             try:
@@ -106,7 +106,7 @@ def smaller_on_out_of_memory(step: Callable[..., torch.Tensor]) -> Callable[...,
                     raise
             # out here the error is gone, and with it what it kept alive
             owner.backend.clear_gradients()
-            meter.sum = loss if isinstance(loss, float) else loss.clone()
+            meter.sum = loss.clone() if isinstance(loss, torch.Tensor) else loss
             meter.weight = weight
             restore_rng(random_numbers, owner.device)
             inputs = None
