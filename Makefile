@@ -6,6 +6,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TRAINER ?= native
 DATA ?= digits
+# Processes that the tests are shared out to.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 comma := ,
@@ -18,7 +20,7 @@ limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-oldest check check-format check-lint check-types check-architecture format signatures docs \
+.PHONY: help venv demo test test-all test-oldest check check-format check-lint check-types check-architecture format signatures docs \
 	examples notebooks bench gpu clean
 
 help: ## show this list
@@ -42,8 +44,14 @@ venv: $(VENV)/.has-dev ## .venv with all that a developer needs
 demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, accelerate or hf; DATA=digits or stdlib), results in runs/demo
 	$(call limit,900) $(BIN)/omnitrain $(ON_TWO) demo --trainer $(TRAINER) --data $(DATA)
 
-test: $(VENV)/.has-test ## the whole test suite, the examples in docstrings included
-	$(call limit,1500) $(BIN)/python -m pytest
+# The tests of a file stay together: what its fixtures make, such as launches of several processes, is made once then.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.has-test ## a test of every behaviour, in some minutes; what `make check` runs is left out
+	$(call limit,3600) $(PYTEST) -m "not slow" --ignore=tests/test_typing.py
+
+test-all: $(VENV)/.has-test ## the whole test suite, what is exhaustive included
+	$(call limit,7200) $(PYTEST)
 
 test-oldest: ## the same with the oldest dependencies that pyproject.toml allows, in .venv-oldest (several GB)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import programs
 import pytest
 
 import omnitrain
@@ -142,7 +143,7 @@ def floor_of(module: str) -> int:
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = programs.run(sys.executable, "-c", code, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -8,12 +8,12 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -443,7 +443,7 @@ def test_only_diff_waits_for_torch(run: Path, tmp_path: Path) -> None:
         "print('torch' in sys.modules)"
     )
     words = [sys.executable, "-c", code, str(run), str(tmp_path / "out")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = programs.run(*words, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "False"
 

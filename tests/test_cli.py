@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 import omnitrain
@@ -15,14 +17,14 @@ from omnitrain import ConfigError, cli, demo
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
+def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return programs.started(
+        sys.executable,
+        *arguments,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 
@@ -74,9 +76,7 @@ def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_reading_the_command_line_does_not_load_torch() -> None:
     code = "import sys; from omnitrain import cli\ntry: cli.main(['demo', '--help'])\nexcept SystemExit: pass\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], cwd=ROOT, capture_output=True, timeout=60
-    )
+    done = programs.run(sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)", cwd=ROOT)
     assert done.returncode == 0
 
 
@@ -133,15 +133,12 @@ def test_ctrl_c_outside_of_training_exits_with_130(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_demo_in_order_and_tells_the_shell(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    process = start("-m", "omnitrain.cli", "demo", "--data", "stdlib", cwd=tmp_path)
-    try:
+    with start("-m", "omnitrain.cli", "demo", "--data", "stdlib", cwd=tmp_path) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("step ") for line in lines)  # it trains
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        _, errors = process.communicate(timeout=programs.LIMIT)
     assert process.returncode == code
     assert "Traceback" not in errors
     assert list((tmp_path / "runs" / "demo").glob("checkpoint-*")), "nothing was saved"
@@ -152,10 +149,9 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
     code = (
         "import sys; from omnitrain import cli, demo; demo.digits = lambda *_: [print('x' * 9999) for _ in range(99)]"
     )
-    process = start("-c", f"{code}; sys.exit(cli.main(['demo']))", cwd=tmp_path)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.readline()
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(timeout=60), errors) == (1, "")
+    with start("-c", f"{code}; sys.exit(cli.main(['demo']))", cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert (process.wait(programs.LIMIT), errors) == (1, "")

@@ -5,7 +5,6 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 import omnitrain
-from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer, demo
+from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer, cli, demo
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
+
+from nursery import Case, play  # noqa: E402
+
 SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
 
 
@@ -74,20 +76,19 @@ def test_hf_trainer_gives_the_numbers_of_the_native_one(tmp_path: Path) -> None:
     assert {"curves.png", "model", "metrics.json"} <= {path.name for path in (tmp_path / "HFTrainer").iterdir()}
 
 
+def on_two(folder: str) -> None:
+    """Run the demo as one of the processes of a launch does."""
+    os.chdir(folder)
+    sys.exit(cli.main(["demo", "--trainer", "accelerate"]))
+
+
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no gloo over loopback")
 def test_digits_learn_as_well_on_two_processes_which_say_everything_once(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "2", "-m", "omnitrain.cli"]
-    done = subprocess.run(
-        [*words, "demo", "--trainer", "accelerate"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("images that it never saw") == 1
+    case = Case("demo", "test_demo:on_two", {"folder": str(tmp_path)})
+    ends = play([case], tmp_path / "case")["demo"]
+    assert [one.code for one in ends] == [0, 0], ends
+    assert [one.output.count("images that it never saw") for one in ends] == [1, 0]
     out = tmp_path / "runs" / "demo"
     assert MetricsDict.from_json(out / "metrics.json")["test"][-1]["accuracy"] >= 0.96
     assert {"curves.png", "metrics.jsonl", "model", "demo.json"} <= {path.name for path in out.iterdir()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,14 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that kills itself has another exit code on Windows")
 def test_a_run_that_is_killed_three_times_ends_with_the_same_weights(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "resume.py")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = programs.run(sys.executable, ROOT / "examples" / "resume.py", cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(",")[0] for line in done.stdout.splitlines() if "killed after" in line] == [
         "  killed after step 23",

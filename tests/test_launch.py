@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from omnitrain import ConfigError, MissingExtraError, cli, launch
@@ -166,13 +166,8 @@ def test_processes_share_the_cores_unless_the_user_has_said_how(monkeypatch: pyt
 
 
 def test_the_exit_code_is_the_scripts(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "omnitrain.cli", "launch", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = programs.run(sys.executable, "-m", "omnitrain.cli", "launch", script, env=environment)
     assert done.returncode == 7
     assert "exit code 7" in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,19 +5,20 @@ from __future__ import annotations
 import datetime
 from concurrent.futures import ThreadPoolExecutor
 
+import programs
 import pytest
 from torch.distributed import HashStore, Store
 
 from omnitrain import rendezvous
 
-SOON = datetime.timedelta(seconds=20)
+SOON = datetime.timedelta(seconds=programs.LIMIT)
 
 
 def meet(store: Store, ranks: list[int], world_size: int) -> list[str]:
     """Return the names that the ranks agree on, rank 0 being the last to come."""
     with ThreadPoolExecutor(world_size) as pool:
         names = [pool.submit(rendezvous.agree_on_name, store, rank, world_size, SOON) for rank in ranks]
-        return [name.result(30) for name in names]
+        return [name.result(programs.LIMIT) for name in names]
 
 
 def test_all_processes_of_an_attempt_agree_and_no_two_attempts_do() -> None:

@@ -9,10 +9,10 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
@@ -144,10 +144,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]
     for trainer in TRAINERS:
         for name, script in (("constructor", CONSTRUCTOR), ("run", RUN)):
             (folder / f"{name}_{trainer.__name__}.py").write_text(script.format(trainer=trainer.__name__))
-    ran = subprocess.run(
-        [PYRIGHT, "--outputjson", "--pythonpath", sys.executable, "."],
-        cwd=folder, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+    ran = programs.run(PYRIGHT, "--outputjson", "--pythonpath", sys.executable, ".", cwd=folder)
     errors: dict[str, dict[int, str]] = {path.stem: {} for path in folder.glob("*.py")}
     for one in json.loads(ran.stdout)["generalDiagnostics"]:
         if one["severity"] == "error":

@@ -76,7 +76,6 @@ def history(tmp_path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("_runtime", "_timestamp")} for row in rows]
 
 
-@pytest.mark.timeout(90)
 def test_logs_and_evaluations_of_a_step_are_one_row(offline, tmp_path):
     logger, trainer = WandbLogger(project="digits", tags=["baseline"]), make_trainer()
     logger.on_train_start(trainer)
@@ -93,7 +92,6 @@ def test_logs_and_evaluations_of_a_step_are_one_row(offline, tmp_path):
     assert [record.exit.exit_code for record in records(tmp_path) if record.HasField("exit")] == [0]
 
 
-@pytest.mark.timeout(90)
 def test_a_failed_training_finishes_with_exit_code_1(offline, tmp_path):
     logger, trainer = WandbLogger(), make_trainer()
     logger.on_train_start(trainer)
@@ -103,7 +101,6 @@ def test_a_failed_training_finishes_with_exit_code_1(offline, tmp_path):
     assert [record.exit.exit_code for record in records(tmp_path) if record.HasField("exit")] == [1]
 
 
-@pytest.mark.timeout(90)
 def test_a_resumed_training_continues_the_same_run(offline, tmp_path):
     first, trainer = WandbLogger(), make_trainer()
     first.on_train_start(trainer)
@@ -120,7 +117,6 @@ def test_a_resumed_training_continues_the_same_run(offline, tmp_path):
     assert sorted(row["_step"] for row in history(tmp_path)) == [1, 2, 3, 4]
 
 
-@pytest.mark.timeout(90)
 def test_a_run_of_the_user_is_used_and_left_open(offline, tmp_path):
     run = offline.init()
     for _ in range(3):
@@ -135,7 +131,6 @@ def test_a_run_of_the_user_is_used_and_left_open(offline, tmp_path):
     assert history(tmp_path)[-1] == {"_step": 3, "step": 1, "train/loss": 1.0, "train/epoch": 0.1}
 
 
-@pytest.mark.timeout(90)
 def test_a_test_after_the_training_goes_to_the_summary_of_the_same_run(offline, tmp_path):
     logger, trainer = WandbLogger(), make_trainer()
     logger.on_train_start(trainer)

@@ -12,7 +12,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from resuming import Killed, build, differences, disturb_generators, journal, outcome, play, train
 
@@ -200,30 +200,38 @@ SLOW: dict[str, Any] = {
 }
 
 
-class Slow(Callback):
-    """Makes every step last, so that a kill at a random moment does not always find the same place."""
+class Tells(Callback):
+    """Writes a byte at every step, so that a process can be killed in a given one however long steps take."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
 
     def on_step_start(self, trainer: Any) -> None:
-        time.sleep(0.002)
+        os.write(self.descriptor, b".")
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_sigkill_at_random_moments_until_the_run_is_done_changes_nothing(folder: Path, is_async: bool) -> None:
-    options = {**SLOW, "async_save": is_async, "callbacks": lambda: [Slow()]}
-    start = time.monotonic()
+    options = {**SLOW, "async_save": is_async}
     expected = play(folder / "undisturbed", **options)
-    length = time.monotonic() - start
     chance = random.Random(3 + is_async)
     kills = 0
     for number in range(6):
         run = folder / str(number)
-        for attempt in range(100):
-            child = forked(lambda: train(build(run, **options), resume_from="auto"))  # noqa: B023
-            time.sleep(chance.uniform(0, length * (0.6 + 0.1 * attempt)))
-            os.kill(child, signal.SIGKILL)
-            if exit_of(child) == 0:
-                break
-            kills += 1
+        is_over = False
+        while not is_over:  # a run that gets past its next checkpoint goes on from there
+            reading, writing = os.pipe()
+            tells = {**options, "callbacks": lambda: [Tells(writing)]}  # noqa: B023
+            child = forked(lambda: train(build(run, **tells), resume_from="auto"))  # noqa: B023
+            os.close(writing)
+            steps = chance.randint(0, 8)  # of 12 at most, before the moment
+            if all(os.read(reading, 1) for _ in range(steps)):
+                time.sleep(chance.uniform(0, 0.004))  # a step takes about as long
+                os.kill(child, signal.SIGKILL)
+            code = exit_of(child)
+            assert code in (0, -signal.SIGKILL)
+            is_over, kills = code == 0, kills + (code != 0)
+            os.close(reading)
         assert not differences(without_streams(play(run, **options)), without_streams(expected))
     assert kills > 6
 
@@ -250,7 +258,7 @@ def test_sigkill_of_a_program_with_workers_and_its_restart_in_a_new_interpreter(
     here = Path(__file__).parents[1]
     run = tmp_path / "run"
     program = textwrap.dedent(PROGRAM).format(paths=[str(here), str(here.parent)], run=str(run), workers=2, options=RUN)
-    first = subprocess.run([sys.executable, "-c", program], timeout=100, check=False)
+    first = programs.run(sys.executable, "-c", program)
     assert first.returncode == -signal.SIGKILL
     got = play(run, **RUN)
     assert not differences(without_streams(got), without_streams(undisturbed))

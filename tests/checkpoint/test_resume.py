@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -21,11 +22,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import thinned
 from recipes import Sentences, Tagger
 from resuming import (
     Cut,
@@ -208,17 +211,23 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+KINDS = ("stop", "signal", "kill")
+ANYWHERE = [*RECIPES][1:4]
+"""Recipes that are cut after every step also where the others are cut at some: intervals that coincide with nothing,
+a save at every step, and saves between the evaluations."""
+BOUNDARIES = {"the first step": 1, "the middle of an epoch": 5, "an epoch's last step": 6}
+
+
 def stops(name: str, length: int) -> Iterator[tuple[str, int]]:
     """All ways to end at all windows for the first recipes; one way at each window, in turn, for the others."""
-    kinds = ("stop", "signal", "kill")
     for window in range(1, length + 1):
         if list(RECIPES).index(name) < 4:
-            yield from ((how, window) for how in kinds)
+            yield from ((how, window) for how in KINDS)
         else:
-            yield kinds[(window + len(name)) % 3], window
+            yield KINDS[(window + len(name)) % 3], window
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", thinned(RECIPES, ANYWHERE))
 def test_run_that_is_cut_after_any_step_and_resumed_ends_like_one_that_was_not(name: str, folder: Path) -> None:
     expected = play(folder / "straight", **RECIPES[name])
     length = expected["position"]["step"] + expected["position"]["skipped_steps"]
@@ -228,8 +237,22 @@ def test_run_that_is_cut_after_any_step_and_resumed_ends_like_one_that_was_not(n
         assert not differences(found, expected), f"{name}, cut by {cut}"
 
 
-@pytest.mark.parametrize("order", [-5, 97])
-@pytest.mark.parametrize("name", [*[*RECIPES][1:3], "an end in steps at an epoch's end"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ANYWHERE])
+def test_run_that_is_cut_at_the_boundaries_of_an_epoch_ends_like_one_that_was_not(name: str, folder: Path) -> None:
+    expected = play(folder / "straight", **RECIPES[name])
+    for number, (place, window) in enumerate(BOUNDARIES.items()):
+        cut = KINDS[(number + len(name)) % 3], window
+        found = play(folder / str(number), [{"cut": cut}, {}], **RECIPES[name])
+        assert not differences(found, expected), f"{name}, cut by {cut} after {place}"
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    thinned(
+        itertools.product([*[*RECIPES][1:3], "an end in steps at an epoch's end"], [-5, 97]),
+        [([*RECIPES][1], 97), ("an end in steps at an epoch's end", -5)],
+    ),
+)
 def test_run_that_is_killed_at_any_event_and_resumed_ends_like_one_that_was_not(
     name: str, order: int, folder: Path
 ) -> None:
@@ -1053,7 +1076,7 @@ def test_weights_that_are_written_in_the_background_are_those_of_their_step(
     may_write, save_tensors = threading.Event(), state.save_tensors
 
     def wait_and_save(*given: Any) -> None:
-        assert may_write.wait(20)
+        assert may_write.wait(programs.LIMIT)
         save_tensors(*given)
 
     class Release(Callback):

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -663,7 +663,7 @@ def late():
     store.Store({str(run)!r}).save(10, lambda folder: (folder / "a").write_bytes(b"a"), {{}})
 threading.Thread(target=late).start()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    programs.run(sys.executable, "-c", script, check=True)
     assert Store(run).resolve("last") is not None
 
 

@@ -3,182 +3,228 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from omnitrain.data import workers
-from omnitrain.data.loaders import make_loader
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
+
+import programs  # noqa: E402
+from nursery import Case, Found, Outcome, joined, play  # noqa: E402
+
+from omnitrain import Callback, Trainer  # noqa: E402
+from omnitrain.data import workers  # noqa: E402
+from omnitrain.data.loaders import make_loader  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups")
 
-# Data are slower than training, and index 27 is in the second window: what is left of it is fetched after the signal.
-SCRIPT = """
-import os, signal, sys, time
-import multiprocessing, torch
-from pathlib import Path
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from omnitrain import Callback, Trainer
+# --- what runs in a process of its own, which leads a process group of its own
 
-kind, name, where = sys.argv[1:4]
-resumes = Path("run").exists()
 
-class Rows(Dataset):
-    def __init__(self, place):
-        self.place, self.strikes = place, where == place and not resumes
-    def __len__(self):
-        return 64 if self.place == "data" else 32
-    def __getitem__(self, index):
+class Rows(Dataset[Any]):
+    """Data that are slower than training, of which one row may send a signal to the whole process group.
+
+    Row 27 is in the second window: what is left of it is fetched after the signal.
+    """
+
+    def __init__(self, size: int, sends: int = 0) -> None:
+        self.size, self.sends = size, sends
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
         time.sleep(0.01)
-        if index == 27 and self.strikes:
-            os.killpg(0, getattr(signal, name))
+        if index == 27 and self.sends:
+            os.killpg(0, self.sends)
             time.sleep(0.2)
         return torch.full((4,), float(index)), torch.zeros(1)
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        rows = Rows("data")
-        return (rows[index] for index in range(64))
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
 
 class Report(Callback):
-    def on_step_start(self, trainer):
+    """Says which worker processes there are, and how the run has ended; may send a signal in the second step."""
+
+    def __init__(self, sends: Callable[[], None] | None) -> None:
+        self.sends = sends
+
+    def on_step_start(self, trainer: Any) -> None:
         print("children", *(child.pid for child in multiprocessing.active_children()), flush=True)
-        if where == "step" and trainer.progress.step == 1 and not resumes:
-            os.killpg(0, getattr(signal, name))
+        if self.sends is not None and trainer.progress.step == 1:
+            self.sends()
             time.sleep(0.3)
-    def on_train_end(self, trainer):
+
+    def on_train_end(self, trainer: Any) -> None:
         print("ended", trainer.progress.step, trainer.stop_reason, len(trainer.metrics["valid"]), flush=True)
 
-def main():
+
+def train(kind: str, where: str, number: int, folder: str, everyone: bool = True) -> None:
+    """Train 4 steps of 8 micro-batches, with an evaluation after each; a signal comes from the place that is named."""
     torch.set_num_threads(1)
     if kind == "spawn":
-        torch.multiprocessing.set_start_method("spawn")
-    train, evaluation = Rows("data"), Rows("eval")
-    options = {"shuffle": False, "num_workers": 2}
+        torch.multiprocessing.set_start_method("spawn", force=True)
+    data: Any = Rows(64, number if where == "data" else 0)
+    evaluation: Any = Rows(32, number if where == "eval" else 0)
+    options: dict[str, Any] = {"shuffle": False, "num_workers": 2}
     if kind == "stream":
-        train = Stream()
-        del options["shuffle"]
+        data, options = Stream(data), {"num_workers": 2}
     elif kind == "given":
         options = {
-            "train_loader": DataLoader(train, batch_size=2, num_workers=2),
+            "train_loader": DataLoader(data, batch_size=2, num_workers=2),
             "eval_loader": DataLoader(evaluation, batch_size=2, num_workers=2),
         }
-        train = evaluation = None
+        data = evaluation = None
+
+    def send() -> None:
+        os.killpg(0, number) if everyone else os.kill(os.getpid(), number)
+
     trainer = Trainer(
-        torch.nn.Linear(4, 1), train, evaluation, loss_fn=torch.nn.functional.mse_loss, epochs=1, batch_size=2,
-        gradient_accumulation_steps=8, eval_steps=1, save_steps=100, save_dir="run", device="cpu", progress_bar=False,
-        callbacks=[Report()], **options,
-    )
+        torch.nn.Linear(4, 1), data, evaluation, loss_fn=torch.nn.functional.mse_loss, epochs=1, batch_size=2,
+        gradient_accumulation_steps=8, eval_steps=1, save_steps=100, save_dir=Path(folder, "run"), device="cpu",
+        progress_bar=False, callbacks=[Report(send if where == "step" else None)], **options,
+    )  # fmt: skip
     trainer.train(resume_from="auto")
 
-if __name__ == "__main__":
-    main()
-"""
 
+# --- what came of it
 
-class Ended(NamedTuple):
-    """How a run of SCRIPT ended."""
-
-    code: int
-    steps: int
-    evaluations: int
-    children: list[int]
-    errors: str
-
-
-def run(folder: Path, kind: str, name: str, where: str) -> Ended:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), kind, name, where],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        start_new_session=True,  # a process group of its own
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    words = [line.split() for line in done.stdout.splitlines()]
-    children = sorted({int(pid) for line in words if line[0] == "children" for pid in line[1:]})
-    ended = [(int(line[1]), int(line[3])) for line in words if line[0] == "ended"] or [(-1, -1)]
-    return Ended(done.returncode, *ended[0], children, done.stderr)
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat")
-        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"  # nobody may reap orphans
-    return False
-
-
-def left_over(children: list[int], seconds: float) -> list[int]:
-    """Return the children that still run after so many seconds, or as soon as there are none."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(map(is_running, children)):
-        time.sleep(0.05)
-    return [pid for pid in children if is_running(pid)]
-
-
-SIGNALS = {"SIGTERM": (143,), "SIGINT": (130, -signal.SIGINT)}
+EXITS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 CASES = [
-    ("map", "SIGTERM", "data", (2, 1)),
-    ("map", "SIGINT", "data", (2, 1)),
-    ("map", "SIGTERM", "eval", (1, 0)),
-    ("map", "SIGINT", "step", (2, 1)),
-    ("spawn", "SIGTERM", "data", (2, 1)),
-    ("stream", "SIGTERM", "data", (2, 1)),
-    ("given", "SIGINT", "data", (2, 1)),
-    ("given", "SIGTERM", "step", (2, 1)),
-    pytest.param("given", "SIGTERM", "data", (1, 1)),
-    pytest.param("given", "SIGTERM", "eval", (1, 0)),
+    ("map", signal.SIGTERM, "data", (2, 1)),
+    ("map", signal.SIGINT, "data", (2, 1)),
+    ("map", signal.SIGTERM, "eval", (1, 0)),
+    ("map", signal.SIGINT, "step", (2, 1)),
+    ("spawn", signal.SIGTERM, "data", (2, 1)),
+    ("stream", signal.SIGTERM, "data", (2, 1)),
+    ("given", signal.SIGINT, "data", (2, 1)),
+    ("given", signal.SIGTERM, "step", (2, 1)),
+    ("given", signal.SIGTERM, "data", (1, 1)),
+    ("given", signal.SIGTERM, "eval", (1, 0)),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name", "where", "expected"), CASES)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("workers")
+
+
+def named(kind: str, number: signal.Signals, where: str) -> str:
+    return f"{kind} {number.name} {where}"
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Found[list[Outcome]]:
+    """Each case, and the run that goes on from where it ended."""
+
+    def case(kind: str, number: signal.Signals, where: str, place: str, name: str = "") -> Case:
+        options = {"kind": kind, "where": where, "number": int(number), "folder": str(folder / place)}
+        return Case(name or place, "test_workers:train", options, processes=1)
+
+    places = [(kind, number, where, named(kind, number, where)) for kind, number, where, _ in CASES]
+    found = play([case(kind, number, where, place) for kind, number, where, place in places], folder / "first")
+    again = [  # workers that are spawned take seconds to start, and have been looked at
+        case("map" if kind == "spawn" else kind, number, "", place, f"{place} again")
+        for kind, number, _, place in places
+    ]
+    return joined(found, play(again, folder / "second"))
+
+
+def ended(outcome: Outcome) -> tuple[int, int]:
+    """Return the step that a run has ended at, and the number of its evaluations."""
+    words = re.findall(r"^ended (\d+) \w+ (\d+)$", outcome.output, re.MULTILINE)
+    assert len(words) == 1, outcome.output
+    return int(words[0][0]), int(words[0][1])
+
+
+@pytest.mark.parametrize(("kind", "number", "where", "expected"), CASES)
 def test_a_signal_to_the_whole_process_group_ends_the_run_in_order(
-    kind: str, name: str, where: str, expected: tuple[int, int], tmp_path: Path
+    kind: str,
+    number: signal.Signals,
+    where: str,
+    expected: tuple[int, int],
+    outcomes: dict[str, list[Outcome]],
+    folder: Path,
 ) -> None:
-    first = run(tmp_path, kind, name, where)
-    assert first.code in SIGNALS[name], first.errors
-    assert (first.steps, first.evaluations) == expected
-    assert first.errors.count("finishing the current step") == 1
-    assert len(list(tmp_path.glob("run/checkpoint-*"))) == 1
-    assert first.children and not left_over(first.children, 1)
-    second = run(tmp_path, kind, name, where)
-    assert (second.code, second.steps, second.evaluations) == (0, 4, 4), second.errors
+    name = named(kind, number, where)
+    (first,), (second,) = outcomes[name], outcomes[f"{name} again"]
+    assert first.code == EXITS[number], first.output
+    assert ended(first) == expected
+    assert first.output.count("finishing the current step") == 1
+    children = {pid for line in re.findall(r"^children (.+)$", first.output, re.MULTILINE) for pid in line.split()}
+    assert len(children) >= 2 and not [one for one in first.left if one.split()[0] in children]
+    assert second.code == 0, second.output
+    assert ended(second) == (4, 4)
+    steps = sorted(path.name for path in (folder / name / "run").glob("checkpoint-*"))
+    assert steps == [f"checkpoint-{step:06d}" for step in (expected[0], 4)]
 
 
-@pytest.mark.slow
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # nobody may reap orphans
+    return False
+
+
+PROGRAM = """
+import signal, sys
+sys.path[:0] = {paths!r}
+import test_workers
+
+if __name__ == "__main__":
+    test_workers.train({kind!r}, {where!r}, signal.{signal}, {folder!r}, everyone={everyone})
+"""
+
+
+def program(folder: Path, kind: str, name: str, where: str, everyone: bool = True) -> list[str]:
+    """Return the command of a Python that trains."""
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent / "distributed"), str(ROOT)]
+    told = {"paths": paths, "kind": kind, "where": where, "signal": name, "folder": str(folder), "everyone": everyone}
+    (folder / "program.py").write_text(PROGRAM.format(**told))
+    return [sys.executable, str(folder / "program.py")]
+
+
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    script = SCRIPT.replace("os.killpg(0, getattr(signal, name))", "os.kill(os.getpid(), signal.SIGKILL)")
-    (tmp_path / "script.py").write_text(script)
-    process = subprocess.Popen(
-        [sys.executable, "script.py", "map", "SIGKILL", "step"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process.stdout:
+    command = program(tmp_path, "map", "SIGKILL", "step", everyone=False)
+    with programs.started(*command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
         children = [int(pid) for pid in process.stdout.readline().split()[1:]]
         assert len(children) >= 2
-        assert process.wait(timeout=60) == -signal.SIGKILL
-    assert not left_over(children, 15)
+        assert process.wait(programs.LIMIT) == -signal.SIGKILL
+        while any(map(is_running, children)):
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name", "where"), [("map", "SIGTERM", "data"), ("spawn", "SIGTERM", "data")])
+def test_a_program_with_workers_ends_with_the_exit_code_of_its_signal(
+    kind: str, name: str, where: str, tmp_path: Path
+) -> None:
+    done = programs.run(*program(tmp_path, kind, name, where))
+    assert done.returncode == 143, done.stderr
+    assert "\nended 2 signal 1\n" in done.stdout
+    again = programs.run(*program(tmp_path, kind, name, ""))
+    assert again.returncode == 0 and "\nended 4 epochs 4\n" in again.stdout, again.stderr
 
 
 STUCK = """
@@ -196,21 +242,15 @@ next(batches)
 """
 
 
-def ended(code: str) -> tuple[int, str]:
+def said(code: str) -> tuple[int, str]:
     """Run code as a program, and return its exit code and what it had to complain of."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],  # torch warns of more workers than cores
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = programs.run(sys.executable, "-W", "ignore", "-c", code, env=environment)  # of more workers than cores
     return done.returncode, done.stderr
 
 
-@pytest.mark.slow
 def test_a_stuck_worker_keeps_no_process_from_its_end() -> None:
-    assert ended(STUCK) == (0, "")
+    assert said(STUCK) == (0, "")
 
 
 LEFT = """
@@ -223,7 +263,7 @@ next(batches)
 
 
 def test_an_epoch_that_is_left_ends_with_the_process_and_without_a_word() -> None:
-    assert ended(LEFT) == (0, "")
+    assert said(LEFT) == (0, "")
 
 
 class Numbers(IterableDataset[Any]):
@@ -249,10 +289,10 @@ class Programs(Dataset[Any]):
         return 2
 
     def __getitem__(self, index: int) -> Any:
-        program = subprocess.Popen(["sleep", "60"])
+        program = subprocess.Popen(["sleep", "1000"])
         number = (signal.SIGTERM, signal.SIGINT)[index]
         program.send_signal(number)
-        return torch.tensor(program.wait(timeout=20))
+        return torch.tensor(program.wait(programs.LIMIT))
 
 
 def test_programs_that_a_dataset_starts_hear_signals_as_ever() -> None:

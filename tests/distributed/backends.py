@@ -1,19 +1,17 @@
 """Every backend by name, and jobs that run on them: many of them in one launch of two processes.
 
 A job is a function `job(backend, **options)` of any module beside this one. It runs on every process, and what it
-returns there (plain values, and tensors under "tensors") comes back as one dict per rank. Launching takes longer than
-most jobs, so they go together.
+returns there (plain values, and tensors under "tensors") comes back as one dict per rank. Starting processes takes
+longer than most jobs, so they go together.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
+import itertools
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -29,6 +27,8 @@ from safetensors.torch import load_file, save_file
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
+from compiled import compile_once  # noqa: E402
+from nursery import Case, Found, Outcome, joined, play, show_life  # noqa: E402
 from recipes import Sentences, StopAt, Tagger, Trace, t16  # noqa: E402
 from resuming import Numbered  # noqa: E402
 from torch import nn  # noqa: E402
@@ -41,6 +41,8 @@ PROCESSES = {
     "hf_fsdp": 2, "hf_zero2": 2, "hf_zero3": 2,
 }  # fmt: skip
 BACKENDS = tuple(PROCESSES)
+MAIN = ("native", "ddp", "fsdp", "zero3", "hf2")
+"""One of each kind; the others differ from one of them in less."""
 LAUNCHES = (
     ("native", "accelerate", "hf"),
     ("ddp", "fsdp", "hf2"),
@@ -130,46 +132,71 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def launch(jobs: Sequence[Job], folder: Path, timeout: float = 150) -> dict[str, list[dict[str, Any]]]:
+def launch(jobs: Sequence[Job], folder: Path) -> Found[list[dict[str, Any]]]:
     """Run the jobs one after the other on as many processes as their backends have; return results by name and rank.
 
-    An error that a job raises is its result: {"error": name of the class, "message": text}.
+    An error that a job raises is its result: {"error": name of the class, "message": text}. A job that hangs, or ends
+    one of its processes, has none: asking for it is an error. The jobs after it are run by other processes, and after
+    the second such job not at all.
     """
-    (processes,) = {PROCESSES[job.backend] for job in jobs}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command = [sys.executable, *([*torchrun, "--nproc_per_node", str(processes)] if processes > 1 else [])]
-    unwanted = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path])}
-    with open(folder / "output.txt", "w") as output:
-        child = subprocess.Popen(
-            [*command, str(HERE / "backends.py"), str(folder), str(timeout - 10)],
-            env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-    if code != 0:
-        tail = (folder / "output.txt").read_text()[-6000:]
-        raise RuntimeError(f"The launch {'did not end' if code is None else f'ended with {code}'}:\n{tail}")
-    return {job.name: [_read(folder / f"{job.name}.{rank}") for rank in range(processes)] for job in jobs}
+    return _launch([list(jobs)], folder)
 
 
-def launch_all(jobs: Iterable[Job], folder: Path) -> dict[str, list[dict[str, Any]]]:
+def launch_all(jobs: Iterable[Job], folder: Path) -> Found[list[dict[str, Any]]]:
     """Run jobs of any backends, in as few launches as there can be."""
-    jobs, results = list(jobs), dict[str, list[dict[str, Any]]]()
-    for number, backends in enumerate(LAUNCHES):
-        share = [job for job in jobs if job.backend in backends]
-        if share:
-            results |= launch(share, folder / f"launch-{number}")
-    return results
+    jobs = list(jobs)
+    groups = [[job for job in jobs if job.backend in backends] for backends in LAUNCHES]
+    return _launch([group for group in groups if group], folder)
+
+
+def sound(found: Found[list[dict[str, Any]]]) -> Found[list[dict[str, Any]]]:
+    """Return the same, with jobs that have raised an error among the broken ones."""
+    for name, ranks in list(found.items()):
+        errors = [f"rank {rank}: {one['error']}: {one['message']}" for rank, one in enumerate(ranks) if "error" in one]
+        if errors:
+            found.broken[name] = f"{name!r} has failed on {'; '.join(errors)}"
+            del found[name]
+    return found
+
+
+def _launch(groups: list[list[Job]], folder: Path) -> Found[list[dict[str, Any]]]:
+    found = Found[list[dict[str, Any]]]()
+    try:
+        compile_once()
+    except RuntimeError as error:
+        found.broken |= {job.name: str(error) for group in groups for job in group}
+        return found
+    for attempt in range(2):
+        cases = [_case(group, folder / f"{attempt}-{number}") for number, group in enumerate(groups)]
+        outcomes = play(cases, folder / f"{attempt}", at_once=2)
+        groups = [rest for one, case in zip(groups, cases, strict=True) if (rest := _take(found, one, case, outcomes))]
+        if not groups:
+            return found
+    for group in groups:
+        reason = f"{group[0].name!r} and others were not run, as two jobs of their launch broke before"
+        found.broken |= dict.fromkeys((job.name for job in group), reason)
+    return found
+
+
+def _case(jobs: Sequence[Job], folder: Path) -> Case:
+    folder.mkdir(parents=True)
+    (processes,) = {PROCESSES[job.backend] for job in jobs}
+    options = {"folder": str(folder), "jobs": [asdict(job) for job in jobs]}
+    return Case(folder.name, "backends:work", options, processes=processes, environment={})
+
+
+def _take(found: Found[list[dict[str, Any]]], jobs: list[Job], case: Case, outcomes: Found[list[Outcome]]) -> list[Job]:
+    """Read what a launch has left; return the jobs that are still to be run."""
+    ranks, folder = range(case.processes), Path(case.options["folder"])
+    for number, job in enumerate(jobs):
+        if not all((folder / f"{job.name}.{rank}.json").exists() for rank in ranks):
+            ends = outcomes.get(case.name, [])
+            how = ["hung" if one.code is None else f"ended with {one.code}" for one in ends] or ["was not run"]
+            texts = "".join(f"\n--- rank {rank}\n{one.output[-3000:]}" for rank, one in enumerate(ends))
+            found.broken[job.name] = f"The launch broke in {job.name!r}: it {', and '.join(how)}{texts}"
+            return jobs[number + 1 :]
+        found[job.name] = [_read(folder / f"{job.name}.{rank}") for rank in ranks]
+    return []
 
 
 def _read(stem: Path) -> dict[str, Any]:
@@ -182,15 +209,17 @@ def _write(stem: Path, result: dict[str, Any]) -> None:
     tensors = result.pop("tensors", None)
     if tensors is not None:
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, f"{stem}.safetensors")
-    Path(f"{stem}.json").write_text(json.dumps(result))
+    Path(f"{stem}.part").write_text(json.dumps(result))
+    Path(f"{stem}.part").rename(f"{stem}.json")
 
 
-def _main(folder: Path, seconds: float) -> None:
-    faulthandler.dump_traceback_later(seconds)  # a launch that hangs says where
-    torch.set_num_threads(1)
+def work(folder: str, jobs: Sequence[dict[str, Any]]) -> None:
+    """Run jobs in a process of a launch, and write down the results."""
     rank = int(os.environ.get("RANK", "0"))
-    for entry in json.loads((folder / "jobs.json").read_text()):
+    for entry in jobs:
+        show_life()
         job = Job(**entry)
+        print(f"{job.name} on {job.backend}", flush=True)
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(1000 + rank)  # as in a script that seeds nothing: no two processes are in the same state
         module, _, function = job.function.partition(":")
@@ -199,7 +228,7 @@ def _main(folder: Path, seconds: float) -> None:
         except Exception as error:
             traceback.print_exc()
             result = {"error": type(error).__name__, "message": str(error)}
-        _write(folder / f"{job.name}.{rank}", result)
+        _write(Path(folder) / f"{job.name}.{rank}", result)
 
 
 # --- a training run, and all that is to be the same about it
@@ -370,29 +399,48 @@ def parity_jobs(backends: Sequence[str], masked: bool) -> list[Job]:
     return [Job(f"{one}-{dtype}-{masked}", one, "backends:tags", {"dtype": dtype, **options}) for one, dtype in pairs]
 
 
+def asked_for(request: Any, *names: str, test: str = "") -> set[Any]:
+    """Return the arguments, or tuples of them, with which tests of this file are to be run.
+
+    Args:
+        request: pytest's, of a fixture of the file.
+        names: The parameters of the tests that are meant.
+        test: How the names of these tests begin.
+    """
+    tests = [one for one in request.session.items if one.path == request.path and one.name.startswith(test)]
+    asked = [one.callspec.params for one in tests if hasattr(one, "callspec") and {*one.callspec.params} == {*names}]
+    return {one[names[0]] if len(names) == 1 else tuple(one[name] for name in names) for one in asked}
+
+
 def resume(
-    folder: Path, backends: Sequence[str], before: Iterable[Job] = (), after: Iterable[Job] = ()
-) -> dict[str, list[dict[str, Any]]]:
-    """Save on each backend in the middle of an epoch, and go on from there on each of them.
+    folder: Path,
+    backends: Sequence[str],
+    before: Iterable[Job] = (),
+    after: Iterable[Job] = (),
+    pairs: Iterable[tuple[str, str]] | None = None,
+) -> Found[list[dict[str, Any]]]:
+    """Save on each backend in the middle of an epoch, and go on from there on some or each of them.
 
     Args:
         folder: The runs' own folders are made in it.
-        backends: From each to each.
+        backends: Each of them saves, in its own type of numbers.
         before: Other jobs for the launches that save.
         after: Other jobs for the launches that resume.
+        pairs: The ways from one to another; by default from each to each.
 
     Returns:
         By "<backend>-<dtype>" the runs that were cut short, by "straight-<dtype>" the native ones that were not, by
         "<backend>-<backend>" those that were resumed, and the other jobs by their names.
     """
-    pairs = [(one, other) for one in backends for other in backends]
+    pairs = list(itertools.product(backends, backends) if pairs is None else pairs)
     options = {"save_steps": 5, "load_best_at_end": False}
-    cut = {f"{one}-{dtype_of(one, other)}": one for one, other in pairs}
+    cut = {f"{one}-{dtype_of(one, other)}": one for one, other in [*zip(backends, backends, strict=True), *pairs]}
+    cut |= {f"native-{name.split('-')[1]}": "native" for name in cut}
     jobs = [
         Job(name, one, "backends:regress", {"dtype": name.split("-")[1], "cut": 5, **options})
         for name, one in cut.items()
     ]
-    for dtype in {dtype_of(*pair) for pair in pairs}:
+    for dtype in {name.split("-")[1] for name in cut}:
         jobs.append(Job(f"straight-{dtype}", "native", "backends:regress", {"dtype": dtype, **options}))
     for job in jobs:
         job.options["save_dir"] = str(folder / job.name)
@@ -405,7 +453,7 @@ def resume(
             "save_dir": str(folder / f"{one}-{other}"),
         }
         jobs.append(Job(f"{one}-{other}", other, "backends:regress", {"dtype": dtype, **options, **places}))
-    return results | launch_all([*jobs, *after], folder / "after")
+    return joined(results, launch_all([*jobs, *after], folder / "after"))
 
 
 def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, target: str) -> dict[str, float]:
@@ -422,9 +470,3 @@ def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, targe
     assert [row["step"] for row in resumed[0]["logs"]] == list(range(6, 13)), "other steps"
     assert indices_by_step(cut) | indices_by_step(resumed) == indices_by_step(straight), "other samples"
     return found
-
-
-if __name__ == "__main__":
-    import backends  # so that jobs find the same classes
-
-    backends._main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,19 @@ sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all of them."""
+    """Mark all of them; their fixtures run many launches."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.distributed)
+            item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Skip a test whose results are not there for a reason that another test has failed for."""
+    from nursery import NotRun
+
+    try:
+        return (yield)
+    except NotRun as error:
+        pytest.skip(str(error))

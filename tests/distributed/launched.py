@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,14 @@ class SayWhenTraining(Callback):
             (self.folder / f"trains-{trainer.rank}").touch()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--kill", type=int, metavar="STEP")
     parser.add_argument("--own-folders", action="store_true")
     parser.add_argument("--forever", action="store_true")
     parser.add_argument("--fail", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     rank = os.environ.get("RANK", "0")
     save_dir = args.out / (f"run-{rank}" if args.own_folders else "run")
     options = OPTIONS | ({"epochs": 10**6, "log_steps": "1h"} if args.forever else {})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
+from nursery import Case, Outcome, play
 from safetensors.torch import load_file
 from test_launching import SCRIPT, run, said, started
 
@@ -17,7 +20,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch"]
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback"),
-    pytest.mark.timeout(300),
 ]
 
 
@@ -35,7 +37,7 @@ def on_two_machines(*command: str, cwd: Path) -> str:
         for folder in folders:
             folder.mkdir()
             agents.append(stack.enter_context(started(*command, cwd=folder)))
-        codes = [agent.wait(120) for agent in agents]
+        codes = [agent.wait(programs.LIMIT) for agent in agents]
     output = "".join((folder / "output.txt").read_text() for folder in folders)
     assert codes == [0, 0], output
     return output
@@ -56,15 +58,21 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """How the run ends on one machine with two processes that nothing disturbs."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    code, output = run(*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, str(folder), cwd=folder)
-    assert code == 0, output
+    assert [one.code for one in forked(folder, [str(folder)])] == [0, 0]
     return state(folder / "run")
+
+
+def forked(folder: Path, words: list[str]) -> list[Outcome]:
+    """Run the script on two processes without torchrun."""
+    name = f"{len(list(folder.glob('forked-*')))}"
+    return play([Case(name, "launched:main", {"words": words})], folder / f"forked-{name}")[name]
 
 
 def nodes_and_restarts(folder: Path) -> list[tuple[Any, Any]]:
     return [(one["node"], one["restarts"]) for one in said(folder)]
 
 
+@pytest.mark.slow
 def test_two_machines_end_with_the_weights_of_one(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     endpoint = f"localhost:{free_port()}"
@@ -77,15 +85,22 @@ def test_a_machine_without_the_shared_folder_is_no_hindrance(
     tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
     """Only the main process writes checkpoints, and reads them; the others get what they need from it."""
-    words = [SCRIPT, str(tmp_path), "--own-folders", "--kill", "6"]
-    code, output = run(*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *words, cwd=tmp_path)
-    assert code == 0, output
-    assert (tmp_path / "killed").exists()
+    words = [str(tmp_path), "--own-folders", "--kill", "6"]
+    killed = forked(tmp_path, words)
+    assert (killed[0].code, killed[1].code) == (1, -signal.SIGKILL), killed
+    again = forked(tmp_path, words)
+    assert [one.code for one in again] == [0, 0], again
     assert_equal(state(tmp_path / "run-0"), uninterrupted)
     assert not (tmp_path / "run-1").exists()
 
 
-@pytest.mark.parametrize("rendezvous", [["--standalone"], ["--master-port"]], ids=["c10d", "static"])
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        pytest.param(["--standalone"], marks=pytest.mark.slow, id="c10d"),
+        pytest.param(["--master-port"], id="static"),
+    ],
+)
 def test_a_run_whose_worker_is_killed_is_started_anew_and_ends_with_the_same_weights(
     rendezvous: list[str], tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:

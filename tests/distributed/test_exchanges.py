@@ -123,7 +123,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     for case in CASES:
         if case.function.endswith(":ask"):
             case.options["folder"] = str(folder / case.name)
-    return play(CASES, folder / "cases", 200)
+    return play(CASES, folder / "cases")
 
 
 def results(outcomes: dict[str, list[Outcome]], name: str) -> Any:

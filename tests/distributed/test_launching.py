@@ -1,10 +1,11 @@
-"""Real launches: `omnitrain launch` and `accelerate launch` on two processes, their exit codes, and signals."""
+"""What launchers ask for, on two processes; and real launches: their exit codes, and signals."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,10 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
+from compiled import compile_once
 from launched import native
+from nursery import Case, Found, Outcome, play
 from safetensors.torch import load_file
+
+from omnitrain.launch import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests" / "distributed" / "launched.py")
@@ -24,6 +30,7 @@ EXAMPLE = str(ROOT / "examples" / "accelerate_train.py")
 CONFIGS = ROOT / "examples" / "accelerate_configs"
 OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+WAYS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": {"fsdp": True}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
 WRAPPED = {
     "ddp": ("DistributedDataParallel", "Parameter"),
     "fsdp2": ("FSDPSequential", "DTensor"),
@@ -44,25 +51,18 @@ def environment() -> dict[str, str]:
 @contextlib.contextmanager
 def started(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a launcher; at the end, its processes end with it."""
-    with open(cwd / "output.txt", "w") as output:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment(), stdout=output, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-            process.kill()
-            process.wait()
+    compile_once()
+    with (
+        open(cwd / "output.txt", "w") as output,
+        programs.started(*command, cwd=cwd, env=environment(), stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        yield process
 
 
-def run(*command: str, cwd: Path, timeout: float = 90) -> tuple[int, str]:
+def run(*command: str, cwd: Path) -> tuple[int, str]:
     """Run a launcher to its end; return its exit code and all that was printed."""
     with started(*command, cwd=cwd) as process:
-        code = process.wait(timeout)
+        code = process.wait(programs.LIMIT)
     return code, (cwd / "output.txt").read_text()
 
 
@@ -85,18 +85,75 @@ def check(way: str, folder: Path, expected: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+# --- without their launchers, which take longer to start than any of this
+
+
+def run_example(words: list[str]) -> None:
+    """Run the example as its own program would."""
+    sys.argv = [EXAMPLE, *words]
+    runpy.run_path(EXAMPLE, run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("launching")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Found[list[Outcome]]:
+    compile_once()
+    cases = []
+    for way, options in WAYS.items():
+        (folder / way).mkdir()
+        asked = Launch(SCRIPT, processes=2, **options).environment(cores=2)
+        cases.append(Case(way, "launched:main", {"words": [str(folder / way)]}, environment=asked))
+    return play(cases, folder / "cases")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_omnitrain_launch_asks_for_is_what_trains(
+    way: str, outcomes: Found[list[Outcome]], folder: Path, on_one_process: dict[str, torch.Tensor]
+) -> None:
+    for outcome in outcomes[way]:
+        assert outcome.code == 0, outcome.output
+    check(way, folder / way, on_one_process)
+
+
+def test_the_example_goes_on_where_it_was_stopped_on_another_number_of_processes(tmp_path: Path) -> None:
+    words = {"words": ["--out", str(tmp_path / "run"), "--epochs", "1"]}
+    alone = Case("alone", "test_launching:run_example", words, processes=1)
+    (first,) = play([alone], tmp_path / "first")["alone"]
+    assert first.code == 0, first.output
+    assert "1 process(es), Sequential" in first.output
+    both = play([Case("both", "test_launching:run_example", words)], tmp_path / "second")["both"]
+    assert [one.code for one in both] == [0, 0], both  # nothing is left to do
+    printed = [one.output.count("2 process(es), DistributedDataParallel") for one in both]
+    assert printed == [1, 0], "the main process alone prints"
+
+
+# --- real launches
+
+
 @pytest.mark.parametrize(
-    ("way", "options"), [("ddp", []), ("fsdp2", ["--fsdp"]), ("zero2", ["--zero", "2"]), ("zero3", ["--zero", "3"])]
+    ("way", "options"),
+    [
+        ("zero2", ["--zero", "2", "-m", "launched"]),
+        pytest.param("ddp", [SCRIPT], marks=pytest.mark.slow),
+        pytest.param("fsdp2", ["--fsdp", SCRIPT], marks=pytest.mark.slow),
+        pytest.param("zero3", ["--zero", "3", SCRIPT], marks=pytest.mark.slow),
+    ],
 )
-def test_omnitrain_launch_trains_on_two_processes(
+def test_omnitrain_launch_trains_on_two_processes_by_a_script_or_a_module(
     way: str, options: list[str], tmp_path: Path, on_one_process: dict[str, torch.Tensor]
 ) -> None:
-    code, output = run(*OMNITRAIN, *options, SCRIPT, str(tmp_path), cwd=tmp_path)
+    code, output = run(*OMNITRAIN, *options, str(tmp_path), cwd=tmp_path)
     assert code == 0, output
     check(way, tmp_path, on_one_process)
 
 
-@pytest.mark.parametrize("way", WRAPPED)
+@pytest.mark.parametrize(
+    "way", ["fsdp2", *(pytest.param(one, marks=pytest.mark.slow) for one in WAYS if one != "fsdp2")]
+)
 def test_accelerate_launch_trains_on_two_processes_with_our_config_files(
     way: str, tmp_path: Path, on_one_process: dict[str, torch.Tensor]
 ) -> None:
@@ -113,22 +170,6 @@ def test_accelerate_knows_every_word_of_our_config_files(path: Path) -> None:
     assert load_config_from_file(str(path)).num_processes == 2
 
 
-def test_the_example_goes_on_where_it_was_stopped_on_another_number_of_processes(tmp_path: Path) -> None:
-    words = [EXAMPLE, "--out", str(tmp_path / "run"), "--epochs"]
-    code, output = run(sys.executable, *words, "1", cwd=tmp_path)
-    assert code == 0, output
-    assert "1 process(es), Sequential" in output
-    code, output = run(*OMNITRAIN, *words, "1", cwd=tmp_path)  # nothing is left to do
-    assert code == 0, output
-    assert output.count("2 process(es), DistributedDataParallel") == 1, "the main process alone prints"
-
-
-def test_a_module_is_launched_by_its_name(tmp_path: Path) -> None:
-    code, output = run(*OMNITRAIN, "-m", "launched", str(tmp_path), cwd=tmp_path)
-    assert code == 0, output
-    assert [one["world_size"] for one in said(tmp_path)] == [2, 2]
-
-
 def test_an_error_of_one_process_ends_all_and_is_the_exit_code(tmp_path: Path) -> None:
     code, output = run(*OMNITRAIN, SCRIPT, str(tmp_path), "--fail", cwd=tmp_path)
     assert code == 1
@@ -136,17 +177,18 @@ def test_an_error_of_one_process_ends_all_and_is_the_exit_code(tmp_path: Path) -
     assert "rank 1 was the first to end with an error: exit code 1" in output
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_launcher_saves_and_is_the_exit_code(
     number: signal.Signals, expected: int, tmp_path: Path
 ) -> None:
     with started(*OMNITRAIN, SCRIPT, str(tmp_path), "--forever", cwd=tmp_path) as process:
-        end = time.monotonic() + 60
         while not all((tmp_path / f"trains-{rank}").exists() for rank in range(2)):
-            assert process.poll() is None and time.monotonic() < end, (tmp_path / "output.txt").read_text()
+            assert process.poll() is None, (tmp_path / "output.txt").read_text()
             time.sleep(0.1)
         process.send_signal(number)
-        code = process.wait(40)
+        code = process.wait(programs.LIMIT)
     output = (tmp_path / "output.txt").read_text()
     assert code == expected, output
     manifest = json.loads(

@@ -17,8 +17,6 @@ from torch import nn
 
 from omnitrain.checkpoint.store import Store
 
-pytestmark = pytest.mark.timeout(300)
-
 HERE = "test_peak_memory"
 LAYERS, WIDTH = 6, 1536
 TENSOR = WIDTH * WIDTH * 4 / 2**20

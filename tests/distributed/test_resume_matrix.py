@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from backends import (
     BACKENDS,
+    MAIN,
     PROCESSES,
     Job,
+    asked_for,
     bound,
     compare_resumed,
     dtype_of,
@@ -23,13 +27,12 @@ from backends import (
     regress,
     resume,
 )
+from marks import thinned
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import TensorDataset
 
 from omnitrain.checkpoint import tensors
-
-pytestmark = pytest.mark.timeout(300)
 
 HERE = "test_resume_matrix"
 RESUMED = tuple(one for one in BACKENDS if one != "hf_zero2")  # whose checkpoints come from the same lines as zero2's
@@ -108,11 +111,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """All ways from one backend to another; and runs with dropout and random data, in one piece and resumed."""
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """The ways from one backend to another that are asked for; and runs with dropout and random data.
+
+    The latter are done in one piece, and resumed.
+    """
     options = {"dtype": "float32", "dropout": 0.3, "noisy": True, "save_steps": 5, "load_best_at_end": False}
     before, after = [], []
-    for one in RESUMED:
+    for one in sorted(asked_for(request, "backend", test="test_a_resumed_run_draws")):
         for name, cut in (("straight", 0), ("cut", 5)):
             place = str(folder / f"random-{one}-{name}")
             own = {**options, "cut": cut, "save_dir": place}
@@ -124,11 +130,17 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for source, target in CHANGES:
         checkpoint = str(folder / f"{source}-float64" / "checkpoint-000005")
         after.append(Job(f"refused-{source}-{target}", target, f"{HERE}:refuse", {"checkpoint": checkpoint}))
-    return resume(folder, RESUMED, before, after)
+    asked = asked_for(request, "source", "target")
+    return resume(folder, RESUMED, before, after, [pair for pair in PAIRS if pair in asked])
 
 
-@pytest.mark.parametrize("target", RESUMED)
-@pytest.mark.parametrize("source", RESUMED)
+PAIRS = [*itertools.product(RESUMED, RESUMED)]
+ENDS = [pair for pair in PAIRS if "native" in pair]
+"""From each to the native trainer, and from that to each."""
+SOME = random.Random(0).sample([pair for pair in PAIRS if pair not in ENDS], 6)
+
+
+@pytest.mark.parametrize(("source", "target"), thinned(PAIRS, [*ENDS, *SOME]))
 def test_a_run_resumed_on_any_backend_is_the_straight_native_run(results: Any, source: str, target: str) -> None:
     found = compare_resumed(results, source, target)
     assert {name: value for name, value in found.items() if value > bound(source, target)} == {}
@@ -156,7 +168,7 @@ def test_checkpoints_on_disk_name_the_same_tensors_as_the_native_ones(results: A
         assert {name: value.dtype for name, value in one.items()} == {k: v.dtype for k, v in native.items()}, file
 
 
-@pytest.mark.parametrize("backend", RESUMED)
+@pytest.mark.parametrize("backend", thinned(RESUMED, MAIN))
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(results: Any, backend: str) -> None:
     straight, cut, resumed = (results[f"random-{backend}{name}"] for name in ("-straight", "-cut", ""))
     for rank in range(PROCESSES[backend]):

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from backends import Job, gap, launch, make_trainer  # noqa: E402
+from backends import Job, asked_for, gap, launch, make_trainer  # noqa: E402
+from marks import thinned  # noqa: E402
+from nursery import Case, play  # noqa: E402
 from recipes import Trace, rows, t16  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_hf_two_processes import Tokens, correct, llama, rank  # noqa: E402
@@ -36,7 +38,7 @@ from omnitrain import HFTrainer  # noqa: E402
 from omnitrain.checkpoint.tensors import Gathered, whole  # noqa: E402
 from omnitrain.errors import ConfigError  # noqa: E402
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.distributed
 
 HERE = "test_sharding"
 AUTO: dict[str, Any] = {
@@ -72,6 +74,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3": {"deepspeed": {**AUTO, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}},
     "configured": {"deepspeed": {**AUTO, "optimizer": THEIR_OPTIMIZER, "scheduler": THEIR_SCHEDULE}},
 }
+TWICE = ["ddp", "fsdp", "zero1", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero2"]
 PLAIN: dict[str, dict[str, Any]] = {
     "whole": {},
     "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}},
@@ -331,7 +334,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     jobs = [Job(way, "hf2", f"{HERE}:speak", {"way": way, "folder": str(folder / way)}) for way in WAYS]
     jobs += [Job(f"launched-{way}", "hf2", f"{HERE}:start", {"way": way, "folder": ""}) for way in LAUNCHED]
     jobs += [
@@ -344,7 +347,7 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     options = {"folder": str(folder / "anew-configured")}
     jobs.append(Job("anew-configured", "hf2", f"{HERE}:make_anew_by_configuration", options))
     jobs += [Job(f"answers-{way}", "hf2", f"{HERE}:answer", {"way": way}) for way in ("whole", "zero2", "zero3")]
-    for backend in ("ddp", "fsdp", "zero1", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero2"):
+    for backend in sorted({"ddp", *asked_for(request, "backend")}):
         jobs.append(Job(f"twice-{backend}", backend, f"{HERE}:train_twice"))
         jobs.append(
             Job(f"cut-{backend}", backend, f"{HERE}:cut_and_resume", {"folder": str(folder / f"cut-{backend}")})
@@ -356,13 +359,13 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     llama(0).float().save_pretrained(folder / "llama")
     options = {"folder": str(folder / "born"), "model": str(folder / "llama")}
     jobs.append(Job("born in parts", "hf2", f"{HERE}:born_in_parts", options))
-    return launch(jobs, folder / "launch", 200)
+    return launch(jobs, folder / "launch")
 
 
 def test_what_is_asked_for_is_what_trains(results: Any) -> None:
     made = {way: results[way][1].get("made of", results[way][1]) for way in WAYS}
     assert made == {
-        "whole": ["LlamaForCausalLM", "Parameter", 2],
+        "whole": ["DistributedDataParallel", "Parameter", 2],
         "fsdp": ["FSDPLlamaForCausalLM", "DTensor", 2],
         "zero1": ["DeepSpeedEngine", "Parameter", 2],
         "zero2": ["DeepSpeedEngine", "Parameter", 2],
@@ -387,7 +390,9 @@ def test_a_model_that_was_never_whole_trains_and_is_saved_as_one_that_was(result
 
 def test_optimizer_and_schedule_of_deepspeed_s_configuration_are_those_that_it_names(results: Any) -> None:
     for result in results["configured"]:
-        assert result["rates"] == pytest.approx([0.0, 0.025] + 6 * [0.05])  # as under a stock Trainer
+        assert result["rates"] == pytest.approx(
+            [0.0, 0.0, 0.025] + 5 * [0.05]
+        )  # of each update; a stock Trainer logs the next one's
     assert gap(results["configured"][0]["losses"][:2], results["whole"][0]["losses"][:2]) < 1e-5
 
 
@@ -440,7 +445,7 @@ def test_a_model_made_anew_is_cut_up_anew_for_each_training_and_each_trial(resul
 
 def test_the_schedule_of_deepspeed_s_configuration_begins_anew_with_the_model(results: Any) -> None:
     for result in results["anew-configured"]:
-        assert result.get("rates") == pytest.approx(2 * [0.0, 0.025, 0.05]), result
+        assert result.get("rates") == pytest.approx(2 * [0.0, 0.0, 0.025]), result
 
 
 @pytest.mark.parametrize("way", ["zero2", "zero3"])
@@ -450,14 +455,14 @@ def test_a_model_in_parts_generates_what_one_in_one_piece_does(results: Any, way
         assert gap(one, expected) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "zero1", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero2"])
+@pytest.mark.parametrize("backend", thinned(TWICE[1:], ["fsdp", "zero2", "zero3", "hf2"]))
 def test_a_second_training_begins_with_a_new_optimizer_and_schedule(results: Any, backend: str) -> None:
     for one, expected in zip(results[f"twice-{backend}"], results["twice-ddp"], strict=True):
         assert len(expected["losses"]) == 8 and expected["rates"][4] == expected["rates"][0]
         assert gap(one, expected) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero1", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero2"])
+@pytest.mark.parametrize("backend", thinned(TWICE, ["ddp", "fsdp", "zero2", "zero3", "hf2"]))
 def test_an_optimizer_in_several_groups_is_saved_and_resumed(results: Any, backend: str) -> None:
     for result in results[f"cut-{backend}"]:
         assert "error" not in result, result
@@ -471,7 +476,7 @@ def test_deepspeed_may_make_the_optimizer_from_its_configuration(results: Any, s
 
 
 def test_a_process_that_cannot_put_its_tensors_together_does_not_leave_the_other_waiting(folder: Path) -> None:
-    job = Job("lost", "zero2", f"{HERE}:fail_on_main", {"folder": str(folder / "lost")})
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 1:.*as was asked for"):
-        launch([job], folder / "lost-launch", 60)
+    case = Case("lost", f"{HERE}:fail_on_main", {"backend": "zero2", "folder": str(folder / "lost")}, environment={})
+    for outcome in play([case], folder / "lost-launch")["lost"]:
+        assert outcome.code == 1 and "as was asked for" in outcome.output, outcome
     assert [path.name for path in (folder / "lost").glob("checkpoint-*")] == ["checkpoint-000002"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ import pytest
 import torch
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from nursery import HERE, Case, Outcome, mark, play  # noqa: E402
+import programs  # noqa: E402
+from nursery import HERE, Case, Found, Outcome, joined, mark, play  # noqa: E402
 from recipes import distance, rows, t16, weights  # noqa: E402
 
 from omnitrain import Callback  # noqa: E402
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 
 def own_rank() -> int:
@@ -187,19 +189,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, list[Outcome]]:
+def outcomes(folder: Path) -> Found[list[Outcome]]:
     killed = [
         Case(name, "test_signals:train", {"number": int(KILL), **options}, hosted="store" in name)
         for name, options in KILLED.items()
     ]
     others = [Case("straight", "test_signals:train"), Case("evaluation", "test_signals:evaluate_and_die")]
     cases = in_folders([*CASES, *killed, *others], folder)
-    found = play(cases, folder / "first", 250)
+    found = play(cases, folder / "first")
     resumed = [
         Case(f"{case.name} resumed", case.function, {"folder": case.options["folder"], "resume": True})
         for case in killed
     ]
-    return found | play(resumed, folder / "second", 100)
+    return joined(found, play(resumed, folder / "second"))
 
 
 @pytest.mark.parametrize("name", SIGNALLED)
@@ -221,13 +223,13 @@ def test_signal_to_any_process_saves_there_and_the_resumed_run_equals_the_straig
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_killed_process_ends_the_others_within_seconds_and_the_run_can_be_resumed(
+def test_killed_process_ends_the_others_and_the_run_can_be_resumed(
     name: str, outcomes: dict[str, list[Outcome]]
 ) -> None:
     (rank,) = KILLED[name]["ranks"]  # type: ignore[misc]
     killed, other = outcomes[name][rank], outcomes[name][1 - rank]
     assert killed.code == -KILL
-    assert other.code == 1 and other.seconds < 10, other.output
+    assert other.code == 1, other.output
     assert re.search(rf"DistributedError: Rank {1 - rank} lost another process in .*: it was killed", other.output)
     expected = outcomes["straight"][0].result
     for outcome in outcomes[f"{name} resumed"]:
@@ -238,10 +240,10 @@ def test_killed_process_ends_the_others_within_seconds_and_the_run_can_be_resume
         assert all(torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=far) for a, b in pairs)
 
 
-def test_process_killed_in_an_evaluation_ends_the_others_within_seconds(outcomes: dict[str, list[Outcome]]) -> None:
+def test_process_killed_in_an_evaluation_ends_the_others(outcomes: dict[str, list[Outcome]]) -> None:
     other, killed = outcomes["evaluation"]
     assert killed.code == -KILL
-    assert other.code == 1 and other.seconds < 10, other.output
+    assert other.code == 1, other.output
     assert re.search(
         r"DistributedError: Rank 0 lost another process in a batch of an evaluation: it was killed", other.output
     )
@@ -268,34 +270,27 @@ def run_into_error(folder: str) -> None:
     test_faults.train_and_fail("loss")
 
 
-def launch(function: str, folder: Path) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def launched(function: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     unwanted = ("ACCELERATE_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     root = str(HERE.parent.parent)
     environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": root}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return subprocess.Popen(
-        [*torchrun, str(HERE / "test_signals.py"), function, str(folder)],
-        env={**environment, "CASE_FAULT": str(folder / "fault")}, text=True, start_new_session=True,
+    with programs.started(
+        *torchrun, HERE / "test_signals.py", function, folder, env={**environment, "CASE_FOLDER": str(folder)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def end_of(child: subprocess.Popen[str], seconds: float) -> str:
-    try:
-        return child.communicate(timeout=seconds)[0]
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
+    ) as child:  # fmt: skip
+        yield child
 
 
 def test_torchrun_ends_with_143_on_all_when_one_process_gets_sigterm(tmp_path: Path) -> None:
-    child = launch("run_slowly", tmp_path)
-    pid, end = tmp_path / "pid-1", time.monotonic() + 90
-    while not (pid.exists() and pid.read_text()) and time.monotonic() < end and child.poll() is None:
-        time.sleep(0.05)
-    os.kill(int(pid.read_text()), TERM)
-    output = end_of(child, 60)
+    pid = tmp_path / "pid-1"
+    with launched("run_slowly", tmp_path) as child:
+        while not (pid.exists() and pid.read_text()) and child.poll() is None:
+            time.sleep(0.05)
+        os.kill(int(pid.read_text()), TERM)
+        output, _ = child.communicate(timeout=programs.LIMIT)
     assert child.returncode == 1
     assert len(re.findall(r"exitcode  : 143", output)) == 2, output
     assert "Traceback" not in output.partition("ChildFailedError")[0].replace(
@@ -305,12 +300,12 @@ def test_torchrun_ends_with_143_on_all_when_one_process_gets_sigterm(tmp_path: P
 
 
 def test_torchrun_shows_the_first_error_also_from_the_other_process(tmp_path: Path) -> None:
-    output = end_of(launch("run_into_error", tmp_path), 90)
+    with launched("run_into_error", tmp_path) as child:
+        output, _ = child.communicate(timeout=programs.LIMIT)
     assert output.count("ValueError: boom") >= 3
     assert (
         "DistributedError: Rank 1 failed in train(), and so the run ends on all 2 processes: ValueError: boom" in output
     )
-    assert time.time() - (tmp_path / "fault").stat().st_mtime < 20
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ def launch(way: str, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "2", *WAYS[way], __file__, str(tmp_path), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    done = programs.run(*command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)]
 

@@ -187,7 +187,7 @@ def test_a_result_that_is_no_dict_of_numbers_is_an_error(arguments: Any) -> None
             trainer.evaluate()
 
 
-@pytest.mark.parametrize("metrics", ["accuracy", ["accuracy"], lambda prediction: {}], ids=str)
+@pytest.mark.parametrize("metrics", ["accuracy", ["accuracy"], lambda prediction: {}], ids=["name", "list", "function"])
 def test_what_cannot_be_called_batch_by_batch_is_refused(arguments: Any, metrics: Any) -> None:
     with pytest.raises(ConfigError, match=r"batch_eval_metrics=True.*compute_result"):
         HFTrainer(bert(), arguments(batch_eval_metrics=True), compute_metrics=metrics)

@@ -40,8 +40,6 @@ from omnitrain import HFTrainer, Trainer
 from omnitrain.errors import ConfigError
 
 datasets = pytest.importorskip("datasets")
-pytestmark = pytest.mark.timeout(120)
-
 SIZE = 400
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 import random
 import signal
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -944,7 +944,7 @@ def test_a_signal_saves_and_ends_the_program_with_its_exit_code(tmp_path: Path) 
         import os
 
         command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / folder), *more]
-        return subprocess.run(command, env={**os.environ, **environment}, timeout=100, capture_output=True).returncode
+        return programs.run(*command, env={**os.environ, **environment}).returncode
 
     assert play("cut", str(int(signal.SIGTERM))) in (143, -signal.SIGTERM)
     assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-000003"]

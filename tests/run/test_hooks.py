@@ -48,7 +48,7 @@ def test_a_mixin_is_no_way_around_it(kind: type) -> None:
 def test_a_mixin_may_not_bring_what_only_transformers_calls() -> None:
     assert hasattr(transformers.Trainer, "_save_checkpoint")
     mixin = type("Mixin", (), {"_save_checkpoint": nothing})
-    with pytest.raises(TypeError, match="overrides _save_checkpoint of transformers.Trainer"):
+    with pytest.raises(TypeError, match=r"overrides _save_checkpoint of transformers\.Trainer"):
         type("Mine", (mixin, HFTrainer), {})
 
 

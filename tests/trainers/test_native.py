@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -541,13 +541,7 @@ print("not reached", flush=True)
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 @pytest.mark.parametrize(("where", "step"), [("step", 4), ("eval", 10)])
 def test_a_signal_finishes_the_step_and_exits_as_the_shell_expects(name: str, code: int, where: str, step: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), where, name],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = programs.run(sys.executable, "-c", textwrap.dedent(SCRIPT), where, name)
     assert f"ended at {step} signal 0" in done.stdout and "not reached" not in done.stdout, done.stderr
     assert done.returncode in (code, -getattr(signal, name)), done.stderr
 

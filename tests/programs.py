@@ -1,0 +1,86 @@
+"""Programs that tests start, and how they end: with all the processes that they have started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LIMIT = 300.0
+"""Seconds after which a program hangs: many times what any of them takes, also where others use the machine."""
+_NAME = "TEST_PROGRAM"
+"""The variable in the environment by which the processes of a program are found, whatever session they are in."""
+
+
+@contextlib.contextmanager
+def started(
+    *command: str | Path, env: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a program in a session of its own; at the end of the block, end all of its processes.
+
+    torchrun's workers are in sessions of their own too, and outlive torchrun if that is killed.
+    """
+    name = uuid.uuid4().hex
+    environment = {**(os.environ if env is None else env), _NAME: name}
+    options = {"text": True, "start_new_session": True, **options}
+    process = subprocess.Popen([*map(str, command)], env=environment, **options)
+    try:
+        yield process
+    finally:
+        kill_all(_NAME, name)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+        process.wait(LIMIT)
+
+
+def run(
+    *command: str | Path, timeout: float = LIMIT, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and return its exit code and what it wrote to stdout and stderr.
+
+    Raises:
+        subprocess.TimeoutExpired: If it hangs; what it has written by then is in the error.
+        subprocess.CalledProcessError: If `check` is set, and the exit code is not 0.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    with started(*command, **options) as process:
+        output, errors = process.communicate(timeout=timeout)
+    done = subprocess.CompletedProcess([*map(str, command)], process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def kill_all(variable: str, value: str) -> list[str]:
+    """Kill the processes that were started with this in their environment; return what they were.
+
+    A process that is being started meanwhile is found in a later round.
+    """
+    found: dict[int, str] = {}
+    own = {os.getpid(), os.getppid()}
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        there = [one for one in psutil.process_iter() if one.pid not in own and _has(one, variable, value)]
+        if not there:
+            break
+        for one in there:
+            with contextlib.suppress(psutil.Error):
+                found[one.pid] = f"{one.pid} {' '.join(one.cmdline())[:200]}"
+                one.kill()
+        psutil.wait_procs(there, 0.5)
+    return list(found.values())
+
+
+def _has(process: psutil.Process, variable: str, value: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value
+    except (psutil.Error, OSError):  # it has gone, or belongs to someone else
+        return False
