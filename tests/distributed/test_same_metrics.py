@@ -175,17 +175,17 @@ def log_every(backend: str, steps: int, masked: bool = True) -> dict[str, Any]:
         backend, Tagger(dtype=torch.float64), Sentences(24), algorithms=[noted], callbacks=[trace], batch_size=2,
         global_batch_size=4, epochs=1, learning_rate=0.05, log_steps=steps,
     )  # fmt: skip
-    meet = ProcessRanks._meet
+    post = ProcessRanks._post
 
-    def watched(self: ProcessRanks, what: str, *rest: Any, **options: Any) -> None:
+    def watched(self: ProcessRanks, board: Any, what: str, values: Any) -> Any:
         noted.seen.append(what)
-        meet(self, what, *rest, **options)
+        return post(self, board, what, values)
 
-    ProcessRanks._meet = watched  # type: ignore[method-assign]
+    ProcessRanks._post = watched  # type: ignore[method-assign]
     try:
         trainer.train()
     finally:
-        ProcessRanks._meet = meet  # type: ignore[method-assign]
+        ProcessRanks._post = post  # type: ignore[method-assign]
     return {"losses": [row["loss"] for row in trace.logs], "seen": noted.seen}
 
 

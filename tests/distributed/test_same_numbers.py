@@ -203,15 +203,15 @@ def count_exchanges(backend: str) -> dict[str, Any]:
             epochs=None, log_steps=100,
         )  # fmt: skip
         counts.append(0)
-        meet = trainer.ranks._meet
+        post = trainer.ranks._post
 
-        def counting(*args: Any, meet: Any = meet, **options: Any) -> None:
+        def counting(*args: Any, post: Any = post) -> Any:
             counts[-1] += 1
-            meet(*args, **options)
+            return post(*args)
 
-        trainer.ranks._meet = counting
+        trainer.ranks._post = counting
         trainer.train()
-        del trainer.ranks._meet  # all trainers have the same ranks
+        del trainer.ranks._post  # all trainers have the same ranks
     return {"per step": (counts[1] - counts[0]) / 6}
 
 
