@@ -1,9 +1,8 @@
 """Communication between the ranks of a run: reductions, broadcasts, requests, failure detection.
 
-`Ranks` is one process alone: every answer is its own. `ProcessRanks` speaks through torch.distributed. Every exchange
-starts with a meeting, at which each process says what it came for: processes that came for different things (a call
-made on one rank only) notice at once and raise a `DistributedError` instead of waiting for each other for ever. What
-the model's own collectives do does not belong here.
+`Ranks` is a single process: every result is its own. `ProcessRanks` uses torch.distributed. Every exchange carries the
+name of the call it belongs to, so ranks that make different calls (a call made on one rank only) notice at once and
+raise a `DistributedError` instead of waiting for each other forever. Collectives of the model do not belong here.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of a run, as one of them sees them; here it is alone.
+    """The ranks of a run, seen from one of them; here it is the only one.
 
     >>> ranks = Ranks()
     >>> ranks.sum("weights", 3.0, 4.0), ranks.gather("names", "a"), ranks.on_main("a sum", lambda: 1 + 1)
@@ -53,15 +52,15 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
     def sum(self, what: str, *values: float) -> list[float]:
-        """Return the sum of each value over all processes."""
+        """Return the sum of each value over all ranks."""
         return list(values)
 
     def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
-        """Return what was asked for on any process, and on the way the sum of each value over all of them."""
+        """Return what was requested on any rank, and the sum of each value over all ranks."""
         return asked, list(values)
 
     def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
@@ -69,32 +68,32 @@ class Ranks:
         return lambda: (asked, list(values))
 
     def gather(self, what: str, value: T) -> list[T]:
-        """Return the values of all processes in the order of ranks; any plain object."""
+        """Return the values of all ranks in order; any picklable object."""
         return [value]
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
-        """Return what `work` returned on the main process, or raise there and everywhere what it raised."""
+        """Return the result of `work` on the main rank; raise its error on all ranks."""
         return work()
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill a host tensor with that of the main process, and return it."""
+        """Broadcast a host tensor from the main rank, in place, and return it."""
         return tensor
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Enter a call that all processes must make; an error inside ends it on all of them."""
+        """Enter a call that all ranks must make; an error inside ends it on all of them."""
         yield
 
 
 _FIELDS = 20
-_PATIENCE = datetime.timedelta(seconds=1)
-_SETTING_UP = datetime.timedelta(seconds=60)
-_LAST_WORDS = 5.0
-"""How many seconds a process that failed waits for the others to come to the same error."""
-_RESCUE = 3.0
-"""How many seconds a process is given to notice by itself that another has failed."""
-_FAREWELL = 3.0
-"""How many seconds a process that is through waits for the others to be."""
+_POLL_INTERVAL = datetime.timedelta(seconds=1)
+_SETUP_TIMEOUT = datetime.timedelta(seconds=60)
+_ERROR_SYNC_S = 5.0
+"""Seconds that a failed rank waits for the others to raise the same error."""
+_GRACE_S = 3.0
+"""Seconds that a rank has to notice by itself that another has failed, before it is ended."""
+_EXIT_WAIT_S = 3.0
+"""Seconds that a rank waits for the others at the end of the program."""
 _AT_THE_END = "the end of the program"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _made = itertools.count()
@@ -103,7 +102,7 @@ _REQUESTS = 3 + len(_SIGNALS) + len(STOP_REASONS)
 
 @functools.cache
 def _code(what: str) -> float:
-    """Return a number that stands for what a rank came for."""
+    """Return a number that stands for the name of a call."""
     return float(zlib.crc32(what.encode()) % 65521 + 1)
 
 
@@ -122,46 +121,46 @@ def _as_control(numbers: list[float]) -> Control:
 
 
 class ProcessRanks(Ranks):
-    """The processes of torch.distributed. Made on all of them at the same place in the program.
+    """The ranks of torch.distributed. Constructed on all of them at the same place in the program.
 
-    Exchanges run on the host through gloo, so none of them waits for a GPU. What a failed process leaves for the
-    others lies in the store of torch.distributed, which can be read while a collective is stuck.
+    Exchanges run on the host through gloo, so none of them waits for a GPU. Errors are reported
+    through the store of torch.distributed, which can be read while a collective is stuck.
     """
 
     def __init__(self) -> None:
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self._world, self._process = dist.group.WORLD, os.getpid()
-        self._group: Any = dist.new_group(backend="gloo", timeout=_SETTING_UP)
-        # Waiting is watched over here, so it may last: the main process may hash a checkpoint for an hour.
+        self._group: Any = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT)
+        # `_wait` detects failures, so waiting itself has no limit: the main rank may hash a checkpoint for an hour.
         distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
-        store = distributed_c10d._get_default_store()  # the one place that all processes can reach for sure
-        with contextlib.suppress(RuntimeError):  # a connection of our own: the other may be in use, by what is stuck
+        store = distributed_c10d._get_default_store()  # the one place that all ranks can surely reach
+        with contextlib.suppress(RuntimeError):  # a connection of our own: a stuck collective may hold the other
             store = store.clone()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
         self._board = torch.zeros(_FIELDS, dtype=torch.float64)
         self._numbers = self._board.numpy()
         self._survived = 0
-        """Errors that all processes came to alike; the words about the next one lie under this number."""
-        self._heard: tuple[int, dict[str, Any]] | None = None
-        """What another process has failed by, and what `_survived` was then."""
+        """How many errors all ranks raised alike and survived; the number of the next error in the store."""
+        self._report_read: tuple[int, dict[str, Any]] | None = None
+        """The failure report of another rank, and what `_survived` was then."""
         self._has_failed = self._ends = False
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._watch_over, name="omnitrain-watch", daemon=True)
+        self._watch = threading.Thread(target=self._watch_for_failures, name="omnitrain-watch", daemon=True)
         self._watch.start()
-        atexit.register(self._leave)
+        atexit.register(self._at_exit)
 
     # --- exchanges
 
     def sum(self, what: str, *values: float) -> list[float]:
-        """Return the sum of each value over all processes; at most 18 of them."""
-        self._meet(what, values)
+        """Return the sum of each value over all ranks; at most 18 values."""
+        self._exchange(what, values)
         return self._numbers[2 : 2 + len(values)].tolist()
 
     def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
-        """Return what was asked for on any process; of several reasons to stop, the first of `STOP_REASONS`.
+        """Return what was requested on any rank; of several reasons to stop, the first of `STOP_REASONS`.
 
-        With it comes the sum of each value over all processes; at most 7 of them.
+        With it comes the sum of each value over all ranks; at most 7 values.
         """
         return self.begin_agreeing(what, asked, *values)()
 
@@ -181,7 +180,7 @@ class ProcessRanks(Ranks):
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks."""
         own = _packed(value)  # first, as it may fail
-        self._meet(what)
+        self._exchange(what)
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(own)
         self._wait(dist.all_reduce(sizes, group=self._group, async_op=True), what)
@@ -192,7 +191,7 @@ class ProcessRanks(Ranks):
         return [_unpacked(part[:size]) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
-        """Return what `work` returned on the main process, or raise there and everywhere what it raised."""
+        """Return the result of `work` on the main rank; raise its error on all ranks."""
         result, error, packed = None, None, torch.empty(0, dtype=torch.uint8)
         if self.is_main:
             try:
@@ -201,7 +200,7 @@ class ProcessRanks(Ranks):
             except Exception as raised:
                 error = raised
                 packed = _packed((None, self._portable(error, what), self._portable(error.__cause__, what)))
-        self._meet(what, [len(packed)])  # the others wait here, where waiting is watched over
+        self._exchange(what, [len(packed)])  # the others wait here, where waiting is watched over
         packed = packed if self.is_main else torch.empty(int(self._numbers[2]), dtype=torch.uint8)
         self._wait(dist.broadcast(packed, src=0, group=self._group, async_op=True), what)
         if not self.is_main:
@@ -217,13 +216,13 @@ class ProcessRanks(Ranks):
         self._wait(dist.broadcast(tensor, src=0, group=self._group, async_op=True), "the reading of tensors")
         return tensor
 
-    def _meet(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> None:
-        """Sum `values` over all processes into `_numbers[2:]`, and make sure that all came for the same thing."""
+    def _exchange(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> None:
+        """Sum `values` over all ranks into `_numbers[2:]`, and check that all are at the same call."""
         self._wait(self._post(self._board, what, values), what, seconds)
         self._check(self._board, what)
 
     def _post(self, board: torch.Tensor, what: str, values: Sequence[float]) -> Any:
-        """Start to sum a board with what this rank came for and `values`."""
+        """Start to sum the name of the call and `values` over all ranks."""
         if self._ends:
             raise DistributedError(f"{what}: this run has ended by an error on one of its ranks. Start it again.")
         numbers, code = board.numpy(), _code(what)
@@ -233,43 +232,43 @@ class ProcessRanks(Ranks):
         return dist.all_reduce(board, group=self._group, async_op=True)
 
     def _check(self, board: torch.Tensor, what: str) -> None:
-        """Raise DistributedError unless all ranks came for the same: their codes then have no variance."""
+        """Raise DistributedError unless all ranks made the same call: then their codes have no variance."""
         numbers, code = board.numpy(), _code(what)
         if numbers[0] != code * self.world_size or numbers[1] != code * code * self.world_size:
             raise self._disagreement(what)
 
     def _wait(self, work: Any, what: str, seconds: float | None = None) -> None:
-        """Wait for an exchange, for as long as the others are well; at most so many seconds."""
+        """Wait for an exchange as long as no rank has failed, or at most so many seconds."""
         begin = time.monotonic()
         # Kept until the next one: freed by gloo's thread at the very end of the program, it would abort the process.
         self._latest = work
         while True:
             start = time.monotonic()
             try:
-                work.wait(_PATIENCE)
+                work.wait(_POLL_INTERVAL)
                 return
             except RuntimeError as error:
                 now = time.monotonic()
-                if now - start < 0.9 * _PATIENCE.total_seconds():
+                if now - start < 0.9 * _POLL_INTERVAL.total_seconds():
                     raise self._lost(error, what) from error
                 if seconds is not None and now - begin >= seconds:
                     raise TimeoutError(what) from error
-                if seconds is None and (self._failure() is not None or self._has_left()):
+                if seconds is None and (self._failure() is not None or self._has_exited()):
                     raise self._lost(error, what) from error
 
     # --- errors
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Enter a call that all processes must make; an error of one of them ends it on all.
+        """Enter a call that all ranks must make; an error on one of them ends it on all.
 
         An error that all of them raise alike, such as a loss that is not finite, leaves them able to go on.
 
         Raises:
-            DistributedError: If another process made another call, or failed; its error is in the message.
+            DistributedError: If another rank made another call, or failed; its error is in the message.
         """
         try:
-            self._meet(what)
+            self._exchange(what)
             yield
         except DistributedError:
             self._ends = True
@@ -277,39 +276,39 @@ class ProcessRanks(Ranks):
         except Exception as error:
             if _is_of_connection(error):
                 raise self._lost(error, what) from error
-            self._tell(what, error)
+            self._report_failure(what, error)
             self._ends = self._ends or not self._is_common(error, what)
             raise
-        except BaseException as error:  # a second signal, or sys.exit(): this process leaves at once
-            self._tell(what, error)
-            self._judge("alone")
+        except BaseException as error:  # a second signal, or sys.exit(): this rank ends at once
+            self._report_failure(what, error)
+            self._settle_verdict("alone")
             self._ends = True
             raise
 
     def _is_common(self, error: Exception, what: str) -> bool:
-        """Return whether all processes came to the same error; those that did not are told by this very question."""
+        """Return whether all ranks raised the same error; this very exchange tells those that did not."""
         verdict = "common"
         try:
-            self._meet(f"{type(error).__name__} in {what}", seconds=_LAST_WORDS)
+            self._exchange(f"{type(error).__name__} in {what}", seconds=_ERROR_SYNC_S)
         except (DistributedError, TimeoutError):
             verdict = "alone"
-        if self._judge(verdict) != "common":
+        if self._settle_verdict(verdict) != "common":
             return False
         self._survived, self._has_failed = self._survived + 1, False
         return True
 
-    def _judge(self, verdict: str) -> str:
-        """Say what the others' part in this error is, and return what was said first: on all processes the same.
+    def _settle_verdict(self, verdict: str) -> str:
+        """Return whether the error is "common" or "alone": the first verdict in the store counts, on all ranks.
 
-        Without it one that has given up waiting for another, and that other, a little late, would disagree.
+        Otherwise a rank that stopped waiting and one that came a little late would disagree.
         """
         try:
             return self._store.compare_set(f"verdict/{self._survived}", "", verdict).decode()
         except RuntimeError:
             return "alone"
 
-    def _tell(self, what: str, error: BaseException) -> None:
-        """Let the other processes know that this one has failed; the first one to fail has the word."""
+    def _report_failure(self, what: str, error: BaseException) -> None:
+        """Report to the other ranks that this one has failed; the first report counts."""
         self._has_failed = True
         text = "".join(traceback.format_exception(error))
         report = {"rank": self.rank, "what": what, "error": f"{type(error).__name__}: {error}", "traceback": text}
@@ -317,17 +316,17 @@ class ProcessRanks(Ranks):
             self._store.compare_set(f"failure/{self._survived}", "", json.dumps(report))
 
     def _failure(self) -> dict[str, Any] | None:
-        """Return what another process that failed has left."""
+        """Return the failure report of another rank, if there is one."""
         survived, key = self._survived, f"failure/{self._survived}"
-        if self._heard is None or self._heard[0] != survived:
-            self._heard = None
+        if self._report_read is None or self._report_read[0] != survived:
+            self._report_read = None
             with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
                 report = json.loads(self._store.get(key)) if self._store.check([key]) else None
                 if report is not None and report["rank"] != self.rank:
-                    self._heard = survived, report
-        return None if self._heard is None else self._heard[1]
+                    self._report_read = survived, report
+        return None if self._report_read is None else self._report_read[1]
 
-    def _ended_by(self, report: dict[str, Any]) -> DistributedError:
+    def _error_from(self, report: dict[str, Any]) -> DistributedError:
         self._ends = True
         return DistributedError(
             f"Rank {report['rank']} failed in {report['what']}, and so the run ends on all {self.world_size} "
@@ -335,45 +334,45 @@ class ProcessRanks(Ranks):
         )
 
     def _lost(self, error: BaseException, what: str) -> DistributedError:
-        """Return what to raise where a process has gone; it has left word before, unless it was killed."""
+        """Return the error for a rank that is gone; it has reported its failure, unless it was killed."""
         self._ends = True
         report = self._failure()
         if report is not None:
-            return self._ended_by(report)
-        if self._has_left():
+            return self._error_from(report)
+        if self._has_exited():
             return self._disagreement(what)
         reason = str(error).partition(". This is")[0]  # gloo goes on to wish good luck
         lost = DistributedError(
             f"Rank {self.rank} lost another process in {what}: it was killed, or its machine is gone ({reason}). "
             "Start the run again with resume_from='auto'; torchrun's --max-restarts does so by itself."
         )
-        self._tell(what, lost)
+        self._report_failure(what, lost)
         return lost
 
     def _disagreement(self, what: str) -> DistributedError:
-        """Say who came for what. All processes notice together, so all of them leave word."""
+        """Return an error that lists the call of every rank. All notice together, so all write theirs down."""
         self._ends = True
         report = self._failure()
         if report is not None:
-            return self._ended_by(report)
+            return self._error_from(report)
         if self._has_failed:
-            return DistributedError(what)  # the others have gone on, and are told of this error by its report
+            return DistributedError(what)  # the others went on, and learn of this error from its report
         with contextlib.suppress(RuntimeError):
             self._store.set(f"at/{self.rank}", what)
-        end, at = time.monotonic() + _FAREWELL, self._places()
+        end, at = time.monotonic() + _EXIT_WAIT_S, self._places_of_ranks()
         while len(at) < self.world_size and time.monotonic() < end:
             time.sleep(0.02)
-            at = self._places()
+            at = self._places_of_ranks()
         at[self.rank] = what
         places = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(at.items()))
         return DistributedError(
-            f"The processes of the run are at different places, where they would have waited for each other for ever: "
+            f"The processes of the run are at different places, where they would have waited for each other forever: "
             f"{places}. Calls of the trainer that concern the whole run (train, evaluate, test, predict, save_model, "
             "save_checkpoint, load_checkpoint) are made on every rank, not under `if trainer.is_main_process:`."
         )
 
-    def _places(self) -> dict[int, str]:
-        """Return where processes have said to be, by rank."""
+    def _places_of_ranks(self) -> dict[int, str]:
+        """Return the calls that ranks have written down, by rank."""
         at = {}
         with contextlib.suppress(RuntimeError):
             for rank in range(self.world_size):
@@ -381,27 +380,27 @@ class ProcessRanks(Ranks):
                     at[rank] = self._store.get(f"at/{rank}").decode()
         return at
 
-    def _has_left(self) -> bool:
-        """Return whether a process came to the end of the program, and did not wait for the others any longer."""
+    def _has_exited(self) -> bool:
+        """Return whether a rank reached the end of the program and stopped waiting for the others."""
         with contextlib.suppress(RuntimeError):
             return bool(self._store.check(["left"]))
         return False
 
-    # --- the watch, and the end
+    # --- the watching thread, and the end of the program
 
-    def _watch_over(self) -> None:
-        """End this process if another has failed and this one is stuck in a collective that cannot be interrupted."""
-        while not self._closing.wait(_PATIENCE.total_seconds()) and not self._ends:
+    def _watch_for_failures(self) -> None:
+        """End this process if another rank has failed and this one is stuck in a collective."""
+        while not self._closing.wait(_POLL_INTERVAL.total_seconds()) and not self._ends:
             report, survived = self._failure(), self._survived
             if report is None or not self._has_given_up(survived):
                 continue
             logger.error("Rank %d failed in %s: %s", report["rank"], report["what"], report["error"])
-            if self._closing.wait(_RESCUE) or self._ends or survived != self._survived:
+            if self._closing.wait(_GRACE_S) or self._ends or survived != self._survived:
                 continue
-            self._end_now(self._ended_by(report))
+            self._end_now(self._error_from(report))
 
     def _has_given_up(self, survived: int) -> bool:
-        """Return whether the process that failed no longer waits for the others to come to the same error."""
+        """Return whether the failed rank no longer waits for the others to raise the same error."""
         key = f"verdict/{survived}"
         try:
             return bool(self._store.check([key])) and self._store.get(key) != b"common"
@@ -411,43 +410,43 @@ class ProcessRanks(Ranks):
     def _end_now(self, error: DistributedError) -> None:
         sys.stdout.flush()
         print(f"omnitrain.errors.DistributedError: {error}", file=sys.stderr, flush=True)
-        self._part()
+        self._keep_store_for_others()
         os._exit(1)
 
-    def _leave(self) -> None:
-        """At the end of the program, make sure that no other process waits in a call for this one."""
+    def _at_exit(self) -> None:
+        """At the end of the program, make sure that no other rank waits for this one."""
         self._closing.set()
         if os.getpid() != self._process or dist.group.WORLD is not self._world:
-            return  # a fork of the process, or the user has closed the group
+            return  # a forked process, or the user has destroyed the group
         if self._ends:
-            self._part()
+            self._keep_store_for_others()
             return
         with contextlib.suppress(ValueError):  # not the main thread
             # torchrun sends it to all that have not ended yet when the first one has, with a code of its own or not
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            self._meet(_AT_THE_END, seconds=_FAREWELL)
+            self._exchange(_AT_THE_END, seconds=_EXIT_WAIT_S)
             dist.destroy_process_group()
-        except TimeoutError:  # some other has more to do; should it come to a call for all, it finds this
+        except TimeoutError:  # another rank has more to do; at its next call for all it finds this
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"at/{self.rank}", _AT_THE_END)
                 self._store.set("left", "")
         except DistributedError as error:
-            if not self._has_left():  # another has come to the end long before
+            if not self._has_exited():  # another rank ended long before
                 self._end_now(error)
 
-    def _part(self) -> None:
-        """After an error, keep the store, if it is here, until the others have heard what they are to say of it."""
+    def _keep_store_for_others(self) -> None:
+        """After an error, keep the store alive, if this process hosts it, until the others have read the report."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"parted/{self.rank}", "")
-            end = time.monotonic() + _FAREWELL
+            end = time.monotonic() + _EXIT_WAIT_S
             is_store_here = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             keys = [f"parted/{rank}" for rank in range(self.world_size)]
             while is_store_here and time.monotonic() < end and not self._store.check(keys):
                 time.sleep(0.02)
 
     def _portable(self, error: BaseException | None, what: str) -> Any:
-        """Return the error as it can be sent to another process, with the word where it comes from."""
+        """Return a picklable copy of the error, with a note of its origin."""
         if error is None:
             return None
         try:

@@ -281,7 +281,7 @@ ALONE += [
 def survive(wrapping: str, folder: str) -> dict[str, Any]:
     """Come to the same errors on both processes, one a little later, and train to the end all the same."""
     errors = []
-    distributed._LAST_WORDS = 600.0  # both are to come, however late one of them is
+    distributed._ERROR_SYNC_S = 600.0  # both are to come, however late one of them is
 
     class Spoils(Callback):
         def on_step_start(self, trainer: Any) -> None:
@@ -453,7 +453,7 @@ def wrap_in_turn(wrappings: list[str]) -> dict[str, Any]:
 def end(how: str) -> None:
     """End a program in order, in one of several ways."""
     # A process that is through waits so long for the others; where they are through too, it does not wait at all.
-    distributed._FAREWELL = 0.5 if how == "late" else math.inf
+    distributed._EXIT_WAIT_S = 0.5 if how == "late" else math.inf
     trainer = make()
     trainer.train()
     if how == "destroy":
@@ -582,8 +582,8 @@ def results(outcomes: dict[str, list[Outcome]], name: str) -> list[Any]:
 
 
 def test_the_waits_of_a_process_that_fails_add_up_to_seconds() -> None:
-    waits = (distributed._LAST_WORDS, distributed._RESCUE, distributed._FAREWELL)
-    assert sum(waits) + 3 * distributed._PATIENCE.total_seconds() < 15
+    waits = (distributed._ERROR_SYNC_S, distributed._GRACE_S, distributed._EXIT_WAIT_S)
+    assert sum(waits) + 3 * distributed._POLL_INTERVAL.total_seconds() < 15
 
 
 COMMON = ("writing", "metric")
