@@ -1,6 +1,6 @@
 """Builds accelerate's `Accelerator` from the arguments and `accelerate launch`, and picks the backend.
 
-What DeepSpeed is told is in `deepspeed.py`.
+DeepSpeed's configuration is in `deepspeed.py`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     if kind in ("FSDP", "DEEPSPEED") and settings.async_save:
         raise ConfigError(
             f"`async_save=True` cannot be had with {kind}, whose weights are sharded over the ranks: all of them put "
-            "these together at once, which a thread beside the training cannot do. Leave it out."
+            "these together at once, which a background thread cannot do. Leave it out."
         )
     if kind == "FSDP":
         return FSDP(accelerator, *parts)

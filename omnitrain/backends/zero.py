@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO: its engine runs backward, clips and steps by itself, on tensors sharded in buffers of its own.
 
 Weights and optimizer state are read and written by parameter, so that a checkpoint holds what any other backend would
-have written. What DeepSpeed is told is in `deepspeed.py`.
+have written. Its configuration is in `deepspeed.py`.
 """
 
 from __future__ import annotations

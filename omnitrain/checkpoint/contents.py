@@ -310,7 +310,7 @@ class Contents:
         ranks, seed = self._run.ranks, self._run.settings.seed
         if content["settings"]["seed"] != seed:
             return  # it was allowed to change
-        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # as it once was
+        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # older: one entry
         for rank, rest in enumerate(saved):  # all ranks read all files, as only the main one looks at the disk
             tensors = dict(TensorFile(folder / rng_file(rank), ranks))
             if rank == ranks.rank:

@@ -135,7 +135,7 @@ def save_weights(
         folder: Made if it is not there.
         overwrite: Whether to replace weights that are there.
         tensors: Its weights by name, where it does not hold them itself.
-        ranks: The processes that have the weights; the main one writes.
+        ranks: The ranks that have the weights; the main one writes.
 
     Raises:
         ConfigError: If there is one already and `overwrite` is False, or `folder` is a file.
@@ -165,7 +165,7 @@ def save_weights(
 
 
 def write_config(model: nn.Module, folder: Path) -> None:
-    """Write the model's own config beside its weights, if it has one that can be written."""
+    """Write the model's own config next to its weights, if it has one that can be saved."""
     bare = unwrap(model)
     modeling = sys.modules.get("transformers.modeling_utils")  # loaded if the model is one of transformers'
     for name in ("config", "generation_config"):

@@ -59,7 +59,7 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(slots=True)
 class Gathered:
-    """A tensor that is put together from all processes when it is asked for, on all of them at once.
+    """A tensor that is put together from all ranks when it is asked for, on all of them at once.
 
     Attributes:
         shape: Of the whole.
@@ -80,16 +80,16 @@ class Gathered:
         return self.dtype.itemsize
 
 
-# --- tensors in parts
+# --- sharded tensors
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Return whether all processes are needed to put this tensor together."""
+    """Return whether all ranks are needed to put this tensor together."""
     return isinstance(tensor, Gathered) or hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return a tensor in host memory, in one piece; one in parts is put together, on all processes at once."""
+    """Return a tensor in host memory, whole; a sharded one is gathered, on all ranks at once."""
     if isinstance(tensor, Gathered):
         return tensor.read().contiguous()
     tensor = tensor.detach()
@@ -111,9 +111,9 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
     """Return what `write` returned on the main process, while the others give their parts of the tensors.
 
     Args:
-        ranks: The processes that have the tensors.
+        ranks: The ranks that have the tensors.
         files: All tensors that `write` will put together by calling what it is given, in the order of the files.
-        write: Writes them. Whatever it raises is raised on all processes, none of which is left waiting.
+        write: Writes them. Whatever it raises is raised on all ranks, none of which is left waiting.
     """
     parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_in_parts(tensor)]
     done, lost = 0, False
@@ -157,7 +157,7 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gat
     """Write tensors to one safetensors file; views of each other become tensors of their own.
 
     Args:
-        tensors: By name. Those in parts are put together one at a time.
+        tensors: By name. Sharded ones are gathered one at a time.
         path: The file.
         hasher: From `hashlib`; gets what is written.
         gather: Puts a tensor together.
@@ -215,7 +215,7 @@ def shape_of(tensors: Mapping[str, Any], name: str) -> tuple[int, ...]:
 class TensorFile(Mapping[str, torch.Tensor]):
     """A safetensors file, one tensor of which is in memory at a time; only the main process reads it.
 
-    Looking a tensor up is a call that all processes make.
+    Looking a tensor up is a call that all ranks make.
     """
 
     def __init__(self, path: Path, ranks: Ranks | None = None) -> None:

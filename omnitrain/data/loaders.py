@@ -53,8 +53,8 @@ class Loader:
     """What every loader offers. `for batch in loader` is the epoch that `set_epoch` named.
 
     Attributes:
-        size: Samples in an epoch over all processes, or None where nobody knows.
-        deals_samples: Whether processes take turns with samples, and not with batches of them.
+        size: Samples in an epoch over all ranks, or None where nobody knows.
+        deals_samples: Whether ranks take turns with samples, and not with batches of them.
     """
 
     size: int | None = None
@@ -172,7 +172,7 @@ class StreamLoader(Loader):
 
     A stream is read by one worker at most: only then is a stream that shares itself out among workers (as PyTorch's
     documentation advises, and as Hugging Face's do) and one that does not each read once, in one and the same order.
-    On several processes each reads all of it and keeps its share, so it must yield the same samples on all of them.
+    On several ranks each reads all of it and keeps its share, so it must yield the same samples on all of them.
     (A Hugging Face stream that shuffles does so differently in a worker than without one.)
     """
 
@@ -275,7 +275,7 @@ class StreamLoader(Loader):
 class GivenLoader(Loader):
     """A user's own loader, used as it is; what it draws is keyed by (seed, epoch, batch).
 
-    On several processes each reads all of it and takes its turn with the batches, unless its sampler is PyTorch's
+    On several ranks each reads all of it and takes its turn with the batches, unless its sampler is PyTorch's
     DistributedSampler, which has shared them out already; what it repeats to make the shares equal is left out.
 
     Its order is its own: to get to a position, the batches before it are read again and dropped. A generator that it

@@ -44,9 +44,9 @@ class Window:
     Attributes:
         batches: On the host, as the loader gave them.
         weights: How much each micro-batch counts in the window's mean.
-        weight: Their sum over all processes.
-        samples: Samples in the window, over all processes.
-        tokens: Tokens in the window, over all processes.
+        weight: Their sum over all ranks.
+        samples: Samples in the window, over all ranks.
+        tokens: Tokens in the window, over all ranks.
         divisor: What the weighted losses of this rank are divided by.
     """
 
@@ -83,7 +83,7 @@ class EpochSampler:
     """The order of samples in every epoch, and how each window of it is shared out.
 
     The permutation follows from (seed, epoch) alone and a position is a number of samples, so a seek is arithmetic,
-    and step k sees the same samples on any number of processes with the same batch_size x world_size x accumulation.
+    and step k sees the same samples on any number of ranks with the same batch_size x world_size x accumulation.
     A short last share is split unevenly: nothing is padded, nothing counted twice, and every process gets the same
     number of micro-batches (of which some may then be empty).
 
@@ -93,8 +93,8 @@ class EpochSampler:
         shuffle: Whether each epoch has an order of its own; otherwise samples come as they are.
         seed: Seed of the orders.
         rank: This process.
-        world_size: Number of processes.
-        drop_last: Whether what does not fill a last micro-batch of all processes is left out of each epoch.
+        world_size: Number of ranks.
+        drop_last: Whether what does not fill a last micro-batch of all ranks is left out of each epoch.
 
     Attributes:
         size: Samples in an epoch.
@@ -202,7 +202,7 @@ class Fetch:
     Tensors are indexed once for the whole batch. Otherwise each sample is fetched with the generators seeded by
     (seed, epoch, index), but only those generators that the dataset was ever seen to draw from: each fetch is
     watched, and one that moves a generator which was not seeded is done again with it seeded. So workers, resumes and
-    the number of processes cannot change a sample, a dataset that draws nothing pays next to nothing, and the
+    the number of ranks cannot change a sample, a dataset that draws nothing pays next to nothing, and the
     training's own generators are left as they were. A collator of the user's own is watched in the same way; what it
     draws is keyed by the batch's first sample.
     """

@@ -206,7 +206,7 @@ def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: b
 
 
 def _adopt_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
-    """Check what a function of metrics is to get, and say so if it is called batch by batch."""
+    """Check a metric function's inputs, and warn if it is called batch by batch."""
     for name in args.include_for_metrics or ():
         if name not in ("inputs", "loss"):
             nearest = did_you_mean(name, ["inputs", "loss"])
@@ -315,7 +315,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
         given: The keyword arguments for our trainer; what only DeepSpeed's configuration says is filled in.
 
     Raises:
-        ConfigError: If they contradict each other, or ask for FSDP 1 or what cannot be had beside it.
+        ConfigError: If they contradict each other, or ask for FSDP 1 or anything incompatible with sharding.
     """
     config = getattr(args, "hf_deepspeed_config", None)  # with "auto" filled in from the arguments
     zero = deepspeed_plugin(None if config is None else config.config)
@@ -324,7 +324,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
         return None, None
     for name in ("torch_compile", "bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name, False):
-            raise ConfigError(f"`training_args.{name}=True` is not supported beside FSDP or DeepSpeed. Leave it out.")
+            raise ConfigError(f"`training_args.{name}=True` is not supported with FSDP or DeepSpeed. Leave it out.")
     if zero is not None:
         if args is not None and given.get("lr_scheduler") is None:
             schedule = zero.deepspeed_config.pop("scheduler", None)

@@ -41,7 +41,7 @@ def prepare_to_shrink(sets: Sets, world_size: int, drops_last: bool) -> None:
     """Get the training data ready to be read in other batches, or refuse it where nobody could change them.
 
     Raises:
-        ConfigError: On several processes, for a loader of the user's own, and beside `dataloader_drop_last`.
+        ConfigError: On several processes, with a user's own loader, or with `dataloader_drop_last`.
     """
     if world_size > 1:
         raise ConfigError(

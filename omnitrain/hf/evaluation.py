@@ -114,7 +114,7 @@ class HFEvaluation(Evaluation):
     def outside_run(self) -> Iterator[None]:
         """Hold the weights in the precision of `bf16_full_eval` or `fp16_full_eval`, unless a run is under way.
 
-        The weights themselves are kept beside their copies, and put back.
+        The original weights are kept, and put back.
         """
         dtype, model = _full_evaluation(self._training_args), self.hooks.backend.model
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -34,7 +34,7 @@ class SmoothedLoss:
     def __init__(self, factor: float, shifted: bool = False) -> None:
         self.factor = factor
         self.shifted = shifted
-        self.__qualname__ = f"{type(self).__name__}({factor:g})"  # so that a resume with another factor is told
+        self.__qualname__ = f"{type(self).__name__}({factor:g})"  # so that a resume with another factor is reported
 
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
         """Return the loss of a batch, from what the model returned for it without its labels."""
@@ -64,7 +64,7 @@ def smooth_labels(args: Any, model: Any, given: dict[str, Any]) -> None:
         given: The keyword arguments of HFTrainer; `loss_fn` is filled.
 
     Raises:
-        ConfigError: If the loss is somebody else's already: transformers would smooth nothing, and not say so.
+        ConfigError: If there is a custom loss: transformers would silently smooth nothing.
     """
     factor = getattr(args, "label_smoothing_factor", 0)
     if not factor:

@@ -14,7 +14,7 @@ __all__ = ["is_delayed", "policies_of"]
 
 
 def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
-    """Return what transformers' arguments ask for beside intervals."""
+    """Return callbacks for those training arguments that are no plain intervals."""
     found: list[Callback] = []
     if args is not None and args.logging_first_step:
         found.append(_LogsFirstStep())

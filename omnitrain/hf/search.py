@@ -133,7 +133,7 @@ class Searching(Uploading):
 
 
 class Trial:
-    """What one trial changes of a trainer, and where its evaluations are told.
+    """The changes of one trial to a trainer, and the reporting of its evaluations.
 
     Args:
         engine: The one that searches.

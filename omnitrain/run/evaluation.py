@@ -216,7 +216,7 @@ def _rows(batch: Any) -> list[Any]:
 
 
 def _in_order(shares: list[list[Any]]) -> list[Any]:
-    """Return what the processes have in the order of the data, which was dealt out to them in turns."""
+    """Return what the ranks have in the order of the data, which was dealt out to them in turns."""
     dealt = itertools.zip_longest(*shares, fillvalue=None)
     return [batch for turn in dealt for batch in turn if batch is not None]
 

@@ -58,7 +58,7 @@ class LossMeter:
         return float(self.sum)
 
     def mean(self) -> float:
-        """Return the mean over all processes since the epoch began."""
+        """Return the mean over all ranks since the epoch began."""
         total, weight = self.ranks.sum("the mean loss of an epoch", self.read(), self.weight)
         return total / weight if weight else math.nan
 
@@ -168,7 +168,7 @@ class FiniteGuard:
 
         Args:
             wait: Whether to wait for all steps taken so far. Otherwise only the one that is 32 steps back is looked
-                at, which is done by now; looking at what happens to be done could differ between processes.
+                at, which is done by now; looking at what happens to be done could differ between ranks.
         """
         while len(self._pending) >= (1 if wait else self._PENDING):
             slot, event, where = self._pending.popleft()

@@ -160,7 +160,7 @@ class Hooks:
         """Take the optimizer's step; return False if it was left out."""
         return self.backend.update()
 
-    # --- beside the steps
+    # --- outside of steps
 
     def _leave_evaluation(self) -> None:
         """Bring the model back from forward passes without a backward pass."""

@@ -106,7 +106,7 @@ class Lifecycle:
     # --- the run
 
     def begin_train(self) -> None:
-        """Start the clock and say so."""
+        """Start the clock and emit TRAIN_START."""
         self._clock = time.perf_counter()
         self.control, self.stop, self.signal = Control(), "", 0
         order = ", ".join(f"{type(callback).__name__} ({callback.order})" for callback in self.callbacks)
@@ -160,7 +160,7 @@ class Lifecycle:
             self.emit(Event.BEFORE_OPTIMIZER_STEP)
 
     def end_step(self, samples: int, tokens: int = 0, skipped: bool = False) -> None:
-        """A window of `samples` samples and `tokens` tokens (of all processes) was trained on, or skipped."""
+        """A window of `samples` samples and `tokens` tokens (of all ranks) was trained on, or skipped."""
         self.progress.advance(samples, tokens, skipped)
         self.tick()
         self.emit(Event.STEP_END)

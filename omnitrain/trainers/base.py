@@ -191,7 +191,7 @@ class BaseTrainer(Hooks, ABC):
             data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
             batch_size: Samples of one forward pass on each process; default 8.
             eval_batch_size: The same in evaluations; None is `batch_size`.
-            global_batch_size: Samples of one optimizer step over all processes; sets the accumulation, must divide.
+            global_batch_size: Samples of one optimizer step over all ranks; sets the accumulation, must divide.
             shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
