@@ -48,7 +48,7 @@ demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, acceler
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.has-test ## a test of every behaviour, in some minutes; what `make check` runs is left out
-	$(call limit,3600) $(PYTEST) -m "not slow" --ignore=tests/test_typing.py
+	$(call limit,3600) $(PYTEST) -m "not slow" $(addprefix --ignore=tests/test_,typing.py architecture.py)
 
 test-all: $(VENV)/.has-test ## the whole test suite, what is exhaustive included
 	$(call limit,7200) $(PYTEST)

@@ -171,6 +171,7 @@ def test_what_crashes_or_hangs_is_named_and_the_rest_goes_on(gpu: Any, tmp_path:
     assert gpu.status_of(tests) == "failed"
 
 
+@pytest.mark.slow
 def test_tests_for_which_no_time_is_left_are_listed(gpu: Any, tmp_path: Path) -> None:
     file = tmp_path / "test_slow.py"
     file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass\n")
@@ -240,6 +241,7 @@ def test_operations_are_those_that_pytorch_counts(throughput: Any, monkeypatch: 
     assert throughput.flops_per_token(model, work) * 128 == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.slow
 def test_throughput_without_transformers_takes_a_model_of_its_own(
     throughput: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

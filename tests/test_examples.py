@@ -181,6 +181,7 @@ def test_a_notebook_is_kept_without_its_outputs(path: Path) -> None:
     assert not kept, f"clear the outputs of {kept}"
 
 
+@pytest.mark.slow
 @every_notebook
 def test_the_cells_of_a_notebook_run_from_top_to_bottom(path: Path) -> None:
     # `make notebooks` runs them in a real kernel; this one costs a second and gives a traceback.

@@ -318,7 +318,7 @@ def full(disk: Disk, path: Path) -> None:
 NO_BEST: dict[str, Any] = {**RUN, "load_best_at_end": False}
 
 
-@pytest.mark.parametrize("fault", [glitch, full])
+@pytest.mark.parametrize("fault", [pytest.param(glitch, marks=pytest.mark.slow), full])
 def test_disk_that_fails_at_any_operation_costs_checkpoints_and_not_the_run(
     folder: Path, fault: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -94,10 +94,11 @@ def test_a_machine_without_the_shared_folder_is_no_hindrance(
     assert not (tmp_path / "run-1").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rendezvous",
     [
-        pytest.param(["--standalone"], marks=pytest.mark.slow, id="c10d"),
+        pytest.param(["--standalone"], id="c10d"),
         pytest.param(["--master-port"], id="static"),
     ],
 )

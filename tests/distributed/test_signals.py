@@ -284,6 +284,7 @@ def launched(function: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         yield child
 
 
+@pytest.mark.slow
 def test_torchrun_ends_with_143_on_all_when_one_process_gets_sigterm(tmp_path: Path) -> None:
     pid = tmp_path / "pid-1"
     with launched("run_slowly", tmp_path) as child:
@@ -299,6 +300,7 @@ def test_torchrun_ends_with_143_on_all_when_one_process_gets_sigterm(tmp_path: P
     assert list((tmp_path / "save").glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_torchrun_shows_the_first_error_also_from_the_other_process(tmp_path: Path) -> None:
     with launched("run_into_error", tmp_path) as child:
         output, _ = child.communicate(timeout=programs.LIMIT)
