@@ -52,8 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish() -> None:
     """End the process that others were forked from."""
-    if "nursery" in sys.modules:
-        sys.modules["nursery"].stop()
+    if "forking" in sys.modules:
+        sys.modules["forking"].stop()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -18,7 +18,7 @@ from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDic
 
 sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
 
-from nursery import Case, play  # noqa: E402
+from forking import Case, play  # noqa: E402
 
 SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
 

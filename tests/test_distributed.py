@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
 
-from nursery import Case, Found, Outcome, play  # noqa: E402
+from forking import Case, Found, Outcome, play  # noqa: E402
 
 from omnitrain import distributed  # noqa: E402
 from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402

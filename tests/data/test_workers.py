@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
 
 import programs  # noqa: E402
-from nursery import Case, Found, Outcome, joined, play  # noqa: E402
+from forking import Case, Found, Outcome, joined, play  # noqa: E402
 
 from omnitrain import Callback, Trainer  # noqa: E402
 from omnitrain.data import workers  # noqa: E402

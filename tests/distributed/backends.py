@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
 from compiled import compile_once  # noqa: E402
-from nursery import Case, Found, Outcome, joined, play, show_life  # noqa: E402
+from forking import Case, Found, Outcome, joined, play, show_life  # noqa: E402
 from recipes import Sentences, StopAt, Tagger, Trace, t16  # noqa: E402
 from resuming import Numbered  # noqa: E402
 from torch import nn  # noqa: E402

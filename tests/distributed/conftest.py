@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """Skip a test whose results are not there for a reason that another test has failed for."""
-    from nursery import NotRun
+    from forking import NotRun
 
     try:
         return (yield)

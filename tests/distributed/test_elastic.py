@@ -12,7 +12,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from nursery import Case, Outcome, play
+from forking import Case, Outcome, play
 from safetensors.torch import load_file
 from test_launching import SCRIPT, run, said, started
 

@@ -12,7 +12,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from nursery import Case, Outcome, play  # noqa: E402
+from forking import Case, Outcome, play  # noqa: E402
 from recipes import rows, t16  # noqa: E402
 
 from omnitrain import AccelerateTrainer, Callback, Trainer  # noqa: E402

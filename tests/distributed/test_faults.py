@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from nursery import Case, Found, Outcome, mark, play, wait_for_other  # noqa: E402
+from forking import Case, Found, Outcome, mark, play, wait_for_other  # noqa: E402
 from recipes import rows, t16  # noqa: E402
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, distributed  # noqa: E402

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from backends import Job, gap, launch, sound  # noqa: E402
-from nursery import Case, Outcome, mark, play  # noqa: E402
+from forking import Case, Outcome, mark, play  # noqa: E402
 from recipes import Noisy, StopAt, Trace, rows, t16, weights  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments  # noqa: E402
 
@@ -325,7 +325,7 @@ def test_a_search_on_two_processes_finds_what_one_finds(results: Any, folder: Pa
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, list[Outcome]]:
     cases = [Case(how, f"{HERE}:perish", {"how": how, "folder": str(folder / how)}) for how in ("kill", "raise")]
-    return play(cases, folder / "nursery")
+    return play(cases, folder / "forking")
 
 
 def test_a_process_that_is_killed_does_not_leave_the_other_waiting(outcomes: Any, folder: Path) -> None:

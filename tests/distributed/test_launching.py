@@ -18,8 +18,8 @@ import programs
 import pytest
 import torch
 from compiled import compile_once
+from forking import Case, Found, Outcome, play
 from launched import native
-from nursery import Case, Found, Outcome, play
 from safetensors.torch import load_file
 
 from omnitrain.launch import Launch

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from backends import Job, asked_for, gap, launch, make_trainer  # noqa: E402
+from forking import Case, play  # noqa: E402
 from marks import thinned  # noqa: E402
-from nursery import Case, play  # noqa: E402
 from recipes import Trace, rows, t16  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_hf_two_processes import Tokens, correct, llama, rank  # noqa: E402

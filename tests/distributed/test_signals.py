@@ -20,7 +20,7 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import programs  # noqa: E402
-from nursery import HERE, Case, Found, Outcome, joined, mark, play  # noqa: E402
+from forking import HERE, Case, Found, Outcome, joined, mark, play  # noqa: E402
 from recipes import distance, rows, t16, weights  # noqa: E402
 
 from omnitrain import Callback  # noqa: E402
