@@ -236,7 +236,7 @@ def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) 
 
 @functools.cache
 def _ratio(value: float) -> tuple[int, int]:
-    """Return the fraction somebody meant who wrote a float: 1/10 for 0.1, and 1/3 for 0.3333333333333333."""
+    """Return the fraction that a float stands for: 1/10 for 0.1, and 1/3 for 0.3333333333333333."""
     meant = Fraction(value).limit_denominator(10**9) or Fraction(value)
     return meant.numerator, meant.denominator
 

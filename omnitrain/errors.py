@@ -2,7 +2,7 @@
 
     OmnitrainError
     ├── ConfigError          (ValueError)       an argument is wrong, or two arguments contradict each other
-    ├── ObjectiveError       (ValueError, KeyError)  the metric to optimize, or its direction, cannot be told
+    ├── ObjectiveError       (ValueError, KeyError)  the metric to optimize, or its direction, is unknown
     ├── DataError            (ValueError)       a dataset, loader or batch cannot be used
     ├── NonFiniteError       (ArithmeticError)  a loss or a gradient is NaN or infinite
     ├── CheckpointError      (RuntimeError)     a checkpoint is missing, incomplete, damaged or does not fit
@@ -40,7 +40,7 @@ class ConfigError(OmnitrainError, ValueError):
 
 
 class ObjectiveError(OmnitrainError, ValueError, KeyError):
-    """The metric to optimize is not there, or nobody can tell which direction is better."""
+    """The metric to optimize is missing, or its direction is unknown."""
 
     def __str__(self) -> str:
         """Return the message; KeyError would print its repr."""

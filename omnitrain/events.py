@@ -1,6 +1,6 @@
 """The events of a run, and the two kinds of objects that take part in it: callbacks and algorithms.
 
-A `Callback` is told what happens and returns nothing; an `Algorithm` is handed a value and returns the new one.
+A `Callback` observes and returns nothing; an `Algorithm` gets a value and returns the new one.
 Events are fired by `run/lifecycle.py`; requests are answered in `run/loop.py`.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["STOP_REASONS", "Algorithm", "Callback", "Control", "Event", "Trainer
 
 
 class Event(StrEnum):
-    """What a run tells its callbacks, in this order and no other.
+    """The events of a run, in the order in which they are emitted.
 
     ::
 

@@ -223,7 +223,7 @@ class MetricsDict(dict[str, Any]):
         """Draw the losses and every other metric of the evaluations against the step.
 
         Args:
-            path: The image to write; its suffix tells the format, PNG without one.
+            path: The image to write; its suffix is the format, PNG by default.
 
         Returns:
             The path of the image.

@@ -90,10 +90,10 @@ def infer_direction(metric: str, higher_is_better: bool | None = None) -> tuple[
         higher_is_better: What the metric object says of itself, if there is one.
 
     Returns:
-        "max" or "min", and what told so.
+        "max" or "min", and the source of it.
 
     Raises:
-        ObjectiveError: Nothing tells, or the words of the name contradict each other.
+        ObjectiveError: It is unknown, or the words of the name contradict each other.
 
     >>> infer_direction("eval_dev_wer")
     ('min', 'the exact table')
@@ -123,10 +123,10 @@ def _words(metric: str) -> list[str]:
 
 
 def _infer(words: list[str]) -> tuple[Direction, str] | None:
-    """Return direction and source for a name in words, or None if it cannot be told."""
+    """Return direction and source for a name in words, or None if unknown."""
     for start, word in enumerate(words):
         rest = words[start:]
-        is_suffix = start > 0 and word in _SUFFIXES  # "x_loss" is told by the rule below, not by "loss"
+        is_suffix = start > 0 and word in _SUFFIXES  # "x_loss" is decided by the rule below, not by "loss"
         if not is_suffix and (direction := _WHOLE.get("_".join(rest))):
             return direction, "the exact table"
         if word in ("neg", "negative"):
@@ -145,7 +145,7 @@ def _infer(words: list[str]) -> tuple[Direction, str] | None:
 
 
 def _read_words(words: list[str]) -> tuple[Direction, str] | None:
-    """Return the direction that all words of a name agree on, and the first that told it."""
+    """Return the direction that all words of a name agree on, and the first of them."""
     found: list[tuple[Direction, str]] = []
     start = 0
     while start < len(words):
@@ -192,7 +192,7 @@ class Objective:
 
         Raises:
             ConfigError: An argument is wrong.
-            ObjectiveError: The direction cannot be told.
+            ObjectiveError: The direction is unknown.
         """
         if not isinstance(metric, str) or not metric.removeprefix("eval_"):
             raise ConfigError(f"`optimization_metric` must be the name of a metric, got {metric!r}.")

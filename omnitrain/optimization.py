@@ -145,7 +145,7 @@ def build_scheduler(
     """Return the schedule that `spec` names: an instance, a name of transformers, or a callable of the optimizer.
 
     Raises:
-        ConfigError: If the name is unknown, the length of the run is needed but cannot be told, the instance belongs
+        ConfigError: If the name is unknown, the length of the run is needed but unknown, the instance belongs
             to another optimizer, or `warmup_steps` would have no effect.
     """
     if spec is None or isinstance(spec, str):
@@ -190,7 +190,7 @@ def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, to
     shape = SCHEDULES.get(name)
     if total is None and shape is not _constant and name != "inverse_sqrt":
         raise ConfigError(
-            f"`lr_scheduler={name!r}` needs the number of steps, which cannot be told: the data has no length. "
+            f"`lr_scheduler={name!r}` needs the number of steps, which is unknown: the data has no length. "
             "Set `max_steps`."
         )
     if total is not None and warmup >= total:

@@ -40,7 +40,7 @@ class Progress:
     step_in_epoch: int = 0
     """Optimizer updates of the running epoch."""
     epoch_size: int | None = None
-    """Samples in one epoch; None for a stream whose length nobody knows."""
+    """Samples in one epoch; None for a stream of unknown length."""
 
     def advance(self, samples: int, tokens: int = 0, skipped: bool = False) -> None:
         """Count one window of `samples` samples, as an optimizer update unless it was skipped."""

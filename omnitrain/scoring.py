@@ -81,7 +81,7 @@ class Scorer:
             self.higher_is_better.update(part.higher_is_better)
         known = [part.names for part in parts]
         self.names: list[str] | None = None
-        """The names of all results; None if they cannot be told before the first evaluation."""
+        """The names of all results; None if unknown before the first evaluation."""
         self.takes_whole_batches: bool = any(isinstance(part, ByBatch) for part in parts)
         """Whether `update()` is to be called with the batches of all processes, on the main one."""
         if not functions and None not in known:
@@ -337,7 +337,7 @@ def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[An
 
 
 def _is_torchmetrics(value: Any) -> bool:
-    """Tell without importing torchmetrics: whoever has made a metric has imported it."""
+    """Check without importing torchmetrics, which is imported already if there is such a metric."""
     module = sys.modules.get("torchmetrics")
     kinds = [getattr(module, name, None) for name in ("Metric", "MetricCollection")]
     return isinstance(value, tuple(kind for kind in kinds if kind))

@@ -296,7 +296,7 @@ def shifts_labels(model: Any) -> bool:
 
 
 def no_token_counts() -> DataError:
-    """Return the error for `grad_reduction="per-token-mean"` where nobody counts tokens."""
+    """Return the error for `grad_reduction="per-token-mean"` where tokens are not counted."""
     return DataError(
         "`grad_reduction='per-token-mean'` needs token counts: labels that are integers of more than one "
         "dimension, or a `unit` that returns (loss, num_targets). Use grad_reduction='mean' otherwise."

@@ -193,7 +193,7 @@ def refuse_lost_processes(world_size: int) -> None:
     """Tell a user who started several processes, and whose trainer sees only itself.
 
     Raises:
-        DistributedError: If the environment speaks of more processes than there are in the run.
+        DistributedError: If the environment was set for more processes than there are in the run.
     """
     for name in ("WORLD_SIZE", "OMNITRAIN_NUM_PROCESSES"):
         asked = os.environ.get(name, "")

@@ -40,7 +40,7 @@ class Runner(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._orig_mod = model  # named as by torch.compile, so that whoever unwraps models finds it
+        self._orig_mod = model  # the name that torch.compile uses, so that unwrapping finds it
         self.config: Any = getattr(model, "config", None)  # accelerate fills "auto" values of DeepSpeed from it
         self.has_run: bool = False
         """Whether there was a forward pass with gradients since this was last set to False."""

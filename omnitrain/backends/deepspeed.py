@@ -52,7 +52,7 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
 def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
     """Bring the DeepSpeed configuration and the trainer's arguments to one word.
 
-    What only the configuration says becomes the trainer's argument; where both speak they must say the same.
+    Values set only in the configuration become the trainer's arguments; values set in both must be equal.
 
     Args:
         plugin: accelerate's, with the configuration.

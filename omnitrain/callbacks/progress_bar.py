@@ -119,7 +119,7 @@ class ProgressBar(Callback):
         return self.enabled is not False and trainer.is_main_process and not self._is_gone
 
     def _guard(self, draw: Callable[[], Any]) -> None:
-        """Draw; if nobody can read it any more, print nothing for the rest of the run.
+        """Draw; if the output is closed, print nothing for the rest of the run.
 
         A closed pipe (`python train.py | head`), a closed notebook or a terminal that hung up must not end a run
         of days. OSError is what a broken pipe or a full disk raises, ValueError what a closed file does.

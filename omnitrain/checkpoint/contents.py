@@ -132,7 +132,7 @@ class Snapshot:
         Newly allocated memory would take most of a copy's time, as each page is cleared when it is first written.
 
         Args:
-            kept: The tensors of the copy before it, which nobody reads any more; filled for the next one.
+            kept: The tensors of the copy before it, no longer in use; filled for the next one.
         """
         files: Files = {}
         for file, tensors in self.files.items():

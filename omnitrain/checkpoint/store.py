@@ -193,7 +193,7 @@ class Store:
         source, target = self.temporary(step), self.path(step)
         self._glances.pop(target.name, None)
         if target.exists() and not (target / MANIFEST).exists():
-            # Not ours, or ours without its manifest: nobody can tell, so it is kept.
+            # Not ours, or ours without its manifest: it is kept, as that is unknown.
             names = (target.with_name(f"{target.name}.aside-{n}") for n in itertools.count(1))
             aside = next(name for name in names if not name.exists())
             self.fs.rename(target, aside)
@@ -240,7 +240,7 @@ class Store:
     # Finding
 
     def checkpoints(self) -> list[Path]:
-        """Return the folders of all committed checkpoints by step. Whether they are undamaged, `verify` tells."""
+        """Return the folders of all committed checkpoints by step. `verify` checks them for damage."""
         return [path for _, path in sorted(self.folders().items()) if (path / MANIFEST).is_file()]
 
     def kept(self) -> list[Kept]:
@@ -296,7 +296,7 @@ class Store:
         return sum(entry["size"] for entry in files.values()) + (path / MANIFEST).stat().st_size
 
     def _entries(self, suffix: str) -> list[tuple[int, Path]]:
-        """Return step and path of our folders with this suffix; all else in the run folder is somebody else's."""
+        """Return step and path of our folders with this suffix; anything else in the run folder is ignored."""
         if not self.root.is_dir():
             return []
         found = ((_NAME.fullmatch(path.name), path) for path in sorted(self.root.iterdir()))
@@ -384,7 +384,7 @@ class Store:
         """Return the step that `last` or `best` stands for.
 
         A kill may strike between a commit and its pointers, so the manifests have the word; but a pointer to a
-        damaged or missing checkpoint is followed, so that nobody gets a lesser one unawares.
+        damaged or missing checkpoint is followed, so that an older one is never used silently.
         """
         kept, named = self.kept(), self._read_pointer(which)
         if named is not None and named not in {found.step for found in kept}:

@@ -138,7 +138,7 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
             result = write(gather)
         except Exception as error:
             if lost:
-                raise  # the others are in the middle of a tensor, and would not hear of it
+                raise  # the other ranks are in the middle of a tensor, and would not learn of it
             failed = error
     for tensor in parts[done:]:
         whole(tensor)

@@ -53,7 +53,7 @@ class Loader:
     """What every loader offers. `for batch in loader` is the epoch that `set_epoch` named.
 
     Attributes:
-        size: Samples in an epoch over all ranks, or None where nobody knows.
+        size: Samples in an epoch over all ranks, or None if unknown.
         deals_samples: Whether ranks take turns with samples, and not with batches of them.
     """
 

@@ -286,7 +286,7 @@ class Fetch:
 
 
 _AGAIN = object()
-_COLLATE = 1  # tells the seed of a batch's collation from that of its first sample
+_COLLATE = 1  # separates the seed of a batch's collation from that of its first sample
 
 
 def _rows_of(batch: Any) -> list[Any]:

@@ -152,7 +152,7 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
         given: The keyword arguments that the user gave to HFTrainer; filled.
 
     Raises:
-        ConfigError: If both speak and differ, naming both, or if `args` asks for what would not be honoured.
+        ConfigError: If both are set and differ, or if `args` asks for something unsupported.
     """
     for name, idle in UNSUPPORTED.items():
         value = word_of(getattr(args, name, idle[0]))
@@ -237,7 +237,7 @@ def _parameters_of(function: Any) -> list[str]:
 
 
 def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
-    """Fill our arguments with what somebody else says; None is no word.
+    """Fill our arguments from another source; None is no value.
 
     Raises:
         ConfigError: If one was given too, and is another.

@@ -38,7 +38,7 @@ def smaller(batch_size: int, accumulation: int) -> tuple[int, int] | None:
 
 
 def prepare_to_shrink(sets: Sets, world_size: int, drops_last: bool) -> None:
-    """Get the training data ready to be read in other batches, or refuse it where nobody could change them.
+    """Get the training data ready to be read in other batches, or refuse data whose batches cannot change.
 
     Raises:
         ConfigError: On several processes, with a user's own loader, or with `dataloader_drop_last`.

@@ -82,7 +82,7 @@ def _as_is(batch: Any) -> Any:
 def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
     """Return a loader by which transformers' loop counts micro-batches, or windows.
 
-    It reads nothing unless somebody iterates it: the loop's own batches come from the trainer's feed.
+    It reads nothing unless it is iterated: the loop's own batches come from the trainer's feed.
     """
     loader = owner.train_loader
     generator = torch.Generator().manual_seed(owner.seed)  # else it draws from the training's generator

@@ -113,7 +113,7 @@ class Engine(Searching):
     _is_asked_for = False
     """Whether it is our trainer that runs transformers' loop."""
     _untold_evaluation: dict[str, float] | None = None
-    """An evaluation before the first step, when transformers' callbacks had not heard of the run."""
+    """An evaluation before the first step, before transformers' callbacks were told that the run began."""
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """What transformers' loop passed to `_maybe_log_save_evaluate` at this step."""
 
@@ -141,7 +141,7 @@ class Engine(Searching):
         """Run transformers' loop, for `HFTrainer.train`, or a trial of a search.
 
         Raises:
-            ConfigError: If somebody else asks for it.
+            ConfigError: If it was not called by HFTrainer.
         """
         if not self._is_asked_for and self.hp_search_backend is not None:
             return run_trial(self, *args, **kwargs)
@@ -166,7 +166,7 @@ class Engine(Searching):
             return None
         share = owner.batch_size * owner.world_size * owner.gradient_accumulation_steps
         state = self.present_state()
-        # it tells transformers' loop where the data are; the Bridge says which step it is
+        # transformers' loop derives the position in the data from it; the Bridge sets the step
         state.global_step = progress.epoch * (owner.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
         folder = self.scratch / "start"
         folder.mkdir(exist_ok=True)
@@ -297,7 +297,7 @@ class Engine(Searching):
             super()._maybe_log_save_evaluate(*args, **kwargs)
             control.should_save = False
         if self.has_ended and self.owner.lifecycle.stop:
-            loop.close()  # while transformers' callbacks can still hear of it
+            loop.close()  # before transformers' own end of training
 
     def take_flags(self, requests: Sequence[str]) -> None:
         """Take what transformers' callbacks ask for by their flags as requests of ours."""

@@ -93,7 +93,7 @@ class HFEvaluation(Evaluation):
 
     @property
     def _generation_in_use(self) -> Generation | None:
-        """What generates, where somebody looks at its answers."""
+        """The model that generates, where predictions are used."""
         return self.generation if self._is_predicting or self._compute_metrics is not None else None
 
     @property

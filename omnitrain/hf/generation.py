@@ -15,7 +15,7 @@ from omnitrain.errors import ConfigError, DataError
 __all__ = ["Generation", "take_generation"]
 
 _DEFAULT_LENGTH = 20
-"""The `max_length` of a generation that nobody has given one."""
+"""The default `max_length` of a generation."""
 
 
 class Generation:

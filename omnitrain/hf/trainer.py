@@ -289,7 +289,7 @@ class HFTrainer(BaseTrainer):
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
         self._output_dir = given.get("save_dir") or (training_args and training_args.output_dir)
         ours: dict[str, Any] = {}
-        if training_args is None:  # on processors alone transformers forms a group of processes only if told of them
+        if training_args is None:  # on a CPU transformers forms a process group only if its arguments ask for it
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
             ours["ddp_find_unused_parameters"] = False
         self._engine_args = engine_arguments(training_args, str(self._output_dir or self._scratch.name), **ours)

@@ -21,7 +21,7 @@ def read_on_cpu(scalar: torch.Tensor) -> float:
 
 
 class LossMeter:
-    """The weighted sum of an epoch's losses, kept on the device and read only when somebody asks.
+    """The weighted sum of an epoch's losses, kept on the device and read only for logs.
 
     On a CPU, where reading costs nothing, `sum` is a float.
 
@@ -118,13 +118,13 @@ class FiniteGuard:
 
     Reading a number off a GPU in every step would hold the loop up. Where the optimizer can leave an update out on
     the device itself (PyTorch's fused ones, by the `found_inf` that GradScaler uses too), the guard is *deferred*:
-    from the first bad step on the device updates nothing any more, and the host hears of it some steps later without
+    from the first bad step on the device updates nothing any more, and the host learns of it some steps later without
     having waited. Otherwise the number is read, which on a CPU costs nothing.
 
     Args:
         device: Where the evidence is.
         optimizer: The optimizer whose steps are guarded.
-        deferred: Whether to leave updates out on the device and hear of it later.
+        deferred: Whether to leave updates out on the device and learn of it later.
     """
 
     _PENDING = 32  # steps that the host may be behind; past that it waits

@@ -79,7 +79,7 @@ class Lifecycle:
                     "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
                 )
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
-        # Only methods that someone overrode are called: an event that nobody listens to costs one dict look-up.
+        # Only methods that someone overrode are called: an event without listeners costs one dict look-up.
         self._listeners = {event: [] for event in Event}
         for event in Event:
             name = f"on_{event}"

@@ -36,7 +36,7 @@ class Step:
     Args:
         hooks: What the trainer overrides of a step.
         backend: How gradients are added up and weights updated.
-        lifecycle: Counts, and tells the callbacks.
+        lifecycle: Counts, and calls the callbacks.
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
         error_at: Returns the error for a window whose loss or gradient is not finite.

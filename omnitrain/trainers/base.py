@@ -243,7 +243,7 @@ class BaseTrainer(Hooks, ABC):
 
         Raises:
             ConfigError: If an argument is wrong, or two contradict each other.
-            ObjectiveError: If it cannot be told whether a higher or a lower `optimization_metric` is better.
+            ObjectiveError: If it is unknown whether a higher or a lower `optimization_metric` is better.
             TypeError: If an argument is unknown; the message names the nearest one.
         """
 
