@@ -139,7 +139,7 @@ def fork_ends() -> list[Any]:
         atexit._run_exitfuncs()
         os._exit(0)
     os.waitpid(child, 0)
-    return [ranks._has_left(), *ranks.sum("they go on", 1)]
+    return [ranks._has_exited(), *ranks.sum("they go on", 1)]
 
 
 CASES = [
