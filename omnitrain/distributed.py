@@ -138,8 +138,6 @@ class ProcessRanks(Ranks):
         with contextlib.suppress(RuntimeError):  # a connection of our own: a stuck collective may hold the other
             store = store.clone()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
-        self._board = torch.zeros(_FIELDS, dtype=torch.float64)
-        self._numbers = self._board.numpy()
         self._survived = 0
         """How many errors all ranks raised alike and survived; the number of the next error in the store."""
         self._report_read: tuple[int, dict[str, Any]] | None = None
@@ -153,27 +151,23 @@ class ProcessRanks(Ranks):
     # --- exchanges
 
     def sum(self, what: str, *values: float) -> list[float]:
-        """Return the sum of each value over all ranks; at most 18 values."""
-        self._exchange(what, values)
-        return self._numbers[2 : 2 + len(values)].tolist()
+        """Return the sum of each value over all ranks; at most 19 values."""
+        return self._exchange(what, values)
 
     def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
         """Return what was requested on any rank; of several reasons to stop, the first of `STOP_REASONS`.
 
-        With it comes the sum of each value over all ranks; at most 7 values.
+        With it comes the sum of each value over all ranks; at most 8 values.
         """
         return self.begin_agreeing(what, asked, *values)()
 
     def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
         """Start what `agree` does, and return what waits for its end and returns its result."""
-        board = torch.zeros(_FIELDS, dtype=torch.float64)  # one of its own: other exchanges may come before its end
-        work = self._post(board, what, (*_as_numbers(asked), *values))
+        wait = self._begin_exchange(what, (*_as_numbers(asked), *values))
 
         def finish() -> tuple[Control, list[float]]:
-            self._wait(work, what)
-            self._check(board, what)
-            found = board.tolist()[2:]
-            return _as_control(found[:_REQUESTS]), found[_REQUESTS : _REQUESTS + len(values)]
+            found = wait(None)
+            return _as_control(found[:_REQUESTS]), found[_REQUESTS:]
 
         return finish
 
@@ -200,8 +194,8 @@ class ProcessRanks(Ranks):
             except Exception as raised:
                 error = raised
                 packed = _packed((None, self._portable(error, what), self._portable(error.__cause__, what)))
-        self._exchange(what, [len(packed)])  # the others wait here, where waiting is watched over
-        packed = packed if self.is_main else torch.empty(int(self._numbers[2]), dtype=torch.uint8)
+        (size,) = self._exchange(what, [len(packed)])  # the other ranks wait here, where failures are noticed
+        packed = packed if self.is_main else torch.empty(int(size), dtype=torch.uint8)
         self._wait(dist.broadcast(packed, src=0, group=self._group, async_op=True), what)
         if not self.is_main:
             result, error, cause = _unpacked(packed)
@@ -216,26 +210,27 @@ class ProcessRanks(Ranks):
         self._wait(dist.broadcast(tensor, src=0, group=self._group, async_op=True), "the reading of tensors")
         return tensor
 
-    def _exchange(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> None:
-        """Sum `values` over all ranks into `_numbers[2:]`, and check that all are at the same call."""
-        self._wait(self._post(self._board, what, values), what, seconds)
-        self._check(self._board, what)
+    def _exchange(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> list[float]:
+        """Return the sum of each value over all ranks, which must all be at the same call."""
+        return self._begin_exchange(what, values)(seconds)
 
-    def _post(self, board: torch.Tensor, what: str, values: Sequence[float]) -> Any:
-        """Start to sum the name of the call and `values` over all ranks."""
+    def _begin_exchange(self, what: str, values: Sequence[float]) -> Callable[[float | None], list[float]]:
+        """Start an exchange, and return what waits for its end, at most so many seconds, and returns the sums."""
         if self._ends:
             raise DistributedError(f"{what}: this run has ended by an error on one of its ranks. Start it again.")
+        # The first row is this rank's. gloo gathers such few numbers in half the time in which it adds them up.
+        board = torch.zeros(self.world_size + 1, _FIELDS, dtype=torch.float64)
         numbers, code = board.numpy(), _code(what)
-        numbers[:] = 0.0
-        numbers[0], numbers[1] = code, code * code
-        numbers[2 : 2 + len(values)] = values
-        return dist.all_reduce(board, group=self._group, async_op=True)
+        numbers[0, 0], numbers[0, 1 : 1 + len(values)] = code, values
+        work = dist.all_gather(list(board[1:]), board[0], group=self._group, async_op=True)
 
-    def _check(self, board: torch.Tensor, what: str) -> None:
-        """Raise DistributedError unless all ranks made the same call: then their codes have no variance."""
-        numbers, code = board.numpy(), _code(what)
-        if numbers[0] != code * self.world_size or numbers[1] != code * code * self.world_size:
-            raise self._disagreement(what)
+        def finish(seconds: float | None) -> list[float]:
+            self._wait(work, what, seconds)
+            if (numbers[1:, 0] != code).any():
+                raise self._disagreement(what)
+            return numbers[1:, 1 : 1 + len(values)].sum(0).tolist()
+
+        return finish
 
     def _wait(self, work: Any, what: str, seconds: float | None = None) -> None:
         """Wait for an exchange as long as no rank has failed, or at most so many seconds."""

@@ -84,13 +84,13 @@ def exchange(asks_alone: bool | None, by_time: bool = False) -> dict[str, int]:
         t16(dtype=torch.float32), rows(16 * STEPS, torch.float32), epochs=1, batch_size=8, progress_bar=False,
         log_steps="1h" if by_time else STEPS, loss_fn=torch.nn.functional.mse_loss, callbacks=callbacks,
     )  # fmt: skip
-    ranks, original = trainer._loop.ranks, trainer._loop.ranks._post
+    ranks, original = trainer._loop.ranks, trainer._loop.ranks._begin_exchange
 
-    def post(board: Any, what: str, values: Any) -> Any:
+    def begin(what: str, values: Any) -> Any:
         counts[what] += 1 < trainer.progress.step < STEPS - 1
-        return original(board, what, values)
+        return original(what, values)
 
-    ranks._post = post
+    ranks._begin_exchange = begin
     trainer.train()
     return {what: count for what, count in counts.items() if count} | {"ahead": int(trainer._loop._sends_ahead)}
 

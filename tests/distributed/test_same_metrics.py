@@ -175,17 +175,17 @@ def log_every(backend: str, steps: int, masked: bool = True) -> dict[str, Any]:
         backend, Tagger(dtype=torch.float64), Sentences(24), algorithms=[noted], callbacks=[trace], batch_size=2,
         global_batch_size=4, epochs=1, learning_rate=0.05, log_steps=steps,
     )  # fmt: skip
-    post = ProcessRanks._post
+    begin = ProcessRanks._begin_exchange
 
-    def watched(self: ProcessRanks, board: Any, what: str, values: Any) -> Any:
+    def watched(self: ProcessRanks, what: str, values: Any) -> Any:
         noted.seen.append(what)
-        return post(self, board, what, values)
+        return begin(self, what, values)
 
-    ProcessRanks._post = watched  # type: ignore[method-assign]
+    ProcessRanks._begin_exchange = watched  # type: ignore[method-assign]
     try:
         trainer.train()
     finally:
-        ProcessRanks._post = post  # type: ignore[method-assign]
+        ProcessRanks._begin_exchange = begin  # type: ignore[method-assign]
     return {"losses": [row["loss"] for row in trace.logs], "seen": noted.seen}
 
 

@@ -203,15 +203,15 @@ def count_exchanges(backend: str) -> dict[str, Any]:
             epochs=None, log_steps=100,
         )  # fmt: skip
         counts.append(0)
-        post = trainer.ranks._post
+        begin = trainer.ranks._begin_exchange
 
-        def counting(*args: Any, post: Any = post) -> Any:
+        def counting(*args: Any, begin: Any = begin) -> Any:
             counts[-1] += 1
-            return post(*args)
+            return begin(*args)
 
-        trainer.ranks._post = counting
+        trainer.ranks._begin_exchange = counting
         trainer.train()
-        del trainer.ranks._post  # all trainers have the same ranks
+        del trainer.ranks._begin_exchange  # all trainers have the same ranks
     return {"per step": (counts[1] - counts[0]) / 6}
 
 
