@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from _report import show_throughput
 from _timing import Spread
-from overhead import SEED, SameOrder
+from overhead import SEED, Losses, SameOrder
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-from omnitrain import AccelerateTrainer, Callback, Trainer
+from omnitrain import AccelerateTrainer, Trainer
 
 HAND, AGAIN, STOCK = "hand-written loop", "hand-written loop again (A/A)", "transformers.Trainer"
 TOLERANCE = 0.02
@@ -249,16 +249,6 @@ def by_hand(work: Work, model: nn.Module, data: Texts) -> Outcome:
             losses.append(total.item() / work.log_every)
             total.zero_()
     return Outcome(step, losses, clock.seconds, clock.peak_memory)
-
-
-class Losses(Callback):
-    """Keeps what was logged."""
-
-    def __init__(self) -> None:
-        self.logged: list[float] = []
-
-    def on_log(self, trainer: Any, logs: Any) -> None:
-        self.logged.append(logs["loss"])
 
 
 def by_trainer(work: Work, model: nn.Module, data: Texts, kind: Any = Trainer) -> Outcome:
