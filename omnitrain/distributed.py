@@ -61,7 +61,7 @@ class Ranks:
 
     def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
         """Return what was requested on any rank, and the sum of each value over all ranks."""
-        return asked, list(values)
+        return self.begin_agreeing(what, asked, *values)()
 
     def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
         """Start what `agree` does, and return what waits for its end and returns its result."""
@@ -154,15 +154,8 @@ class ProcessRanks(Ranks):
         """Return the sum of each value over all ranks; at most 19 values."""
         return self._exchange(what, values)
 
-    def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
-        """Return what was requested on any rank; of several reasons to stop, the first of `STOP_REASONS`.
-
-        With it comes the sum of each value over all ranks; at most 8 values.
-        """
-        return self.begin_agreeing(what, asked, *values)()
-
     def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
-        """Start what `agree` does, and return what waits for its end and returns its result."""
+        """Start what `agree` does, and return what waits for its end and returns its result; at most 8 values."""
         wait = self._begin_exchange(what, (*_as_numbers(asked), *values))
 
         def finish() -> tuple[Control, list[float]]:

@@ -1,7 +1,7 @@
-"""DeepSpeed's communication op, compiled into a folder that belongs to this session of tests.
+"""DeepSpeed's communication op, compiled into a folder of this run of the tests.
 
 In DeepSpeed's own folder, which all programs of a user share, the lock of a run that was killed makes every later one
-wait for ever. Compiling takes a minute, so the result is kept in pytest's cache and copied from there.
+wait forever. Compiling takes a minute, so the result is kept in pytest's cache and copied from there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUILD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builde
 
 
 def compile_once() -> None:
-    """Make sure that DeepSpeed finds its op compiled in this session's folder; on one process for all of them."""
+    """Make sure that DeepSpeed finds its op compiled in the folder of this run; one process does it for all."""
     place = os.environ.get("TORCH_EXTENSIONS_DIR", "")
     if not place or sys.platform != "linux" or (Path(place) / "complete").exists():
         return
@@ -50,6 +50,6 @@ def _fill(place: Path) -> None:
     if kept is not None:
         made = Path(tempfile.mkdtemp(dir=kept.parent))
         shutil.copytree(place / _NAME, made / _NAME)
-        with contextlib.suppress(OSError):  # another session was quicker
+        with contextlib.suppress(OSError):  # another run was quicker
             (made / _NAME).rename(kept)
         shutil.rmtree(made, ignore_errors=True)
