@@ -72,6 +72,20 @@ def test_distributed_measures_both_models_on_two_processes(tmp_path: Path) -> No
     }
 
 
+@pytest.mark.slow
+def test_nothing_but_the_history_grows_over_a_long_run(tmp_path: Path) -> None:
+    run(BENCHMARKS / "soak.py", "--steps", "20000", "--json", "out.json", cwd=tmp_path)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    first, last = rows[1], rows[-1]
+    assert last["steps"] > 5 * first["steps"]
+    assert last["resident"] < first["resident"] + 10
+    assert (last["threads"], last["descriptors"], last["files"]) == (
+        first["threads"],
+        first["descriptors"],
+        first["files"],
+    )
+
+
 # what runs on a GPU, without one
 
 
