@@ -106,7 +106,7 @@ class Settings:
     pin_memory: bool | None = None
     prefetch_factor: int | None = None
     # length
-    epochs: int | float | None = 3
+    epochs: int | float | None = None
     max_steps: int | None = None
     max_duration: int | str | Duration | None = None
     # optimizer
@@ -158,11 +158,23 @@ class Settings:
     trial_name: str | None = None
     # </fields>
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Return the settings that a caller's arguments mean, with what None stands for filled in."""
+        filled = {name: value for name, value in given.items() if value is not None or name not in NONE_IS_DEFAULT}
+        if all(given.get(name) is None for name in ("epochs", "max_steps", "max_duration")):
+            filled["epochs"] = DEFAULT_EPOCHS
+        return cls(**filled)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of them by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+DEFAULT_EPOCHS = 3
+"""The length of a run that nothing else limits."""
+NONE_IS_DEFAULT = ("callbacks", "algorithms", "optimization_metric")
+"""Arguments that have a default other than None, and may be given as None all the same."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "scheduler_interval": ("step", "epoch"),
     "grad_reduction": ("mean", "sum", "per-token-mean"),

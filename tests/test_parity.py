@@ -443,3 +443,20 @@ def test_a_schedule_that_looks_at_gradients_finds_them(trainer_class: Any) -> No
 
     run(trainer_class, t16(), rows(8), lr_scheduler=Looking, batch_size=4, epochs=1)
     assert seen == [True, True]
+
+
+# --- the length of a run
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "steps"),
+    [({"max_steps": 20}, "max_steps", 20), ({"max_duration": "5ep"}, "max_duration", 15), ({}, "epochs", 9)],
+    ids=lambda value: str(value),
+)
+def test_a_limit_that_is_given_lifts_the_default_of_three_epochs(
+    trainer_class: Any, limits: dict[str, Any], reason: str, steps: int
+) -> None:
+    trainer = run(trainer_class, t16(), rows(12), batch_size=4, lr_scheduler="linear", **limits)
+    assert trainer.total_steps == trainer.progress.step == steps
+    assert trainer.metrics["stop_reason"] == reason
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.0  # the schedule is of the same length

@@ -174,6 +174,9 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             )
     _adopt_metrics(args, given)
     said = _translated(args)
+    has_own_length = given.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS
+    if given.get("epochs") is None and (given.get("max_steps") is not None or has_own_length):
+        del said["epochs"]  # as in transformers, where `max_steps` takes the place of the epochs
     if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
         del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
     adopt(said, given, "the training arguments")
@@ -251,6 +254,8 @@ def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
                 f"`{name}={own!r}` contradicts {who}, which say {name}={value!r}. Leave it out of one of them."
             )
 
+
+_DEFAULT_EPOCHS = transformers.TrainingArguments.__dataclass_fields__["num_train_epochs"].default
 
 _ADVICE = {
     "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",

@@ -397,7 +397,8 @@ class Bridge(transformers.TrainerCallback):
         """Say how long the run is, which only our limits know."""
         owner, engine = self.owner, self.engine
         state.max_steps = owner.total_steps or state.max_steps
-        state.num_train_epochs = math.ceil(owner.epochs or state.num_train_epochs)
+        epochs = owner.epochs or (owner.total_steps or 0) / (owner.steps_per_epoch or 1) or state.num_train_epochs
+        state.num_train_epochs = math.ceil(epochs)
         state.global_step = owner.progress.step + owner.progress.skipped_steps
         engine._globalstep_last_logged = engine._initial_global_step = state.global_step
         return control

@@ -141,7 +141,7 @@ class HFTrainer(BaseTrainer):
         pin_memory: bool | None = None,
         prefetch_factor: int | None = None,
         # length
-        epochs: int | float | None = 3,
+        epochs: int | float | None = None,
         max_steps: int | None = None,
         max_duration: int | str | Duration | None = None,
         # optimizer
@@ -217,7 +217,7 @@ class HFTrainer(BaseTrainer):
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
             prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
-            epochs: Passes over the training data; default 3. 2.5 ends in the middle of the third.
+            epochs: Passes over the training data; 2.5 ends in the middle of the third. None is 3, or no limit beside another.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
             optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
@@ -276,7 +276,7 @@ class HFTrainer(BaseTrainer):
             training_args = None
         called_args = given.pop("args", None)
         training_args = training_args if training_args is not None else called_args
-        callbacks = self._given_callbacks = list(given.pop("callbacks", ()))
+        callbacks = self._given_callbacks = list(given.pop("callbacks", None) or ())
         if self._trial is not None and training_args is not None:
             searching: Any = self._trial.engine.owner
             training_args, callbacks = self._trial.arguments(training_args), searching._given_callbacks

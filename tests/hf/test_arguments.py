@@ -509,3 +509,21 @@ def test_data_may_come_first_as_with_the_other_trainers() -> None:
     HFTrainer(other, None, rows(8, torch.float32), loss_fn=F.mse_loss, epochs=1, learning_rate=0.1,
               progress_bar=False).train()  # fmt: skip
     assert distance(weights(one), weights(other)) == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "steps"),
+    [
+        ({}, {"max_steps": 10}, 10),
+        ({}, {"max_duration": "4ep"}, 8),
+        ({"num_train_epochs": 1}, {"max_duration": "4ep"}, 2),
+        ({"max_steps": 7}, {}, 7),
+        ({}, {}, 6),
+    ],
+    ids=str,
+)
+def test_the_length_of_the_run_is_what_either_side_says(
+    tmp_path: Path, theirs: dict[str, Any], ours: dict[str, Any], steps: int
+) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", **theirs)
+    assert HFTrainer(t16(), args, rows(16), loss_fn=F.mse_loss, **ours).total_steps == steps
