@@ -2,6 +2,7 @@
 
     OmnitrainError
     ├── ConfigError          (ValueError)       an argument is wrong, or two arguments contradict each other
+    │   └── FixedSettingError  (AttributeError)   a setting is changed after the trainer was made
     ├── ObjectiveError       (ValueError, KeyError)  the metric to optimize, or its direction, is unknown
     ├── DataError            (ValueError)       a dataset, loader or batch cannot be used
     ├── NonFiniteError       (ArithmeticError)  a loss or a gradient is NaN or infinite
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DistributedError",
+    "FixedSettingError",
     "MissingExtraError",
     "NonFiniteError",
     "ObjectiveError",
@@ -37,6 +39,10 @@ class OmnitrainError(Exception):
 
 class ConfigError(OmnitrainError, ValueError):
     """An argument is wrong, or two arguments contradict each other."""
+
+
+class FixedSettingError(ConfigError, AttributeError):
+    """A setting is changed after the trainer was made, when it would have no effect."""
 
 
 class ObjectiveError(OmnitrainError, ValueError, KeyError):

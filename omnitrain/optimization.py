@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.settings import DEFAULTS
 
 __all__ = [
     "SCHEDULES",
@@ -70,10 +71,13 @@ def build_optimizer(
             wanted = {"lr": learning_rate, "weight_decay": weight_decay}
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
             options = {key: value for key, value in wanted.items() if key in taken or (takes_any and value)}
-            if weight_decay and "weight_decay" not in options:
-                raise ConfigError(
-                    f"`weight_decay={weight_decay}` has no effect: {factory.__name__} takes no such argument."
-                )
+            given = {"lr": ("learning_rate", DEFAULTS["learning_rate"]), "weight_decay": ("weight_decay", 0.0)}
+            for key, (name, default) in given.items():
+                if wanted[key] != default and key not in options:
+                    raise ConfigError(
+                        f"`{name}={wanted[key]}` has no effect: {factory.__name__} takes no argument {key!r}. Leave "
+                        "it out, or pass a callable of the parameters."
+                    )
         optimizer = factory(trainable, **options)  # type: ignore[call-arg]
     _check_optimizer(optimizer, model)
     return optimizer

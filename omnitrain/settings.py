@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError, did_you_mean
+from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
 
 if TYPE_CHECKING:
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = [
+    "DEFAULTS",
     "Nothing",
     "PrecisionName",
     "ScheduleName",
     "Settings",
+    "change_setting",
     "check_settings",
     "describe",
     "describe_data",
+    "refuse_assignment",
     "resolve_accumulation",
     "takes_arguments",
 ]
@@ -69,11 +72,50 @@ def takes_arguments(constructor: Constructor) -> Constructor:
             _refuse(type(self), name, kwargs.pop(name), known)
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         del given["self"]
+        fixed = frozenset(known) - MAY_BE_ASSIGNED
+        for name in fixed & vars(self).keys():
+            refuse_assignment(self, name, vars(self)[name])
         self._construct(given)
+        vars(self)["fixed_settings"] = fixed
 
     shown = [one for one in signature.parameters.values() if one.name != "unknown"]
     declared.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return cast(Constructor, declared)
+
+
+def refuse_assignment(trainer: Any, name: str, value: Any) -> None:
+    """Raise FixedSettingError for an argument that is assigned to a trainer instead of passed to its constructor."""
+    kind = type(trainer).__name__
+    shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else "..."
+    raise FixedSettingError(
+        f"`{name}` is fixed when a trainer is made: assigning it would change nothing. Pass it to the constructor, "
+        f"{kind}(..., {name}={shown}).{_INSTEAD.get(name, '')}"
+    )
+
+
+def change_setting(trainer: Any, **values: Any) -> None:
+    """Set attributes that are fixed for the user of a trainer, where the run itself has to change them."""
+    vars(trainer).update(values)
+
+
+_RATE = " During a run, set {!r} in the groups of `trainer.optimizer.param_groups`."
+_END = " A callback can end a run earlier: trainer.stop()."
+_INSTEAD: dict[str, str] = {
+    "learning_rate": _RATE.format("lr"),
+    "weight_decay": _RATE.format("weight_decay"),
+    "epochs": _END,
+    "max_steps": _END,
+    "max_duration": _END,
+    "eval_dataset": " trainer.evaluate(dataset) takes any other one.",
+    "test_dataset": " trainer.test(dataset) takes any other one.",
+    "eval_steps": " A callback can ask for more: trainer.request_evaluate().",
+    "save_steps": " A callback can ask for more: trainer.request_save().",
+    "log_steps": " A callback can ask for more: trainer.request_log().",
+}
+"""What else can be done about a setting in a run, by its name."""
+
+MAY_BE_ASSIGNED = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
+"""Arguments that have an effect when they are assigned to a trainer, too."""
 
 
 def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:
@@ -175,10 +217,11 @@ DEFAULT_EPOCHS = 3
 """The length of a run that nothing else limits."""
 NONE_IS_DEFAULT = ("callbacks", "algorithms", "optimization_metric")
 """Arguments that have a default other than None, and may be given as None all the same."""
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str | None, ...]] = {
     "scheduler_interval": ("step", "epoch"),
     "grad_reduction": ("mean", "sum", "per-token-mean"),
     "on_nonfinite": ("raise", "skip", "warn"),
+    "optimization_direction": ("max", "min", None),
 }
 POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
             "keep_every")  # fmt: skip
@@ -188,14 +231,17 @@ SWITCHES = ("shuffle", "pin_memory", "eval_on_start", "load_best_at_end", "overw
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
-    "load_best_at_end": (None, False),
+    "load_best_at_end": (None, False), "optimization_metric": ("loss", "eval_loss"), "optimization_direction": (None,),
 }  # fmt: skip
-NEEDS_SAVE_DIR: dict[str, Any] = {
-    "save_steps": None, "save_total_limit": None, "keep_every": None, "load_best_at_end": None, "overwrite": False,
-    "save_required": False, "save_only_model": False, "async_save": False,
-}  # fmt: skip
-OF_A_LOADER: dict[str, Any] = {"shuffle": True, "global_batch_size": None}
-"""What has no effect on a `train_loader`, with its default."""
+NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "load_best_at_end", "overwrite",
+                  "save_required", "save_only_model", "async_save")  # fmt: skip
+NEEDS_A_LIMIT = ("keep_best", "keep_every")
+"""What has no effect without `save_total_limit`, as all checkpoints are kept then."""
+OF_A_LOADER = ("shuffle", "global_batch_size", "batch_size")
+"""What has no effect on a `train_loader`."""
+OF_DATASETS = ("data_collator", "num_workers", "pin_memory")
+"""What has no effect where every set is a loader."""
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
 
 
 def check_settings(settings: Settings) -> None:
@@ -215,7 +261,7 @@ def _check_each(given: Mapping[str, Any]) -> None:
         if given[name] not in choices:
             raise ConfigError(
                 f"`{name}` must be one of {', '.join(map(repr, choices))}, got {given[name]!r}."
-                f"{did_you_mean(str(given[name]), choices)}"
+                f"{did_you_mean(str(given[name]), filter(None, choices))}"
             )
     for names, least, words in ((POSITIVE, 1, "a positive integer"), (NOT_NEGATIVE, 0, "an integer of at least 0")):
         for name in names:
@@ -263,15 +309,22 @@ def _check_data(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`prefetch_factor={given['prefetch_factor']}` has no effect with `num_workers=0`. Set `num_workers`."
         )
-    if given["train_loader"] is not None:
-        only_trains = given["eval_dataset"] is None and given["test_dataset"] is None
-        unused = OF_A_LOADER | ({"data_collator": None, "num_workers": 0} if only_trains else {})
-        for name, default in unused.items():
-            if given[name] != default:
+    sets = [given["train_dataset"], given["eval_dataset"], given["test_dataset"]]
+    if given["train_loader"] is not None or is_loader(given["train_dataset"]):
+        only_loaders = all(one is None or is_loader(one) for one in sets)
+        name = "train_dataset" if given["train_loader"] is None else "train_loader"
+        for unused in OF_A_LOADER + (OF_DATASETS if only_loaders else ()):
+            if given[unused] != DEFAULTS[unused]:
+                instead = " For evaluations there is `eval_batch_size`." if unused == "batch_size" else ""
                 raise ConfigError(
-                    f"`{name}={given[name]!r}` has no effect on a `train_loader` of your own, which is used as it is. "
-                    "Set it in that loader, or pass `train_dataset` instead."
+                    f"`{unused}={given[unused]!r}` has no effect on a `{name}` that is a loader of your own, which is "
+                    f"used as it is. Set it in that loader, or pass its dataset instead.{instead}"
                 )
+
+
+def is_loader(data: Any) -> bool:
+    """Return whether this is a DataLoader, which may be given for a dataset."""
+    return hasattr(data, "batch_sampler") and hasattr(data, "collate_fn")
 
 
 def _check_pairs(given: Mapping[str, Any]) -> None:
@@ -279,8 +332,8 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
         raise ConfigError("`unit` and `loss_fn` are both given: the unit computes its own loss. Pass one of them.")
     optimizer = given["optimizer"]
     if optimizer is not None and not isinstance(optimizer, (str, type)):
-        for name, default in (("learning_rate", 2e-5), ("weight_decay", 0.0)):
-            if given[name] != default:
+        for name in ("learning_rate", "weight_decay"):
+            if given[name] != DEFAULTS[name]:
                 raise ConfigError(
                     f"`{name}={given[name]!r}` has no effect with an `optimizer` of your own. "
                     "Set it in that optimizer, or pass its class instead."
@@ -293,9 +346,19 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
                 f"`warmup_steps={given['warmup_steps']}` counts steps, but `scheduler_interval='epoch'` moves the "
                 "schedule once per epoch. Use scheduler_interval='step'."
             )
+    if given["delta"] and given["patience"] in (None, -1) and not given["callbacks"]:
+        raise ConfigError(
+            f"`delta={given['delta']!r}` has no effect without `patience`: the best is the plain best. Pass `patience`."
+        )
+    for name in NEEDS_A_LIMIT:
+        if given["save_dir"] is not None and given["save_total_limit"] is None and given[name] != DEFAULTS[name]:
+            raise ConfigError(
+                f"`{name}={given[name]!r}` has no effect without `save_total_limit`, as all checkpoints are kept. "
+                "Pass it."
+            )
     if given["save_dir"] is None:
-        for name, off in NEEDS_SAVE_DIR.items():
-            if given[name] != off and given[name] is not False:
+        for name in NEEDS_SAVE_DIR:
+            if given[name] != DEFAULTS[name] and given[name] is not False:
                 raise ConfigError(
                     f"`{name}={given[name]!r}` needs a place for checkpoints. Pass `save_dir`, or leave `{name}` out."
                 )

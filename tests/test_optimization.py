@@ -86,9 +86,11 @@ def test_a_class_or_its_path_gets_learning_rate_and_weight_decay(spec: Any, mode
 
 def test_a_class_gets_only_what_it_takes(model: nn.Module) -> None:
     assert build_optimizer(torch.optim.Rprop, model, 0.25, 0.0).param_groups[0]["lr"] == 0.25
-    assert build_optimizer(NoOptions, model, 0.25, 0.0).param_groups[0]["lr"] == 0.7
-    with pytest.raises(ConfigError, match=r"`weight_decay=0.5` has no effect: Rprop takes no such"):
+    assert build_optimizer(NoOptions, model, 2e-5, 0.0).param_groups[0]["lr"] == 0.7
+    with pytest.raises(ConfigError, match=r"`weight_decay=0.5` has no effect: Rprop takes no argument"):
         build_optimizer(torch.optim.Rprop, model, 0.25, 0.5)
+    with pytest.raises(ConfigError, match=r"`learning_rate=0.25` has no effect: NoOptions takes no argument 'lr'"):
+        build_optimizer(NoOptions, model, 0.25, 0.0)
 
 
 @pytest.mark.parametrize(

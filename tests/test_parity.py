@@ -328,8 +328,9 @@ def test_every_kind_of_model_takes_the_same_steps_in_every_split(trainer_class: 
 
 
 def test_a_unit_is_told_the_number_of_each_step(trainer_class: Any) -> None:
-    unit = Holding(t16())
-    trained(trainer_class, "plain", unit=unit, loss_fn=None, epochs=1)
+    model = t16()
+    unit = Holding(model)
+    run(trainer_class, model, rows(12), unit=unit, loss_fn=None, epochs=1, batch_size=2)
     assert unit.steps == [1, 2, 3, 4, 5, 6]
 
 

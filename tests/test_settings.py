@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import rows, t16
+from recipes import Holding, rows, t16
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnitrain import Callback, ConfigError, DataError, ObjectiveError, Trainer
+from omnitrain import AccelerateTrainer, Callback, ConfigError, DataError, HFTrainer, ObjectiveError, Trainer
 
 
 class Stream(IterableDataset[Any]):
@@ -128,6 +129,45 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
     "a function as an algorithm": ({"algorithms": [print]}, ConfigError, "algorithms.*print"),
     "checkpoints without a place": ({"save_steps": 5}, ConfigError, "save_steps=5.*save_dir"),
     "retention without a place": ({"save_total_limit": 2}, ConfigError, "save_total_limit=2.*save_dir"),
+    "batches beside a loader": (
+        {"train_dataset": None, "train_loader": loader(), "batch_size": 4},
+        ConfigError,
+        "batch_size=4.*train_loader.*loader",
+    ),
+    "batches beside a loader, with evaluations": (
+        {"train_dataset": loader(), "batch_size": 4, **EVAL},
+        ConfigError,
+        "batch_size=4.*train_dataset.*eval_batch_size",
+    ),
+    "workers beside a loader given as a dataset": (
+        {"train_dataset": loader(), "num_workers": 2},
+        ConfigError,
+        "num_workers=2.*train_dataset",
+    ),
+    "pinning beside a loader": (
+        {"train_dataset": None, "train_loader": loader(), "pin_memory": True},
+        ConfigError,
+        "pin_memory=True.*train_loader",
+    ),
+    "a metric to select by, without evaluations": (
+        {"optimization_metric": "accuracy"},
+        ConfigError,
+        "optimization_metric='accuracy'.*eval_dataset",
+    ),
+    "a direction without evaluations": (
+        {"optimization_direction": "min"},
+        ConfigError,
+        "optimization_direction='min'.*eval_dataset",
+    ),
+    "delta without patience": ({"delta": 0.1, **EVAL}, ConfigError, "delta=0.1.*patience"),
+    "keeping the best without a place": ({"keep_best": 3}, ConfigError, "keep_best=3.*save_dir"),
+    "keeping the best of all": ({"keep_best": 3, "save_dir": "run"}, ConfigError, "keep_best=3.*save_total_limit"),
+    "keeping every fifth of all": ({"keep_every": 5, "save_dir": "run"}, ConfigError, "keep_every=5.*save_total_limit"),
+    "plateau per epoch": (
+        {"lr_scheduler": ReduceLROnPlateau, "scheduler_interval": "epoch", **EVAL},
+        ConfigError,
+        "scheduler_interval='epoch'.*follows evaluations",
+    ),
     "loss scale upside down": ({"fp16_loss_scale": (1.0, 2.0)}, ConfigError, "fp16_loss_scale"),
     "seed that is no integer": ({"seed": "x"}, ConfigError, "seed.*'x'"),
     "shuffling a loader": ({"train_dataset": None, "train_loader": loader(), "shuffle": False}, ConfigError, "shuffle"),
@@ -187,3 +227,135 @@ def test_resolved_config_is_json_and_names_what_is_in_force() -> None:
     assert config["gradient_accumulation_steps"] == 4
     assert config["optimizer"].endswith("AdamW")
     assert config["optimization_direction"] == "min"
+
+
+# --- settings after the trainer was made
+
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+MAY_BE_ASSIGNED = {"model", "optimizer", "lr_scheduler", "unit"}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
+    options = {"train_dataset": rows(8), "loss_fn": F.mse_loss, "progress_bar": False, "epochs": 1, **options}
+    placed = {"device": "cpu"} if trainer_class is Trainer else {}
+    return trainer_class(model or t16(), **{**placed, **options})
+
+
+def test_assigning_a_setting_is_refused_with_the_remedy(trainer_class: Any) -> None:
+    trainer = quiet(trainer_class)
+    names = [name for name in inspect.signature(trainer_class.__init__).parameters if name not in ("self", "unknown")]
+    for name in set(names) - MAY_BE_ASSIGNED:
+        for error in (ConfigError, AttributeError):
+            with pytest.raises(error, match=f"`{name}` is fixed.*{trainer_class.__name__}\\(..., {name}=64"):
+                setattr(trainer, name, 64)
+    assert trainer.batch_size == 8
+    trainer.own_attribute = 1
+
+
+def test_a_setting_that_a_subclass_assigns_is_refused_before_and_after(trainer_class: Any) -> None:
+    class Before(trainer_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.learning_rate = 0.5
+            super().__init__(*args, **kwargs)
+
+    class After(trainer_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.count = 0
+            self.loss_fn = F.l1_loss
+
+    for kind, name in ((Before, "learning_rate"), (After, "loss_fn")):
+        with pytest.raises(AttributeError, match=f"`{name}` is fixed"):
+            quiet(kind)
+
+
+def test_a_callback_that_assigns_a_setting_is_named(trainer_class: Any) -> None:
+    class Grow(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            trainer.batch_size = 64
+
+    with pytest.raises(ConfigError, match="`batch_size` is fixed") as caught:
+        quiet(trainer_class, callbacks=[Grow()]).train()
+    assert any("Grow.on_step_end" in note for note in caught.value.__notes__)
+
+
+def test_an_optimizer_that_is_assigned_trains_in_further_runs_too(trainer_class: Any) -> None:
+    trainer = quiet(trainer_class)
+    trainer.optimizer = SGD(trainer.model.parameters(), lr=0.5)
+    for _ in range(2):
+        trainer.train()
+        assert type(trainer.optimizer) is SGD
+
+
+def test_a_schedule_of_the_optimizer_before_is_refused(trainer_class: Any) -> None:
+    trainer = quiet(trainer_class, lr_scheduler="linear")
+    trainer.optimizer = SGD(trainer.model.parameters(), lr=0.5)
+    with pytest.raises(ConfigError, match=r"lr_scheduler.*another optimizer"):
+        trainer.train()
+
+
+# --- what would train nothing
+
+
+def test_a_unit_on_another_model_is_refused_in_the_first_step(trainer_class: Any) -> None:
+    with pytest.raises(ConfigError, match=r"No parameter of the optimizer got a gradient.*unit"):
+        quiet(trainer_class, unit=Holding(t16()), loss_fn=None).train()
+
+
+def test_layers_unfrozen_after_the_optimizer_was_built_are_reported_once(
+    trainer_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = t16()
+    model[0].requires_grad_(False)
+    trainer = quiet(trainer_class, model, epochs=2)
+    model[0].requires_grad_(True)
+    with caplog.at_level("WARNING", "omnitrain"):
+        trainer.train()
+    told = [record.getMessage() for record in caplog.records if "in no group of the optimizer" in record.getMessage()]
+    assert len(told) == 1
+    assert re.search(r"2 parameters.*0\.weight, 0\.bias.*add_param_group", told[0])
+
+
+def test_layers_unfrozen_by_a_callback_are_reported(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Unfreeze(Callback):
+        def on_epoch_end(self, trainer: Any) -> None:
+            trainer.model[0].requires_grad_(True)
+
+    model = t16()
+    model[0].requires_grad_(False)
+    with caplog.at_level("WARNING", "omnitrain"):
+        quiet(trainer_class, model, epochs=3, callbacks=[Unfreeze()]).train()
+    assert sum("in no group of the optimizer" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_loss_scale_that_nothing_scales_by_is_refused(trainer_class: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fp16_loss_scale=.*autocast='fp16'"):
+        quiet(trainer_class, fp16_loss_scale=(8.0, 1.0)).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"find_unused_parameters": True}, "find_unused_parameters.*accelerator"),
+        ({"parallelism_config": object()}, "parallelism_config.*accelerator"),
+    ],
+)
+def test_what_an_accelerator_of_ones_own_says_is_refused_beside_it(options: dict[str, Any], words: str) -> None:
+    from accelerate import Accelerator
+
+    with pytest.raises(ConfigError, match=words):
+        quiet(AccelerateTrainer, accelerator=Accelerator(cpu=True), **options)
+
+
+def test_training_arguments_under_both_names_are_refused(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match="`args` and `training_args`"):
+        quiet(HFTrainer, args=args, training_args=args)

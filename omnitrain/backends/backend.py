@@ -166,6 +166,15 @@ class Backend:
         self._are_alike = len({(type(one), one.device, one.dtype) for one in self.parameters}) == 1
         self._are_alike = self._are_alike and type(self.parameters[0]) is nn.Parameter
 
+    def has_gradients(self) -> bool:
+        """Return whether any parameter of the optimizer has a gradient."""
+        return any(one.grad is not None for group in self.optimizer.param_groups for one in group["params"])
+
+    def parameters_without_group(self) -> list[str]:
+        """Return the names of the model's parameters that require a gradient and that the optimizer does not hold."""
+        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        return [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in held]
+
     def end_evaluation(self) -> None:
         """Undo what forward passes without a backward pass leave behind."""
 

@@ -139,6 +139,13 @@ class Zero(DDP):
         norm, self._was_applied = engine.get_global_grad_norm(), engine.was_step_applied()
         return torch.tensor(float("nan") if norm is None else float(norm), dtype=torch.float64)
 
+    def has_gradients(self) -> bool:
+        return True  # they are in DeepSpeed's buffers
+
+    def parameters_without_group(self) -> list[str]:
+        held = {name for group in self._groups for name in group}
+        return [name for name, one in self._parameters().items() if one.requires_grad and name not in held]
+
     def update(self) -> bool:
         return self._was_applied  # `finish_gradients` made it
 

@@ -19,6 +19,7 @@ from omnitrain.data.sets import Sets
 from omnitrain.errors import ConfigError
 from omnitrain.precision import is_out_of_memory
 from omnitrain.reproducibility import restore_rng, snapshot_rng
+from omnitrain.settings import change_setting
 from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["prepare_to_shrink", "smaller", "smaller_on_out_of_memory"]
@@ -71,7 +72,7 @@ def _shrink(owner: BaseTrainer, size: int, accumulation: int) -> None:
         "%d of them instead of %d, which gives the same numbers.", progress.step + progress.skipped_steps + 1,
         owner.batch_size, size, accumulation, owner.gradient_accumulation_steps,
     )  # fmt: skip
-    owner.batch_size, owner.gradient_accumulation_steps = size, accumulation
+    change_setting(owner, batch_size=size, gradient_accumulation_steps=accumulation)
     owner.settings = replace(owner.settings, batch_size=size, gradient_accumulation_steps=accumulation)
     owner._feed.accumulation = accumulation
     former.close()

@@ -410,7 +410,7 @@ class Bridge(transformers.TrainerCallback):
         owner.lifecycle.begin_epoch()
         owner.lifecycle.is_epoch_complete = True
         owner.backend.wrapped.train()
-        owner.backend.collect_parameters()
+        owner._step.begin_epoch()
         engine.start_windows()
         return control
 

@@ -275,6 +275,8 @@ class HFTrainer(BaseTrainer):
             given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
             training_args = None
         called_args = given.pop("args", None)
+        if training_args is not None and called_args is not None:
+            raise ConfigError("`args` and `training_args` are two names for one thing. Leave one of them out.")
         training_args = training_args if training_args is not None else called_args
         callbacks = self._given_callbacks = list(given.pop("callbacks", None) or ())
         if self._trial is not None and training_args is not None:

@@ -127,7 +127,7 @@ class Loop:
         """Train on the data of an epoch, or the rest of it, and return its mean loss."""
         hooks, lifecycle = self.hooks, self.lifecycle
         hooks.backend.wrapped.train()
-        hooks.backend.collect_parameters()
+        self.step.begin_epoch()
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress.samples_in_epoch)
         for window in self.feed.until_signal(windows):
             lifecycle.begin_step()

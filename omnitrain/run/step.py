@@ -17,12 +17,12 @@ from torch import nn
 from omnitrain.backends.backend import Backend
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
-from omnitrain.errors import NonFiniteError
+from omnitrain.errors import ConfigError, NonFiniteError
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.nonfinite import Place
-from omnitrain.settings import Settings
+from omnitrain.settings import DEFAULTS, Settings
 from omnitrain.units import ModelUnit, no_token_counts
 
 __all__ = ["Step"]
@@ -75,19 +75,41 @@ class Step:
         self._has_warned_of_empty = False
         self._may_undo = False
         """Whether a step may turn out to be skipped, so that its loss has to be taken back."""
+        self._is_first = True
+        """Whether this is the first step of a run, in which it is seen that something is trained at all."""
+        self._left_out: list[str] = []
+        """The parameters that require a gradient and are in no group of the optimizer, of which the user was told."""
         self._tell_unit: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
 
     def prepare(self) -> None:
         """Get ready for a run: no gradients, and a guard that fits the optimizer."""
         optimizer, settings = self._backend.optimizer, self._settings
+        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.scaler.is_enabled():
+            raise ConfigError(
+                f"`fp16_loss_scale={settings.fp16_loss_scale!r}` has no effect, as no loss scaler of PyTorch is used. "
+                "Leave it out, or set autocast='fp16'; DeepSpeed's own scaler is set in its configuration."
+            )
         optimizer.zero_grad()
-        self._backend.collect_parameters()
+        self._is_first = True
+        self.begin_epoch()
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
+
+    def begin_epoch(self) -> None:
+        """Get ready for an epoch, between which a callback may have frozen or unfrozen layers."""
+        self._backend.collect_parameters()
+        left_out = self._backend.parameters_without_group()
+        if set(left_out) - set(self._left_out):
+            logger.warning(
+                "%d parameters require a gradient and are in no group of the optimizer, so they are not trained: %s%s. "
+                "Freeze them, or add them: trainer.optimizer.add_param_group({'params': [...]}).",
+                len(left_out), ", ".join(left_out[:3]), ", ..." if len(left_out) > 3 else "",
+            )  # fmt: skip
+        self._left_out = left_out
 
     # --- the step
 
@@ -163,9 +185,21 @@ class Step:
         if self.is_empty or not self._divide_by_targets():
             self._warn_of_empty()
             return False
+        if self._is_first:
+            self._check_gradients()
         hooks = self._hooks
         self.grad_norm = self._backend.finish_gradients(hooks._clip_gradients, self._lifecycle.before_optimizer_step)
         return self._is_admitted(self.grad_norm)
+
+    def _check_gradients(self) -> None:
+        """Raise ConfigError if the first step gave no gradient to any parameter of the optimizer."""
+        self._is_first = False
+        if not self._backend.has_gradients():
+            raise ConfigError(
+                "No parameter of the optimizer got a gradient in the first step, so nothing would be trained. The loss "
+                "depends on none of them: is it computed by another model than the one that was passed (by a `unit` "
+                "that holds its own, say), under torch.no_grad(), or were all of them frozen since?"
+            )
 
     def conclude(self, applied: bool) -> bool:
         """Step the schedule if the update was made, clear the gradients, and return `applied`."""

@@ -211,6 +211,12 @@ class AccelerateTrainer(BaseTrainer):
         if len(chosen) > 1:
             raise ConfigError(f"`{chosen[0]}` and `{chosen[1]}` exclude each other. Pass one of them.")
         accelerator = ways.pop("accelerator")
+        for name, value in {"parallelism_config": parallelism, "find_unused_parameters": unused or None}.items():
+            if accelerator is not None and value is not None:
+                raise ConfigError(
+                    f"`{name}` has no effect beside an `accelerator` of your own. Make that accelerator with it: "
+                    "Accelerator(parallelism_config=..., kwargs_handlers=[DistributedDataParallelKwargs(...)])."
+                )
         if accelerator is None:
             plugin = deepspeed_plugin(ways["deepspeed_config"])
             if plugin is not None:

@@ -46,9 +46,11 @@ from omnitrain.settings import (
     PrecisionName,
     ScheduleName,
     Settings,
+    change_setting,
     check_settings,
     describe,
     describe_data,
+    refuse_assignment,
     resolve_accumulation,
     takes_arguments,
 )
@@ -247,6 +249,11 @@ class BaseTrainer(Hooks, ABC):
             TypeError: If an argument is unknown; the message names the nearest one.
         """
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("fixed_settings", ()):
+            refuse_assignment(self, name, value)
+        super().__setattr__(name, value)
+
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Build the trainer.
 
@@ -381,7 +388,11 @@ class BaseTrainer(Hooks, ABC):
             if not self._evaluates:
                 kind = type(self.lr_scheduler).__name__
                 raise ConfigError(f"`lr_scheduler={kind}` follows evaluations. Pass `eval_dataset`.")
-            self.scheduler_interval = "evaluation"
+            if self.settings.scheduler_interval == "epoch":
+                raise ConfigError(
+                    "`scheduler_interval='epoch'` has no effect on a schedule that follows evaluations. Leave it out."
+                )
+            change_setting(self, scheduler_interval="evaluation")
 
     # --- training
 
@@ -445,6 +456,12 @@ class BaseTrainer(Hooks, ABC):
             if self.settings.optimizer is None or not hasattr(self.settings.optimizer, "param_groups"):
                 self.backend.reset_optimizer()
             self._finish_setup()
+        owner = getattr(self.lr_scheduler, "optimizer", self.optimizer)
+        if owner is not self.optimizer:
+            raise ConfigError(
+                "`trainer.lr_scheduler` belongs to another optimizer than `trainer.optimizer`, so it would change "
+                "nothing. Assign a schedule of the new optimizer too, or pass `optimizer` to the constructor."
+            )
         self._seed()
         self._step.prepare()
 
@@ -594,6 +611,7 @@ class BaseTrainer(Hooks, ABC):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.settings = replace(self.settings, optimizer=optimizer)  # it stays for further runs
         self.backend.optimizer = optimizer
 
     @property
