@@ -6,6 +6,7 @@ of a run know of their trainer.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,13 +17,14 @@ from omnitrain.backends.backend import Backend
 from omnitrain.data.collation import move_to_device
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
-from omnitrain.events import Algorithm
+from omnitrain.errors import ConfigError
+from omnitrain.events import Algorithm, Callback, Event
 from omnitrain.precision import Precision, choose_device
 from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.settings import Settings
 from omnitrain.units import StepOutput, run_unit, without_effect
 
-__all__ = ["NEVER_CALLED", "Hooks", "members_of_user"]
+__all__ = ["NEVER_CALLED", "Hooks", "members_of_user", "refuse_dead_methods"]
 
 _LOSS = "`loss_fn`, a `unit`, or `_forward(model, batch)`"
 _DATA = "`train_dataset` or `train_loader`"
@@ -56,6 +58,54 @@ NEVER_CALLED = {
     "_restore_state": "a callback's `load_state_dict(state)`",
 }
 """Methods of other trainers, and of earlier versions of this one, that nothing calls, and what to use instead."""
+
+
+_STAGES = ["fit", "sanity_check", "epoch", "step", "batch", "eval"]
+_STAGES += [stage + part for stage in ("train", "validation", "test", "predict") for part in ("", "_epoch", "_batch")]
+EVENTS_OF_TRAINERS = frozenset(
+    [f"on_{event}" for event in Event]
+    + [f"on_{stage}_{moment}" for stage in _STAGES for moment in ("begin", "start", "end")]
+    + ["on_before_backward", "on_after_backward", "on_before_zero_grad", "on_save_checkpoint", "on_load_checkpoint"]
+    + [
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+        "on_init_end",
+        "on_pre_optimizer_step",
+        "on_optimizer_step",
+    ]
+    + ["on_substep_end", "on_evaluate", "on_predict", "on_prediction_step", "on_save"]
+)
+"""Methods that one trainer or another calls: of its callbacks, or as Lightning does, of the model."""
+_OURS = {
+    "begin": "start", "train_epoch": "epoch", "validation_epoch": "eval", "validation": "eval", "evaluate": "eval_end",
+    "train_batch": "step", "batch": "step", "pre_optimizer_step": "before_optimizer_step",
+    "before_zero_grad": "before_optimizer_step", "after_backward": "before_optimizer_step",
+}  # fmt: skip
+"""What parts of their names are called here."""
+_LIBRARIES = frozenset(
+    ["accelerate", "builtins", "composer", "deepspeed", "keras", "lightning", "lightning_fabric", "omnitrain", "peft",
+     "pytorch_lightning", "timm", "torch", "transformers"]
+)  # fmt: skip
+"""Packages whose base classes have such methods for whoever may call them; only a user's own are meant to be called."""
+
+
+def refuse_dead_methods(**parts: Any) -> None:
+    """Raise ConfigError for a method of a model, an optimizer, ... that is named as if it were called on an event."""
+    for argument, part in parts.items():
+        kind = part if isinstance(part, type) else type(part)
+        if issubclass(kind, Callback):
+            continue  # which may be an argument besides
+        for one in kind.__mro__:
+            if one.__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            for name in [name for name in vars(one) if name in EVENTS_OF_TRAINERS and callable(getattr(one, name))]:
+                ours = functools.reduce(lambda text, part: text.replace(*part), _OURS.items(), name)
+                event = ours if ours.removeprefix("on_") in list(Event) else "on_<event>"
+                raise ConfigError(
+                    f"`{argument}` ({kind.__name__}) has a method {name}(), which nothing calls. Put it into a "
+                    f"callback, a subclass of omnitrain.Callback with {event}(trainer, ...), and pass that in "
+                    "`callbacks`; or rename it, if you call it yourself."
+                )
 
 
 def members_of_user(cls: type) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from omnitrain.progress import Progress
 from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.run.evaluation import Evaluation, Predictions
 from omnitrain.run.feed import Feed
-from omnitrain.run.hooks import NEVER_CALLED, Hooks, members_of_user
+from omnitrain.run.hooks import NEVER_CALLED, Hooks, members_of_user, refuse_dead_methods
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loop import Loop
 from omnitrain.run.nonfinite import nonfinite_error
@@ -267,6 +267,8 @@ class BaseTrainer(Hooks, ABC):
         self.settings: Settings = Settings.of(given)
         settings = self.settings
         check_settings(settings)
+        parts = {name: getattr(settings, name) for name in ("optimizer", "lr_scheduler", "unit", "loss_fn")}
+        refuse_dead_methods(model=model, **parts)
         self.ranks: Ranks = ranks or Ranks()
         self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
         self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
@@ -286,6 +288,7 @@ class BaseTrainer(Hooks, ABC):
         for algorithm in self.algorithms:
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
+            refuse_dead_methods(algorithms=algorithm)
         self._callbacks = list(settings.callbacks)
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None

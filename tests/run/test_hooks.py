@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from recipes import rows, t16
+from torch import nn
 from torch.nn.functional import mse_loss
 
-from omnitrain import AccelerateTrainer, BaseTrainer, HFTrainer, Trainer
-from omnitrain.events import Event
-from omnitrain.run.hooks import NEVER_CALLED, members_of_user
+from omnitrain import AccelerateTrainer, BaseTrainer, Callback, ConfigError, HFTrainer, Trainer
+from omnitrain.events import Algorithm, Event
+from omnitrain.run.hooks import EVENTS_OF_TRAINERS, NEVER_CALLED, members_of_user
 
 TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 HOOKS = ["_prepare_batch", "_forward", "_weigh", "_backward", "_clip_gradients", "_gradient_norm", "_apply_update"]
@@ -71,3 +73,56 @@ def test_a_hook_is_called_on_every_trainer(kind: type[BaseTrainer], name: str) -
     mine: Any = type("Mine", (kind,), {name: hook})
     mine(t16(), rows(8), loss_fn=mse_loss, batch_size=4, epochs=1, progress_bar=False).train()
     assert len(calls) == 2
+
+
+# --- methods of a model that nothing calls
+
+
+def built(kind: Any, **options: Any) -> Any:
+    options = {"model": t16(), "loss_fn": mse_loss, "progress_bar": False, **options}
+    return kind(train_dataset=rows(8), **({"device": "cpu"} if kind is Trainer else {}), **options)
+
+
+@every_trainer
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        ("on_step_end", "on_step_end"),
+        ("on_train_epoch_start", "on_epoch_start"),
+        ("on_train_batch_end", "on_step_end"),
+        ("on_epoch_begin", "on_epoch_start"),
+        ("on_validation_epoch_end", "on_eval_end"),
+        ("on_save_checkpoint", "on_<event>"),
+    ],
+)
+def test_a_method_of_a_model_or_optimizer_that_nothing_calls_is_refused(kind: Any, name: str, event: str) -> None:
+    model = type("Net", (nn.Sequential,), {name: nothing})(nn.Linear(4, 1, dtype=torch.float64))
+    optimizer = type("Own", (torch.optim.SGD,), {name: nothing})
+    algorithm = type("Mine", (Algorithm,), {name: nothing})()
+    parts = {
+        "model": model,
+        "optimizer": optimizer,
+        "algorithms": [algorithm],
+        "unit": type("U", (), {name: nothing, "__call__": nothing})(),
+    }
+    for argument, part in parts.items():
+        without_loss = {"loss_fn": None} if argument == "unit" else {}
+        with pytest.raises(
+            ConfigError, match=rf"`{argument}` \(\w+\) has a method {name}\(\).*Callback with {event}\("
+        ):
+            built(kind, **without_loss, **{argument: part})
+
+
+def test_methods_that_a_base_class_of_a_library_brings_along_are_none_of_the_users() -> None:
+    everything = dict.fromkeys(EVENTS_OF_TRAINERS, nothing)
+    base = type("LightningModule", (nn.Sequential,), {**everything, "__module__": "lightning.pytorch.core.module"})
+    own = type("Net", (base,), {"on_device": nothing, "on": nothing, "on_step_end_of_mine": nothing, "on_save": False})
+    built(Trainer, model=own(nn.Linear(4, 1, dtype=torch.float64)))
+    overriding = type("Net", (base,), {"on_train_epoch_end": nothing})
+    with pytest.raises(ConfigError, match=r"on_train_epoch_end\(\), which nothing calls"):
+        built(Trainer, model=overriding(nn.Linear(4, 1, dtype=torch.float64)))
+
+
+def test_an_algorithm_that_is_a_callback_too_may_have_events() -> None:
+    both = type("Both", (Algorithm, Callback), {"on_step_end": nothing})()
+    built(Trainer, algorithms=[both], callbacks=[both])
