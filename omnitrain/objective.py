@@ -252,7 +252,8 @@ class Objective:
         Args:
             value: The metric's value.
             step: The optimizer step it was measured at.
-            counts: Whether patience may run out by it; not so for the evaluation before training.
+            counts: Whether patience may run out by it; not so for the evaluation before training. A value that is
+                not finite never counts: it says nothing about a gain.
         """
         self.latest = float(value) if math.isfinite(value) else None
         if self._reference is None:
@@ -264,7 +265,7 @@ class Objective:
         if is_gain:
             self._reference = float(value)
             self.evaluations_without_gain = 0
-        elif counts:
+        elif counts and math.isfinite(value):
             self.evaluations_without_gain += 1
         if not self.is_better(value, self.best):
             return False

@@ -186,6 +186,13 @@ def test_the_evaluation_before_training_sets_the_best_but_uses_up_no_patience() 
     assert (objective.best, objective.best_step, objective.evaluations_without_gain) == (0.5, 0, 1)
 
 
+def test_a_value_that_is_not_finite_uses_up_no_patience() -> None:
+    objective = Objective("loss")
+    for step, value in enumerate([0.5, math.nan, math.inf, 0.6], start=1):
+        objective.update(value, step)
+    assert (objective.best, objective.evaluations_without_gain) == (0.5, 1)
+
+
 values = st.lists(
     st.one_of(st.integers(-5, 5).map(float), st.sampled_from([math.nan, math.inf, -math.inf])), max_size=20
 )
@@ -209,7 +216,7 @@ def test_best_and_patience_agree_with_the_naive_model_also_across_a_resume(
         assert objective.update(value, step) == is_best
         if math.isfinite(value) and sign * value > reference + delta:
             reference, counter = sign * value, 0
-        else:
+        elif math.isfinite(value):
             counter += 1
         assert objective.evaluations_without_gain == counter
     finite = [sign * value for value in values if math.isfinite(value)]

@@ -23,7 +23,7 @@ from omnitrain.run.hooks import Hooks
 from omnitrain.scoring import Scorer, to_numpy
 from omnitrain.units import StepOutput
 
-__all__ = ["Evaluation", "Predictions", "evaluating"]
+__all__ = ["Evaluation", "Predictions", "evaluating", "words_for"]
 
 
 class Predictions(NamedTuple):
@@ -87,7 +87,7 @@ class Evaluation:
             is_interrupted: Asked before each batch, with its number, whether to end here.
         """
         if not isinstance(loader, Mapping):
-            result = self._run(loader, is_interrupted, keeps=self.scorer.keeps_predictions)
+            result = self._run(loader, is_interrupted, keeps=self.scorer.keeps_predictions, named=words_for(prefix))
             return None if result is None else {f"{prefix}_{key}": value for key, value in result.metrics.items()}
         named: dict[str, float] = {}
         for name, one in loader.items():
@@ -100,7 +100,7 @@ class Evaluation:
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal cut it short."""
-        result = self._run(loader, is_interrupted, keeps=True, needs_loss=False)
+        result = self._run(loader, is_interrupted, keeps=True)
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in result.metrics.items()}
@@ -115,14 +115,22 @@ class Evaluation:
         return self.hooks.backend.forward(self.hooks._forward, batch)
 
     def _run(
-        self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, needs_loss: bool = True
+        self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, named: str = ""
     ) -> Predictions | None:
-        """Run the model over a loader. Losses and streaming metrics are summed on the device; `keeps` keeps arrays."""
+        """Run the model over a loader. Losses and streaming metrics are summed on the device.
+
+        Args:
+            loader: The loader.
+            is_interrupted: Asked before each batch, with its number, whether to end here.
+            keeps: Whether to keep outputs and labels as arrays.
+            named: The set in words, if it is to be evaluated: then it must have a loss.
+        """
+        needs_loss = bool(named)
         hooks, scorer = self.hooks, self.scorer
         scorer.reset()
         ranks, device = hooks.ranks, hooks.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        weights, has_labels = 0.0, False
+        weights, has_labels, number = 0.0, False, -1
         kept: list[tuple[Any, ...]] = []
         with evaluating(hooks):
             for number, batch in enumerate(self.feed.in_step(loader)):
@@ -148,7 +156,9 @@ class Evaluation:
                 return None
             # inside, since a metric may draw random numbers too
             states = scorer.states() if ranks.world_size > 1 else []
-            sums: list[Any] = ranks.gather("the end of an evaluation", (total.item(), weights, has_labels, states))
+            sums: list[Any] = ranks.gather(
+                "the end of an evaluation", (total.item(), weights, has_labels, number + 1, states)
+            )
             if ranks.world_size > 1:
                 scorer.reset()
                 for *_, states in sums:
@@ -159,7 +169,9 @@ class Evaluation:
             predictions = _join([one for one, *_ in kept], lambda: self.filler) if keeps else None
             labels, extra = (_join([one[i] for one in kept]) if keeps else None for i in (1, 2))
             loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
-            metrics = {"loss": loss / weights} if weights else {"loss": math.nan} if needs_loss else {}
+            if needs_loss and not weights:
+                raise _nothing_to_evaluate(named, any(one[3] for one in sums))
+            metrics = {"loss": loss / weights} if weights else {}
             if any(one[2] for one in sums):
                 computed = ranks.on_main(
                     "the metrics of an evaluation", lambda: scorer.compute(predictions, labels, extra)
@@ -185,6 +197,26 @@ class Evaluation:
             return None
         predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
         return default_convert(predictions), default_convert(labels)
+
+
+def words_for(prefix: str) -> str:
+    """Return what messages call the set whose results have this prefix.
+
+    >>> words_for("eval"), words_for("eval_web"), words_for("test")
+    ('the evaluation set', "the evaluation set 'web'", 'the test set')
+    """
+    kind, _, name = prefix.partition("_")
+    known = {"eval": "the evaluation set", "test": "the test set"}
+    return f"the set {prefix!r}" if kind not in known else known[kind] + (f" {name!r}" if name else "")
+
+
+def _nothing_to_evaluate(named: str, has_batches: bool) -> DataError:
+    if not has_batches:
+        return DataError(f"{named[0].upper()}{named[1:]} has no samples. Give it at least one.")
+    return DataError(
+        f"There is nothing to evaluate in {named}: none of its labels counts (integer labels of {IGNORED_LABEL} are "
+        "left out). Give it at least one label."
+    )
 
 
 def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss: bool) -> float:

@@ -22,10 +22,11 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError
 from omnitrain.events import Control
 from omnitrain.precision import is_out_of_memory
-from omnitrain.run.evaluation import Evaluation
+from omnitrain.run.evaluation import Evaluation, words_for
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.nonfinite import evaluation_error
 from omnitrain.run.step import Step
 from omnitrain.settings import Settings
 from omnitrain.units import ModelUnit
@@ -305,11 +306,32 @@ class Loop:
         lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:
             return  # cut short by a signal: half an evaluation is none, and a resumed run does it again
+        if self.settings.on_nonfinite == "raise":
+            self._refuse_nonfinite(metrics)
         for algorithm in hooks.algorithms:
             metrics = algorithm.transform_metrics(hooks, metrics)  # type: ignore[arg-type]
+        key = lifecycle.objective.key(metrics)
+        bad = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
+        if bad:
+            means = "" if math.isfinite(metrics[key]) else (
+                f" `{key}` is what evaluations are judged by: this one cannot be the best, and uses up no patience."
+            )  # fmt: skip
+            logger.warning("Not finite in the evaluation at step %d: %s.%s", lifecycle.progress.step, bad, means)
         lifecycle.evaluated(metrics, counts)
-        if hooks.lr_scheduler is not None and hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing:
-            hooks.lr_scheduler.step(metrics[lifecycle.objective.key(metrics)])
+        follows = hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing
+        if hooks.lr_scheduler is not None and follows and math.isfinite(metrics[key]):
+            hooks.lr_scheduler.step(metrics[key])
+
+    def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:
+        """Raise for a set whose loss is not finite, with its samples named."""
+        sets = self.sets.eval if isinstance(self.sets.eval, Mapping) else {"": self.sets.eval}
+        for name, loader in sets.items():
+            prefix = f"eval_{name}" if name else "eval"
+            loss = metrics[f"{prefix}_loss"]
+            if not math.isfinite(loss):
+                folder = None if self.checkpointer.store is None else self.checkpointer.store.root
+                step = self.lifecycle.progress.step
+                raise evaluation_error(self.evaluation, loader, words_for(prefix), loss, step, folder)
 
     def log(self) -> None:
         """Read the loss off the device, once per log, and send the row out."""

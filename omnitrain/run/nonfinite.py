@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from omnitrain.data.sampling import StandIn
 from omnitrain.errors import NonFiniteError
-from omnitrain.run.evaluation import evaluating
+from omnitrain.run.evaluation import Evaluation, evaluating
 from omnitrain.run.hooks import Hooks
 
-__all__ = ["Place", "nonfinite_error"]
+__all__ = ["Place", "evaluation_error", "nonfinite_error"]
 
 
 class Place(NamedTuple):
@@ -34,13 +35,9 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
         save_dir: The folder of the run; None writes no file.
         place: Where the window was.
     """
-    indices, rank = _suspects(hooks, loader, place), hooks.ranks.rank
-    if save_dir is not None and hooks.ranks.is_main:
-        save_dir.mkdir(parents=True, exist_ok=True)
-        report = {**place._asdict(), "rank": rank, "sample_indices": indices}
-        (save_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    shown = ", ".join(map(str, indices[:20])) + (", ..." if len(indices) > 20 else "")
-    which = f" It comes from these samples of the training set: {shown}." if indices else ""
+    indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples), hooks.ranks.rank
+    _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
+    which = f" It comes from these samples of the training set: {_listed(indices)}." if indices else ""
     return NonFiniteError(
         f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {rank})."
         f"{which} The weights were not updated by it. Look at these samples, lower the learning rate, or pass "
@@ -48,21 +45,74 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
     )
 
 
-def _suspects(hooks: Hooks, loader: Any, place: Place) -> list[int]:
-    """Return the indices of the window's samples that are not finite by themselves, else of all its samples."""
+def evaluation_error(
+    evaluation: Evaluation, loader: Any, named: str, loss: float, step: int, save_dir: Path | None
+) -> NonFiniteError:
+    """Return the error for an evaluation whose loss is not finite, and leave `nonfinite.json` in `save_dir`.
+
+    Args:
+        evaluation: What ran it; it goes through the set once more, up to the first batch that is bad.
+        loader: The loader of the set.
+        named: The set in words.
+        loss: Its loss.
+        step: The step of the run.
+        save_dir: The folder of the run; None writes no file.
+    """
+    hooks, number = evaluation.hooks, _first_bad_batch(evaluation, loader)
+    sampler, indices = getattr(loader, "sampler", None), []
+    if number is not None and sampler is not None:
+        size = sampler.batch_size * sampler.world_size
+        indices = _suspects(hooks, loader, 0, number * size, size)
+    _report(hooks, save_dir, {"step": step, "set": named, "batch": number, "sample_indices": indices})
+    which = "" if number is None else f" It comes from batch {number + 1} of it."
+    if indices:
+        which = f" It comes from these samples of it: {_listed(indices)}."
+    return NonFiniteError(
+        f"The loss of {named} is {loss} at step {step}.{which} Look at these samples, or pass on_nonfinite='skip' to "
+        "go on without such an evaluation."
+    )
+
+
+def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None:
+    if save_dir is not None and hooks.ranks.is_main:
+        save_dir.mkdir(parents=True, exist_ok=True)
+        (save_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _listed(indices: list[int]) -> str:
+    return ", ".join(map(str, indices[:20])) + (", ..." if len(indices) > 20 else "")
+
+
+def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
+    """Return the number, from 0 on, of the first batch whose loss is not finite on any rank."""
+    hooks = evaluation.hooks
+    with evaluating(hooks):
+        for number, batch in enumerate(evaluation.feed.in_step(loader)):
+            is_bad = _is_bad(hooks, batch.batch if type(batch) is StandIn else batch)
+            if any(hooks.ranks.sum("the search for a loss that is not finite", is_bad)):
+                return number
+    return None
+
+
+def _suspects(hooks: Hooks, loader: Any, epoch: int, position: int, samples: int) -> list[int]:
+    """Return the indices of the samples there that are not finite by themselves, else of all of them."""
     sampler, fetch = getattr(loader, "sampler", None), getattr(loader, "fetch", None)
     if sampler is None or fetch is None:
         return []  # a stream or a user's own loader: its samples have no indices
-    window = sampler.order(place.epoch)[place.position : place.position + place.samples]
+    window = sampler.order(epoch)[position : position + samples]
     bad = []
     with evaluating(hooks):
         for index in window:
             try:
-                batch = hooks._prepare_batch(fetch(place.epoch, np.array([index])))
-                with hooks._autocast():
-                    loss = hooks.backend.forward(hooks._forward, batch).loss
-                if loss is not None and hooks._weigh(batch) and not math.isfinite(float(loss)):
+                if _is_bad(hooks, fetch(epoch, np.array([index]))):
                     bad.append(int(index))
             except Exception:  # a model that cannot take one sample by itself: then the whole window is named
                 return window.tolist()
     return bad or window.tolist()
+
+
+def _is_bad(hooks: Hooks, batch: Any) -> bool:
+    weight, batch = hooks._weigh(batch), hooks._prepare_batch(batch)
+    with hooks._autocast():
+        loss = hooks.backend.forward(hooks._forward, batch).loss
+    return loss is not None and bool(weight) and not math.isfinite(float(loss))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,25 @@ import torch
 import torch.nn.functional as F
 from recipes import Sentences, Tagger, rows, t16
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from omnitrain import DataError, StepOutput, Trainer
+from omnitrain import AccelerateTrainer, DataError, HFTrainer, NonFiniteError, StepOutput, Trainer
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def train(trainer_class: Any, model: nn.Module, data: Any, valid: Any, **options: Any) -> Any:
+    placed = {"device": "cpu"} if trainer_class is Trainer else {}
+    subject = trainer_class(
+        model, train_dataset=data, eval_dataset=valid, **{"progress_bar": False, "epochs": 2, **placed, **options}
+    )
+    subject.train()
+    return subject
 
 
 def trainer(model: nn.Module, **options: Any) -> Trainer:
@@ -180,3 +198,90 @@ def test_worker_processes_end_with_what_they_were_for() -> None:
     subject.evaluate()
     subject.predict(Rows())
     assert len(multiprocessing.active_children()) == before
+
+
+# Evaluations that say nothing
+
+
+def rows_with_nan(size: int, index: int) -> TensorDataset:
+    x, y = rows(size).tensors
+    y = y.clone()
+    y[index] = float("nan")
+    return TensorDataset(x, y)
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return (self.data[i] for i in range(len(self.data)))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_nan_in_an_evaluation_ends_the_run_with_set_and_sample_named(
+    trainer_class: Any, named: bool, tmp_path: Path
+) -> None:
+    bad = rows_with_nan(20, index=13)
+    valid: Any = {"fine": rows(8), "web": bad} if named else bad
+    with pytest.raises(NonFiniteError) as caught:
+        train(trainer_class, t16(), rows(8), valid, loss_fn=F.mse_loss, patience=1, save_dir=tmp_path / "run")
+    name = "the evaluation set 'web'" if named else "the evaluation set"
+    assert f"The loss of {name} is nan at step 1. It comes from these samples of it: 13." in str(caught.value)
+    assert json.loads((tmp_path / "run" / "nonfinite.json").read_text())["sample_indices"] == [13]
+
+
+def test_of_a_stream_the_batch_with_a_nan_is_named() -> None:
+    with pytest.raises(NonFiniteError, match="It comes from batch 4 of it"):
+        train(Trainer, t16(), rows(8), Streamed(rows_with_nan(20, index=13)), loss_fn=F.mse_loss, eval_batch_size=4)
+
+
+@pytest.mark.parametrize("policy", ["skip", "warn"])
+def test_a_nan_in_evaluations_is_told_and_uses_up_no_patience(
+    trainer_class: Any, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = train(
+        trainer_class, t16(), rows(8), rows_with_nan(8, 3), loss_fn=F.mse_loss, patience=1, epochs=3,
+        on_nonfinite=policy,
+    )  # fmt: skip
+    assert (subject.metrics["stop_reason"], subject.progress.step) == ("epochs", 3)
+    assert subject.metrics["best_valid"] == {}
+    assert "Not finite in the evaluation at step 2: eval_loss=nan. `eval_loss` is what" in caplog.text
+
+
+def test_a_metric_without_a_value_is_told_and_uses_up_no_patience(caplog: pytest.LogCaptureFixture) -> None:
+    data = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))  # one class has no ranking
+    subject = train(
+        Trainer, nn.Linear(4, 2), data, data, loss_fn=F.cross_entropy, patience=1, epochs=3, compute_metrics="roc_auc",
+        optimization_metric="roc_auc",
+    )  # fmt: skip
+    assert subject.metrics["stop_reason"] == "epochs"
+    assert "Not finite in the evaluation at step 1: eval_roc_auc=nan." in caplog.text
+
+
+def test_a_schedule_that_follows_evaluations_does_not_follow_a_nan() -> None:
+    seen: list[float] = []
+
+    class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            seen.append(metrics)
+
+    train(
+        Trainer, t16(), rows(8), rows_with_nan(8, 3), loss_fn=F.mse_loss, on_nonfinite="skip", lr_scheduler=Plateau
+    )  # fmt: skip
+    assert seen == []
+
+
+@pytest.mark.parametrize("kind", ["stream", "loader", "named"])
+def test_an_evaluation_set_without_samples_is_refused_by_name(trainer_class: Any, kind: str) -> None:
+    empty: Any = {"stream": Streamed([]), "loader": DataLoader([], 2), "named": {"a": rows(4), "b": Streamed([])}}[kind]
+    name = "set 'b'" if kind == "named" else "set"
+    with pytest.raises(DataError, match=f"The evaluation {name} has no samples. Give it at least one"):
+        train(trainer_class, t16(), rows(8), empty, loss_fn=F.mse_loss)
+
+
+def test_an_evaluation_set_without_a_label_that_counts_is_refused() -> None:
+    data = Sentences(4)
+    data.labels[:] = -100
+    with pytest.raises(DataError, match="nothing to evaluate in the evaluation set: none of its labels counts"):
+        train(Trainer, Tagger(), Sentences(8), data)
