@@ -217,7 +217,7 @@ class HFTrainer(BaseTrainer):
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
             prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
-            epochs: Passes over the training data; 2.5 ends in the middle of the third. None is 3, or no limit beside another.
+            epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
             optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
