@@ -32,7 +32,7 @@ from torch.distributed import distributed_c10d
 from omnitrain.errors import DistributedError
 from omnitrain.events import STOP_REASONS, Control, first_reason
 
-__all__ = ["ProcessRanks", "Ranks"]
+__all__ = ["ProcessRanks", "Ranks", "is_of_connection"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -262,7 +262,7 @@ class ProcessRanks(Ranks):
             self._ends = True
             raise
         except Exception as error:
-            if _is_of_connection(error):
+            if is_of_connection(error):
                 raise self._lost(error, what) from error
             self._report_failure(what, error)
             self._ends = self._ends or not self._is_common(error, what)
@@ -453,6 +453,6 @@ def _unpacked(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def _is_of_connection(error: BaseException) -> bool:
-    """Whether this is what gloo and NCCL raise where the other end has gone."""
+def is_of_connection(error: BaseException) -> bool:
+    """Return whether this is what gloo and NCCL raise where the other end has gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

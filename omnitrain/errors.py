@@ -29,7 +29,9 @@ __all__ = [
     "NonFiniteError",
     "ObjectiveError",
     "OmnitrainError",
+    "add_place",
     "did_you_mean",
+    "named_samples",
 ]
 
 
@@ -83,3 +85,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [each for each in known if each.startswith(name)]
     return f" Did you mean {near[0]!r}?" if near and name else ""
+
+
+_PLACE = "Where: "
+
+
+def add_place(error: BaseException, place: str) -> None:
+    """Add a note that says where in the run an error was raised, unless it has one: the innermost knows best."""
+    if not any(note.startswith(_PLACE) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{_PLACE}{place}.")
+
+
+def named_samples(indices: Iterable[int], of: str = "") -> str:
+    """Return words for some samples of a dataset, the first 20 by their index.
+
+    >>> named_samples([37], "the training set"), named_samples([3, 4])
+    ('sample 37 of the training set', 'samples 3, 4')
+    """
+    listed = [str(int(index)) for index in indices]
+    shown = ", ".join(listed[:20]) + (", ..." if len(listed) > 20 else "")
+    return f"sample{'s' * (len(listed) > 1)} {shown}" + (f" of {of}" if of else "")

@@ -10,7 +10,7 @@ import torch
 
 from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["Precision", "choose_device", "is_out_of_memory", "precision_name"]
+__all__ = ["Precision", "choose_device", "is_device_lost", "is_out_of_memory", "precision_name"]
 
 _NAMES = {
     "fp32": "fp32",
@@ -101,3 +101,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     known = isinstance(error, Exception) and should_reduce_batch_size(error)
     return known or isinstance(error, torch.OutOfMemoryError)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Return whether an error leaves the device unusable, as an assertion in a CUDA kernel does."""
+    lost = getattr(torch, "AcceleratorError", ())  # of torch 2.8 and later
+    return isinstance(error, lost) or "CUDA error" in str(error) or "device-side assert" in str(error)

@@ -103,7 +103,7 @@ class Scorer:
         # Normal tensors inside inference mode, too: else the states could not be added to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for part in self._parts:
-                part.update(outputs, labels)
+                _named(part, part.update, outputs, labels)
 
     def states(self) -> list[dict[str, Any]]:
         """Return what other processes need to `merge()`; small and picklable, without predictions."""
@@ -128,7 +128,8 @@ class Scorer:
         results: dict[str, float] = {}
         left_out: list[str] = []
         arrays = to_numpy(predictions), to_numpy(labels), extra or {}
-        for found in [part.compute() for part in self._parts] + [f.compute(*arrays) for f in self._functions]:
+        scored = [_named(part, part.compute) for part in self._parts]
+        for found in [*scored, *(_named(function, function.compute, *arrays) for function in self._functions)]:
             for name, value in found.items():
                 if name in results:
                     raise DataError(f"Two metrics are named {name!r}. Return them from a function under other names.")
@@ -256,6 +257,16 @@ class _Function:
         return {self.name: _as_float(self.name, result)}
 
 
+def _named(metric: _Part | _Function, work: Callable[..., Any], *args: Any) -> Any:
+    """Return `work(*args)`, to whose error the name of the metric is added."""
+    try:
+        return work(*args)
+    except Exception as error:
+        names = getattr(metric, "name", None) or ", ".join(getattr(metric, "names", None) or ())
+        error.add_note(f"Raised by the metric {names} in `compute_metrics`.")
+        raise
+
+
 class ByBatch:
     """A function f(eval_pred, compute_result) of transformers' kind: it gets one batch after the other, as tensors.
 
@@ -269,6 +280,7 @@ class ByBatch:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.name: str = getattr(function, "__name__", type(function).__name__)
         self.higher_is_better: dict[str, bool] = {}
         self._held: tuple[Any, Any] | None = None
 
@@ -352,7 +364,7 @@ class _Torchmetrics:
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric.clone()
-        self._name = type(metric).__name__
+        self.name: str = type(metric).__name__
         self._device: torch.device | None = None
         for one in self._leaves(self._metric):
             one.distributed_available_fn = _not_distributed
@@ -361,7 +373,7 @@ class _Torchmetrics:
         if isinstance(self._metric, sys.modules["torchmetrics"].MetricCollection):
             directions = {str(name): one.higher_is_better for name, one in self._metric.items()}
         else:
-            directions = {self._name: self._metric.higher_is_better}
+            directions = {self.name: self._metric.higher_is_better}
         self.higher_is_better = {name: up for name, up in directions.items() if up is not None}
 
     @staticmethod
@@ -381,7 +393,7 @@ class _Torchmetrics:
 
     def _flatten(self, result: Any) -> dict[str, float]:
         flat: dict[str, float] = {}
-        for name, value in (result if isinstance(result, Mapping) else {self._name: result}).items():
+        for name, value in (result if isinstance(result, Mapping) else {self.name: result}).items():
             if isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) != 1:
                 flat.update({f"{name}_{i}": number for i, number in enumerate(value.tolist())})
             else:
@@ -415,7 +427,7 @@ class _Torchmetrics:
 
     def compute(self) -> Mapping[str, float | None]:
         if not int(self._scored) and not any(other["scored"] for other in self._others):
-            return dict.fromkeys(self.names or [self._name])
+            return dict.fromkeys(self.names or [self.name])
         return self._flatten((self._joined() if self._others else self._metric).compute())
 
     def _joined(self) -> Any:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from omnitrain.data.sampling import (
     Fetch,
     dealt,
     filled_up,
+    share,
     tensor_columns,
     without_padding,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "end_workers",
     "has_length",
     "make_loader",
+    "name_of_set",
 ]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -55,15 +57,21 @@ class Loader:
     Attributes:
         size: Samples in an epoch over all ranks, or None if unknown.
         deals_samples: Whether ranks take turns with samples, and not with batches of them.
+        name: What messages call the data.
     """
 
     size: int | None = None
+    name: str = "the data"
     deals_samples = False
     _epoch = 0
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, from the sample at `position` on."""
         raise NotImplementedError
+
+    def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
+        """Return the samples of this process's micro-batch, `turn` batches behind a position; None if unknown."""
+        return None
 
     def close(self) -> None:
         """End worker processes, if there are any; the next pass starts new ones."""
@@ -121,12 +129,14 @@ class MapLoader(Loader):
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
+        name: str = Loader.name,
     ) -> None:
         seed = sampler.seed if seed is None else seed
         self.dataset = dataset
         self.sampler = sampler
         self.size: int | None = sampler.size
-        self.fetch: Fetch = Fetch(dataset, collate, seed)
+        self.name = name
+        self.fetch: Fetch = Fetch(dataset, collate, seed, name)
         self.pin_memory = pin_memory
         self._requests = _Requests()
         self._workers: DataLoader[Any] | None = None
@@ -151,6 +161,11 @@ class MapLoader(Loader):
         if self._workers is not None:
             stop_workers(self._workers._iterator)
             self._workers._iterator = None
+
+    def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
+        batches = self.sampler.batches(epoch, position)
+        found = next(itertools.islice(batches, turn, None), None)
+        return None if found is None else found.tolist()
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, without reading what is before."""
@@ -189,12 +204,14 @@ class StreamLoader(Loader):
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         marks: bool = True,
+        name: str = Loader.name,
     ) -> None:
         self.dataset = dataset
+        self.name = name
         self.batch_size: int = batch_size * world_size
         self.seed = seed
         self.size: int | None = len(dataset) if has_length(dataset) else None
-        self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size, marks)
+        self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size, marks, name)
         if num_workers > 1:
             logger.warning(
                 "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
@@ -212,6 +229,11 @@ class StreamLoader(Loader):
         if self.size is None:
             raise TypeError("This stream has no length.")
         return math.ceil(self.size / self.batch_size)
+
+    def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
+        """Return the numbers that samples have in an epoch of the stream, from 0 on."""
+        first = position + turn * self.batch_size
+        return share(range(first, first + self.batch_size), self._stream.rank, self._stream.world_size)
 
     def mark_at(self, epoch: int, position: int) -> Mark | None:
         """Return the latest mark that is not behind a position, if there is one; at 0, the end of the epoch before."""
@@ -283,13 +305,14 @@ class GivenLoader(Loader):
     on how many epochs this process has seen.
     """
 
-    def __init__(self, loader: Any, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, loader: Any, seed: int, rank: int = 0, world_size: int = 1, name: str = Loader.name) -> None:
         if not hasattr(loader, "__iter__") or _is_used_up(loader):
             raise DataError(
                 f"A loader must be iterable any number of times, as a DataLoader is, got {type(loader).__name__}. "
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
             )
         self.loader = loader
+        self.name = name
         self.seed = seed
         self.size: int | None = len(loader.dataset) if _covers_dataset(loader) else None
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -334,8 +357,12 @@ class GivenLoader(Loader):
                 seed = derive_seed(self.seed, epoch, number)
                 for generator in GENERATORS:
                     generator.seed(seed)
-                batches = iter(self.loader) if batches is None else batches
-                batch = next(batches, _END)
+                try:
+                    batches = iter(self.loader) if batches is None else batches
+                    batch = next(batches, _END)
+                except Exception as error:
+                    error.add_note(f"Raised by the loader of {self.name} for batch {number} of its epoch, from 0 on.")
+                    raise
             if batch is _END:
                 return
             if seen < position:
@@ -395,6 +422,20 @@ def count_rows(dataset: Any) -> int:
     return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
 
 
+_WORDS = {"train": "the training set", "eval": "the evaluation set", "test": "the test set"}
+
+
+def name_of_set(argument: str) -> str:
+    """Return what messages call the data of an argument.
+
+    >>> name_of_set("train_dataset"), name_of_set("eval_loader['dev']"), name_of_set("dataset")
+    ('the training set', "the evaluation set 'dev'", 'the dataset')
+    """
+    whole, _, part = argument.partition("[")
+    words = _WORDS.get(whole.partition("_")[0], "the dataset")
+    return f"{words} {part[:-1]}" if part else words
+
+
 def make_loader(
     dataset: Any,
     batch_size: int,
@@ -423,7 +464,7 @@ def make_loader(
     if isinstance(dataset, Loader):
         return dataset
     if isinstance(dataset, DataLoader):
-        return GivenLoader(dataset, seed, rank, world_size)
+        return GivenLoader(dataset, seed, rank, world_size, name_of_set(name))
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(
@@ -445,10 +486,13 @@ def make_loader(
                 f"`{name}` has {size} samples, and without the last, incomplete micro-batch of {batch_size} x "
                 f"{world_size} nothing is left. Make the batches smaller, or keep the last one."
             )
-        return MapLoader(dataset, sampler, collate, seed=seed, **workers)
+        return MapLoader(dataset, sampler, collate, seed=seed, name=name_of_set(name), **workers)
     if not hasattr(dataset, "__iter__") or _is_used_up(dataset):
         raise DataError(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "
             f"a DataLoader, got {type(dataset).__name__}."
         )
-    return StreamLoader(dataset, batch_size, collate, seed, rank=rank, world_size=world_size, marks=marks, **workers)
+    return StreamLoader(
+        dataset, batch_size, collate, seed, rank=rank, world_size=world_size, marks=marks, name=name_of_set(name),
+        **workers,
+    )  # fmt: skip

@@ -6,8 +6,10 @@ Where batches come from (datasets, streams, a user's loader) is in `loaders.py`;
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +19,9 @@ import torch
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
 from omnitrain.data.collation import Collator
-from omnitrain.errors import DataError
-from omnitrain.reproducibility import GENERATORS, Generator, derive_seed
+from omnitrain.data.suspects import told
+from omnitrain.errors import DataError, named_samples
+from omnitrain.reproducibility import GENERATORS, Generator, derive_seed, isolated_rng
 
 __all__ = [
     "Collate",
@@ -207,8 +210,9 @@ class Fetch:
     draws is keyed by the batch's first sample.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+    def __init__(self, dataset: Any, collate: Collate, seed: int, name: str = "the data") -> None:
         self.dataset = dataset
+        self.name = name
         self.collate = collate
         self.seed = seed
         self.columns: Any
@@ -230,9 +234,15 @@ class Fetch:
             samples = self._watched(self.drawn, self._samples, epoch, positions)
             if samples is _AGAIN:
                 continue
-            if self._stacks:
-                return self.collate(samples)
-            batch = self._watched(self.drawn_in_collate, self._collated, epoch, positions, samples)
+            try:
+                if self._stacks:
+                    return self.collate(samples)
+                batch = self._watched(self.drawn_in_collate, self._collated, epoch, positions, samples)
+            except Exception as error:
+                with isolated_rng():
+                    found = told(error, positions, self.name, functools.partial(self._collated_anew, epoch), pairs=True)
+                error.add_note(f"Raised by the collator for {found}.")
+                raise
             if batch is not _AGAIN:  # then the samples are fetched again too: a collator may have changed them
                 return batch
 
@@ -257,18 +267,31 @@ class Fetch:
     def _samples(self, epoch: int, positions: list[int]) -> Sequence[Any]:
         if self.columns is not None:
             return _rows_of(self._fetch_columns(np.asarray(positions)))
-        if not self.drawn:
-            if self._has_batch_fetch:
-                return self.dataset.__getitems__(positions)
-            dataset = self.dataset
-            return [dataset[position] for position in positions]
-        samples = []
-        for position in positions:
-            seed = derive_seed(self.seed, epoch, position)
-            for generator in self.drawn:
-                generator.seed(seed)
-            samples.append(self.dataset[position])
-        return samples
+        turns = iter(positions)  # which knows how far it has come, should a sample fail
+        try:
+            if not self.drawn:
+                if self._has_batch_fetch:
+                    return self.dataset.__getitems__(positions)
+                dataset = self.dataset
+                return [dataset[position] for position in turns]
+            samples = []
+            for position in turns:
+                seed = derive_seed(self.seed, epoch, position)
+                for generator in self.drawn:
+                    generator.seed(seed)
+                samples.append(self.dataset[position])
+            return samples
+        except Exception as error:
+            taken = len(positions) - operator.length_hint(turns)
+            if taken:
+                found = named_samples(positions[taken - 1 : taken], self.name)
+            else:  # all at once
+                found = told(error, positions, self.name, self.dataset.__getitems__)
+            error.add_note(f"Raised for {found}.")
+            raise
+
+    def _collated_anew(self, epoch: int, positions: list[int]) -> Any:
+        return self.collate(self._samples(epoch, positions))
 
     def _fetch_columns(self, indices: np.ndarray) -> Any:
         if self.rows is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.loaders import GivenLoader, Loader, end_workers, make_loader
+from omnitrain.data.loaders import GivenLoader, Loader, end_workers, make_loader, name_of_set
 from omnitrain.distributed import Ranks
 from omnitrain.settings import Settings
 
@@ -59,7 +59,7 @@ class Sets:
         }
         self.train: Any = None
         if settings.train_loader is not None:
-            self.train = GivenLoader(settings.train_loader, settings.seed, ranks.rank, ranks.world_size)
+            self.train = self._given(settings.train_loader, "train_loader")
         elif settings.train_dataset is not None:
             self.train = self.train_loader_of(settings.batch_size)
         self.eval: Any = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
@@ -87,11 +87,14 @@ class Sets:
             parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:
-            return GivenLoader(loader, self._settings.seed, self._ranks.rank, self._ranks.world_size)
+            return self._given(loader, name)
         if dataset is None:
             return None
         size = self._settings.eval_batch_size or self._settings.batch_size
         return make_loader(self._transform(dataset), size, name=name, marks=False, **self._loading)
+
+    def _given(self, loader: Any, name: str) -> GivenLoader:
+        return GivenLoader(loader, self._settings.seed, self._ranks.rank, self._ranks.world_size, name_of_set(name))
 
     def end_workers(self) -> None:
         """End the worker processes of the training and the evaluation set."""

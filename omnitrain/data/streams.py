@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from omnitrain.data.sampling import Collate, StandIn, share
+from omnitrain.errors import named_samples
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 
 __all__ = ["Mark", "Stream"]
@@ -42,8 +43,10 @@ class Stream(IterableDataset[Any]):
         rank: int = 0,
         world_size: int = 1,
         marks: bool = True,
+        name: str = "the data",
     ) -> None:
         self.dataset = dataset
+        self.name = name
         self.batch_size = batch_size
         self.collate = collate
         self.seed = seed
@@ -78,7 +81,12 @@ class Stream(IterableDataset[Any]):
                 taken = list(itertools.islice(samples, self.batch_size * self.world_size))
                 own = share(taken, self.rank, self.world_size)
                 # what collation draws goes on from the last sample's seed
-                batch = self.collate(own) if own else StandIn(self.collate(taken[:1])) if taken else None
+                try:
+                    batch = self.collate(own) if own else StandIn(self.collate(taken[:1])) if taken else None
+                except Exception as error:
+                    own = share(range(number, number + len(taken)), self.rank, self.world_size)
+                    error.add_note(f"Raised by the collator for {named_samples(own, self.name)}, a stream.")
+                    raise
             if not taken:
                 return
             number += len(taken)
@@ -100,6 +108,9 @@ class Stream(IterableDataset[Any]):
                 sample = next(samples)
             except StopIteration:
                 return
+            except Exception as error:
+                error.add_note(f"Raised for sample {number} of {self.name}, a stream.")
+                raise
             yield sample
 
 

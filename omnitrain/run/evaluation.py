@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,13 @@ from omnitrain.errors import DataError
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
+from omnitrain.run.suspects import suspects
 from omnitrain.scoring import Scorer, to_numpy
 from omnitrain.units import StepOutput
 
 __all__ = ["Evaluation", "Predictions", "evaluating", "words_for"]
+
+Scores = TypeVar("Scores")
 
 
 class Predictions(NamedTuple):
@@ -139,9 +142,14 @@ class Evaluation:
                 counts = type(batch) is not StandIn
                 batch = batch if counts else batch.batch
                 weight = hooks._weigh(batch)
-                batch = hooks._prepare_batch(batch)
-                with hooks._autocast():
-                    output = self.output_of(batch)
+                try:
+                    batch = hooks._prepare_batch(batch)
+                    with hooks._autocast():
+                        output = self.output_of(batch)
+                except Exception as error:
+                    found = suspects(error, hooks, loader, (0, 0, number), self.output_of)
+                    error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")
+                    raise
                 if counts:
                     weights += _add_loss(total, output, weight, needs_loss)
                 seen = self._seen(output) if counts else None
@@ -149,7 +157,7 @@ class Evaluation:
                     seen = self._gathered(loader, seen)
                 if seen is not None:
                     has_labels = True
-                    scorer.update(*seen)
+                    _scored(loader, scorer.update, *seen)
                 if keeps and counts:
                     kept.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
             if is_interrupted(0):
@@ -173,10 +181,10 @@ class Evaluation:
                 raise _nothing_to_evaluate(named, any(one[3] for one in sums))
             metrics = {"loss": loss / weights} if weights else {}
             if any(one[2] for one in sums):
-                computed = ranks.on_main(
-                    "the metrics of an evaluation", lambda: scorer.compute(predictions, labels, extra)
+                arrays = predictions, labels, extra
+                metrics |= ranks.on_main(
+                    "the metrics of an evaluation", lambda: _scored(loader, scorer.compute, *arrays)
                 )
-                metrics |= computed
         return Predictions(predictions, labels, metrics)
 
     def _seen(self, output: StepOutput) -> tuple[Any, Any] | None:
@@ -217,6 +225,15 @@ def _nothing_to_evaluate(named: str, has_batches: bool) -> DataError:
         f"There is nothing to evaluate in {named}: none of its labels counts (integer labels of {IGNORED_LABEL} are "
         "left out). Give it at least one label."
     )
+
+
+def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Scores:
+    """Return what a scorer makes of the data of a loader, whose name an error gets."""
+    try:
+        return score(*arrays)
+    except Exception as error:
+        error.add_note(f"It was to score {loader.name}.")
+        raise
 
 
 def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss: bool) -> float:

@@ -15,7 +15,7 @@ from omnitrain.data.loaders import Loader, MapLoader
 from omnitrain.data.sampling import StandIn, Window, windows
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
-from omnitrain.errors import DataError
+from omnitrain.errors import DataError, add_place
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.settings import Settings
@@ -68,9 +68,15 @@ class Feed:
         self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
         self._ahead, self._totals_ahead = None, ()
         while True:
-            group, self._ahead = self._ahead if self._ahead is not None else next(groups, []), None
-            if isinstance(group, Exception):
-                raise group
+            try:
+                group, self._ahead = self._ahead if self._ahead is not None else next(groups, []), None
+                if isinstance(group, Exception):
+                    raise group
+            except Exception as error:
+                progress = self._lifecycle.progress
+                step, rank = progress.step + 1, self._ranks.rank
+                add_place(error, f"the data of step {step} (epoch {progress.epoch + 1}), rank {rank}")
+                raise
             last = group[-1] if group else last
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)

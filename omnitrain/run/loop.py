@@ -19,7 +19,7 @@ from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.data.loaders import Loader, end_workers
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError, DataError, NonFiniteError
+from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
 from omnitrain.events import Control
 from omnitrain.precision import is_out_of_memory
 from omnitrain.run.evaluation import Evaluation, words_for
@@ -299,9 +299,11 @@ class Loop:
         lifecycle.begin_evaluation()
         try:
             metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
-        except RuntimeError as error:
+        except Exception as error:
             if is_out_of_memory(error):
                 error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")
+            step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
+            add_place(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
             raise
         lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:

@@ -6,6 +6,7 @@ micro-batch, `finish`, `conclude`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -17,11 +18,13 @@ from torch import nn
 from omnitrain.backends.backend import Backend
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError, NonFiniteError
+from omnitrain.errors import ConfigError, NonFiniteError, add_place
+from omnitrain.run.evaluation import evaluating
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.nonfinite import Place
+from omnitrain.run.suspects import suspects
 from omnitrain.settings import DEFAULTS, Settings
 from omnitrain.units import ModelUnit, no_token_counts
 
@@ -40,6 +43,7 @@ class Step:
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
         error_at: Returns the error for a window whose loss or gradient is not finite.
+        loader: Returns the loader of the training set.
 
     Attributes:
         loss: The losses of the epoch so far.
@@ -58,6 +62,7 @@ class Step:
         ranks: Ranks,
         settings: Settings,
         error_at: Callable[[Place], NonFiniteError],
+        loader: Callable[[], Any],
     ) -> None:
         self.loss: LossMeter = LossMeter(backend.device, ranks)
         self.grad_norm: torch.Tensor | None = None
@@ -68,6 +73,7 @@ class Step:
         self._ranks = ranks
         self._settings = settings
         self._error_at = error_at
+        self._loader = loader
         self._window: Window
         self._turn = 0
         self._targets: int | None = None
@@ -148,9 +154,16 @@ class Step:
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
         """Run the next micro-batch forward; return its part of the window's loss, or None without a backward pass."""
-        hooks, window, last = self._hooks, self._window, self.is_last
-        weight = window.weights[self._turn]
+        turn, last = self._turn, self.is_last
         self._turn += 1
+        try:
+            return self._loss_of(batch, self._window.weights[turn], last)
+        except Exception as error:
+            self._name_samples(error, turn)
+            raise
+
+    def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
+        hooks, window = self._hooks, self._window
         batch = hooks._prepare_batch(batch)
         for algorithm in hooks.algorithms:
             batch = algorithm.transform_batch(hooks, batch)  # type: ignore[arg-type]
@@ -179,6 +192,16 @@ class Step:
             elif not math.isfinite(total):
                 scaled = scaled * math.nan
         return scaled
+
+    def _name_samples(self, error: Exception, turn: int) -> None:
+        """Add to an error of a forward pass where it was, and which samples raise it."""
+        hooks, loader, place = self._hooks, self._loader(), self._place()
+        if loader is not None:
+            run, mode = functools.partial(self._backend.forward, hooks._forward), functools.partial(evaluating, hooks)
+            found = suspects(error, hooks, loader, (place.epoch, place.position, turn), run, mode)
+            if found:
+                error.add_note(f"Raised for {found}.")
+        add_place(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
 
     def finish(self) -> bool:
         """Make the gradients final, tell the callbacks, and return whether the update may be made."""

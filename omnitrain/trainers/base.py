@@ -25,7 +25,7 @@ from omnitrain.checkpoint.store import Store
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
-from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.errors import CheckpointError, ConfigError, add_place
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
@@ -358,7 +358,7 @@ class BaseTrainer(Hooks, ABC):
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps)
         self._step = Step(
             self, self.backend, lifecycle, ranks, settings,
-            lambda place: nonfinite_error(self, sets.train, self.save_dir, place),
+            lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
         )  # fmt: skip
         contents = Contents(self, lifecycle, self._step, sets, self._initial)
         self._checkpointer = Checkpointer(self, lifecycle, contents, self.store, write_beside)
@@ -438,6 +438,9 @@ class BaseTrainer(Hooks, ABC):
                     self._loop.run(found)
                 failed = False
             except BaseException as error:
+                if isinstance(error, Exception):
+                    progress = self.progress
+                    add_place(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
                 self.lifecycle.failed(error)
                 raise
             finally:

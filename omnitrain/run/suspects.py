@@ -1,0 +1,60 @@
+"""The samples behind a forward pass that failed: they are run again one by one, where that is possible.
+
+Errors in the data name their samples where they are raised, in `data/`; a NaN is reported by `nonfinite.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from omnitrain.data.suspects import told
+from omnitrain.distributed import is_of_connection
+from omnitrain.errors import named_samples
+from omnitrain.precision import is_device_lost, is_out_of_memory
+from omnitrain.run.hooks import Hooks
+
+__all__ = ["suspects"]
+
+
+def suspects(
+    error: Exception,
+    hooks: Hooks,
+    loader: Any,
+    place: tuple[int, int, int],
+    run: Callable[[Any], Any],
+    mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> str:
+    """Return words for the samples of a micro-batch, and for those of them that fail alone.
+
+    Empty where samples have no numbers. Nothing is run again after an error of the device, of its memory or of another
+    rank, nor where a forward pass needs all ranks.
+
+    Args:
+        error: What the micro-batch has raised.
+        hooks: Of the trainer.
+        loader: Where the micro-batch is from.
+        place: The epoch, where in it the window begins, and which of its micro-batches it is.
+        run: What was called with it.
+        mode: The context in which that may be done again: without gradients, and without an effect on the run.
+    """
+    samples = loader.indices_at(*place)
+    if not samples or is_of_connection(error):
+        return ""
+    everyone = named_samples(samples, loader.name)
+    if is_device_lost(error):
+        return f"{everyone} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
+    if not hasattr(loader, "fetch") or hooks.backend.sharding is not None or is_out_of_memory(error):
+        return everyone
+
+    def attempt(some: list[int]) -> None:
+        batch = hooks._prepare_batch(loader.fetch(place[0], np.array(some)))
+        with hooks._autocast():
+            run(batch)
+
+    with mode():
+        return told(error, samples, loader.name, attempt)
