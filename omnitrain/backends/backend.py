@@ -184,6 +184,10 @@ class Backend:
         """Return the weights by the names of the user's module; sharded ones as they are."""
         return state.model_tensors(self.model)
 
+    def check_weights(self, tensors: Mapping[str, Any], where: str) -> None:
+        """Raise the CheckpointError of `load_weights`, if there is one; nothing is changed."""
+        state.check_weights(self.model, tensors, where)
+
     def load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
         """Copy weights into the model.
 
@@ -201,10 +205,15 @@ class Backend:
         """Return the optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types."""
         return state.optimizer_state(self.optimizer, self.model)
 
+    def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
+        """Raise the CheckpointError of `load_optimizer`, if there is one; nothing is changed."""
+        state.check_optimizer(self.optimizer, self.model, tensors, saved, where)
+
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
         """Put back what `optimizer_state` returned.
 
         Raises:
-            CheckpointError: If it is of an optimizer with other parameters or groups.
+            CheckpointError: If it is of an optimizer with other parameters or groups, or a tensor in it is not what
+                this one holds for its parameter; nothing is changed then.
         """
         state.restore_optimizer(self.optimizer, self.model, tensors, saved, where)

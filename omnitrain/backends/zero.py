@@ -19,15 +19,20 @@ from omnitrain.backends.ddp import DDP, Runner, run_through, start_from_main
 from omnitrain.backends.deepspeed import fill_config
 from omnitrain.checkpoint.state import (
     IMPLEMENTATION,
+    Held,
     bare_name,
     check_fit,
     check_groups,
+    check_options,
+    check_state,
     from_json,
     like,
+    load_by_own_way,
+    state_specs,
     to_json,
     unwrap,
 )
-from omnitrain.checkpoint.tensors import Gathered, shape_of
+from omnitrain.checkpoint.tensors import Gathered, spec_of
 
 __all__ = ["Zero"]
 
@@ -164,16 +169,20 @@ class Zero(DDP):
                 found[name] = value
         return found
 
+    def check_weights(self, tensors: Mapping[str, Any], where: str) -> None:
+        present = self.model_tensors()
+        check_fit({name: (name, (tuple(one.shape), one.dtype)) for name, one in present.items()}, tensors, where)
+
     def load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
         """Copy weights one at a time into the parameters and their copies in full precision."""
+        self.check_weights(tensors, where)
         present, parameters = self.model_tensors(), self._parameters()
-        check_fit({name: (name, tuple(tensor.shape)) for name, tensor in present.items()}, tensors, where)
-        buffers = {bare_name(name): value for name, value in unwrap(self.model).named_buffers()}
+        buffers = {name: tensors[name] for name in present if name not in parameters}
+        load_by_own_way(self.model, buffers | {name: from_json(value) for name, value in extra.items()}, where)
         for name in present:
-            value = tensors[name]
             if name in buffers:
-                buffers[name].copy_(value)
                 continue
+            value = tensors[name]
             one = parameters[name]
             value = value.to(one.device)
             with self._gathered(one), torch.no_grad():
@@ -203,8 +212,26 @@ class Zero(DDP):
         ]
         return tensors, {"groups": groups, "rest": {}, "shared": to_json({}, "")}
 
-    def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+    def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
+        """Refuse what the same optimizer does not have on one device; ZeRO keeps all of it in full precision."""
         check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
+        check_options(self.optimizer.param_groups, saved["groups"], where)
+        flat = state_specs(self.optimizer)  # of its own tensors, in which parameters lie one after the other
+        entries = {key.rpartition("/")[2]: spec_of(tensors, key)[0] for key in tensors}
+        parameters, wanted = self._parameters(), dict[str, Held]()
+        for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
+            held = Held({})
+            for one in group["params"]:
+                held = flat[id(one)]
+            shapes = {entry: shape for entry, (shape, _) in held.specs.items()} or entries
+            for name in names:
+                own = _shape(parameters[name])
+                specs = {entry: (own if shape else (), torch.float32) for entry, shape in shapes.items()}
+                wanted[name] = Held(specs, held.required)
+        check_state(wanted, tensors, (), where)
+
+    def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+        self.check_optimizer(tensors, saved, where)
         for group, options in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             kept = {key: like(from_json(value), group.get(key)) for key, value in options.items() if key != "params"}
             group |= {key: value for key, value in kept.items() if key not in IMPLEMENTATION}
@@ -215,7 +242,7 @@ class Zero(DDP):
         numbers = {
             entry: tensors[f"{names[0]}/{entry}"]
             for entry, names in by_entry.items()
-            if all(not shape_of(tensors, f"{name}/{entry}") for name in names)
+            if all(spec_of(tensors, f"{name}/{entry}")[0] == () for name in names)
         }
         self.optimizer.state.clear()
         if not by_entry:

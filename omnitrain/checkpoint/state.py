@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import os
 import random
+import reprlib
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +25,14 @@ from torch import nn
 
 from omnitrain.checkpoint.tensors import (
     Gather,
+    Spec,
     digest,
     host_tensors,
     is_in_parts,
     load_tensors,
     placed_like,
     save_tensors,
-    shape_of,
+    spec_of,
     whole,
     written_by_main,
 )
@@ -38,15 +41,24 @@ from omnitrain.errors import CheckpointError, ConfigError
 
 __all__ = [
     "Gather",
+    "Held",
     "check_fit",
     "check_groups",
+    "check_like",
+    "check_optimizer",
+    "check_options",
+    "check_references",
+    "check_state",
+    "check_weights",
     "class_of",
     "digest",
     "extra_state",
     "from_json",
+    "holds",
     "host_tensors",
     "is_in_parts",
     "like",
+    "load_by_own_way",
     "load_tensors",
     "load_weights",
     "model_tensors",
@@ -56,6 +68,7 @@ __all__ = [
     "rng_tensors",
     "save_tensors",
     "save_weights",
+    "state_specs",
     "to_json",
     "unwrap",
     "whole",
@@ -193,7 +206,9 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
 def load_weights(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy tensors into a model in place, so that optimizers and ties hold; every name and shape must fit.
+    """Copy tensors into a model in place, so that optimizers and ties hold; every name, shape and dtype must fit.
+
+    A module with a loader of its own is asked about buffers that do not.
 
     Args:
         model: The model, wrapped or not.
@@ -202,44 +217,130 @@ def load_weights(
         extra: What `extra_state` returned.
 
     Raises:
-        CheckpointError: If a tensor is missing, left over, or of another shape.
+        CheckpointError: If a tensor is missing, left over, or of another shape or dtype; the model is as it was.
     """
-    wanted = list(_named(model))
-    check_fit({name: (first, tuple(tensor.shape)) for name, tensor, first in wanted}, tensors, where)
-    content: dict[str, Any] = {name: placed_like(tensors[first], tensor) for name, tensor, first in wanted}
-    content |= {name: from_json(value) for name, value in (extra or {}).items()}
-    # by the model's own way of loading: its modules may have hooks, and what state_dict() returns may be copies
+    check_weights(model, tensors, where)
+    named = {name: (tensor, first) for name, tensor, first in _named(model)}
+    content: dict[str, Any] = {
+        name: placed_like(tensors[first], tensor) for name, (tensor, first) in named.items() if first in tensors
+    }
+    content |= {name: tensors[name] for name in tensors if name not in named}
+    load_by_own_way(model, content | {name: from_json(value) for name, value in (extra or {}).items()}, where)
+
+
+def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str) -> None:
+    """Have a model load tensors and extra state by bare names: its modules may have hooks, or loaders of their own.
+
+    Raises:
+        CheckpointError: If it refuses them; it is as it was before.
+    """
     bare = unwrap(model)
-    names = [name for name in bare.state_dict() if bare_name(name) in content]
-    bare.load_state_dict({name: content[bare_name(name)] for name in names}, strict=False)
+    raw = {bare_name(name): name for name in bare.state_dict()}
+    content = {raw.get(name, name): value for name, value in content.items()}
+    loads = getattr(bare.load_state_dict, "__func__", None)
+    accepted = inspect.signature(bare.load_state_dict).parameters
+    is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
+    before = _copies(bare) if any(map(_has_own_loader, bare.modules())) else {}
+    try:
+        bare.load_state_dict(content, **({"strict": False} if is_strict else {}))
+    except Exception as error:
+        _put_back(bare, before)
+        raise CheckpointError(
+            f"{where} does not fit the model, which refused it: {type(error).__name__}: {error}. "
+            "Build the model as it was built for that run."
+        ) from error
+
+
+def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    present = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in before.items():
+        with torch.no_grad():
+            if name in present and present[name].shape == tensor.shape:
+                present[name].copy_(tensor)
+            elif name in present:
+                owner, _, own = name.rpartition(".")
+                setattr(model.get_submodule(owner), own, tensor)
+
+
+def _has_own_loader(module: nn.Module) -> bool:
+    """Whether a module says by itself how it is loaded; PyTorch's do so too, for what older versions have saved."""
+    ways = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict")]
+    ways += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return any(not getattr(way, "__module__", "").startswith("torch.") for way in ways)
+
+
+def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str) -> None:
+    """Refuse tensors that are not those of a model; what differs in buffers is for their modules, if they load them.
+
+    Raises:
+        CheckpointError: If one is missing, left over, or of another shape or dtype.
+    """
+    bare = unwrap(model)
+    parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
+    prefixes = [f"{bare_name(name)}." if name else "" for name, one in bare.named_modules() if _has_own_loader(one)]
+    wanted = {
+        name: (first, (tuple(tensor.shape), tensor.dtype))
+        for name, tensor, first in _named(model)
+        if name in parameters or not any(map(name.startswith, prefixes))
+    }
+    kept = {name for name, _, first in _named(model) if name not in wanted} | {
+        name for name in tensors if name not in parameters and any(map(name.startswith, prefixes))
+    }
+    check_fit(wanted, tensors, where, kept)
 
 
 def check_fit(
-    wanted: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Mapping[str, torch.Tensor], where: str
+    wanted: Mapping[str, tuple[str, Spec]], tensors: Mapping[str, Any], where: str, loaders: Collection[str] = ()
 ) -> None:
     """Refuse tensors that are not those of a model.
 
     Args:
-        wanted: For each name in the model, the first name of the same tensor, and its shape.
+        wanted: For each name in the model, the first name of the same tensor, its shape and its dtype.
         tensors: What was saved.
         where: What an error calls it.
+        loaders: Names that a module of the model loads by itself, whatever they hold.
 
     Raises:
-        CheckpointError: If one is missing, left over, or of another shape.
+        CheckpointError: If one is missing, left over, or of another shape, or of a dtype that would lose digits.
     """
     expected = {first for first, _ in wanted.values()}
-    missing, left_over = sorted(expected - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    missing = sorted(expected - tensors.keys())
+    left_over = sorted(tensors.keys() - wanted.keys() - set(loaders))
     if missing or left_over:
         raise CheckpointError(
             f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
             "Build the model as it was built for that run."
         )
-    for name, (first, shape) in wanted.items():
-        if name == first and shape_of(tensors, name) != shape:
+    for name, (first, (shape, dtype)) in wanted.items():
+        if name != first:
+            continue
+        saved_shape, saved_dtype = spec_of(tensors, name)
+        if saved_shape != shape:
             raise CheckpointError(
-                f"{where} does not fit the model: {name!r} has shape {shape_of(tensors, name)} there and {shape} in "
-                "the model."
+                f"{where} does not fit the model: {name!r} has shape {saved_shape} there and {shape} in the model. "
+                "Build the model as it was built for that run; a buffer that changes its shape needs a module with a "
+                "`load_state_dict` or `_load_from_state_dict` of its own."
             )
+        if not holds(dtype, saved_dtype):
+            raise CheckpointError(
+                f"{where} does not fit the model: {name!r} is of {saved_dtype} there and of {dtype} in the model, "
+                "which cannot hold it. Build the model with the dtype of that run."
+            )
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether tensors of a dtype hold all values of another.
+
+    >>> holds(torch.float32, torch.bfloat16), holds(torch.bfloat16, torch.float32), holds(torch.float32, torch.int64)
+    (True, False, False)
+    """
+    if dtype == other:
+        return True
+    return dtype.is_floating_point and other.is_floating_point and torch.promote_types(dtype, other) == dtype
 
 
 # --- optimizers
@@ -284,18 +385,21 @@ def restore_optimizer(
     """Put back what `optimizer_state` returned, by parameter name.
 
     Raises:
-        CheckpointError: If the optimizer's parameters, or their groups, are not those that were saved.
+        CheckpointError: If the optimizer's parameters, their groups, or the tensors that it holds for them are not
+            those that were saved; it is as it was then.
     """
+    check_optimizer(optimizer, model, tensors, saved, where)
     names = parameter_names(model)
     parameters = {names.get(id(one), ""): one for group in optimizer.param_groups for one in group["params"]}
     now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
-    then = [group["params"] for group in saved["groups"]]
-    check_groups(now, then, where)
+    wanted = {names[key]: held.specs for key, held in state_specs(optimizer).items()}
     optimizer.state.clear()  # before the new state is read: there need not be room for both
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
     for key in tensors:
         name, _, entry = key.rpartition("/")
-        state.setdefault(name, {})[entry] = placed_like(tensors[key], parameters.get(name))
+        spec = wanted.get(name, {}).get(entry)
+        tensor = tensors[key] if spec is None else tensors[key].to(spec[1])
+        state.setdefault(name, {})[entry] = placed_like(tensor, parameters.get(name))
     order = [name for group in now for name in group]
     groups, start = [], 0
     for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
@@ -317,6 +421,181 @@ def restore_optimizer(
             if held[key].shape == parameter.shape and held[key].stride() != parameter.stride():
                 # fused kernels walk through both as they lie in memory, channels last for example
                 held[key] = torch.empty_like(parameter, dtype=held[key].dtype).copy_(held[key])
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Any], saved: Any, where: str
+) -> None:
+    """Refuse what `optimizer_state` did not return for this optimizer; nothing is read but shapes and dtypes.
+
+    Raises:
+        CheckpointError: If its parameters or groups are others, or a tensor is not what it holds for its parameter.
+    """
+    names = parameter_names(model)
+    now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
+    check_groups(now, [group["params"] for group in saved["groups"]], where)
+    check_options(optimizer.param_groups, saved["groups"], where)
+    nested = check_references([saved["rest"], saved["shared"]], tensors, where)
+    wanted = {names[key]: held for key, held in state_specs(optimizer).items()}
+    check_state(wanted, tensors, nested, where)
+
+
+def check_options(groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str, Any]], where: str) -> None:
+    """Refuse options of an optimizer's groups that are not of the kind that it has; how it computes stays its own."""
+    for present, options in zip(groups, saved, strict=True):
+        for key, value in options.items():
+            if key == "params" or key in IMPLEMENTATION or key not in present:
+                continue
+            now = present[key]
+            now = now.item() if isinstance(now, torch.Tensor) and now.numel() == 1 else now
+            check_like(from_json(value), now, f"optimizer option {key!r}", where)
+
+
+def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set[str]:
+    """Return the names of the tensors that a state of `to_json` refers to.
+
+    Raises:
+        CheckpointError: If one of them is not there.
+    """
+    found: set[str] = set()
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if "__tensor__" in value:
+                found.add(value["__tensor__"])
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    missing = sorted(found - tensors.keys())
+    if missing:
+        raise CheckpointError(f"{where} is damaged: the tensor {missing[0]!r} is missing. Take another checkpoint.")
+    return found
+
+
+def check_state(wanted: Mapping[str, Held], tensors: Mapping[str, Any], nested: Collection[str], where: str) -> None:
+    """Refuse an optimizer's tensors that are not those which it holds: its kernels trust them to be.
+
+    Args:
+        wanted: What it holds, by parameter.
+        tensors: What was saved, keyed "<parameter>/<entry>".
+        nested: Keys of tensors that the rest of the state refers to.
+        where: What an error calls them.
+
+    Raises:
+        CheckpointError: If one is of no parameter, missing, of another shape, or of a dtype that would lose digits.
+    """
+    found: dict[str, set[str]] = {}
+    for key in tensors:
+        name, _, entry = key.rpartition("/")
+        if key in nested:
+            continue
+        if name not in wanted:
+            raise CheckpointError(
+                f"{where} does not fit the optimizer: {key!r} is of no parameter that it has. Take another checkpoint."
+            )
+        found.setdefault(name, set()).add(entry)
+        spec = wanted[name].specs.get(entry)
+        if spec is None:
+            continue
+        shape, dtype = spec_of(tensors, key)
+        is_number = shape == () and not (dtype.is_complex or dtype is torch.bool)
+        if shape != spec[0] or not (holds(spec[1], dtype) or (is_number and spec[0] == ())):
+            raise CheckpointError(
+                f"{where} does not fit the optimizer: {key!r} is of shape {shape} and {dtype} there, and of shape "
+                f"{spec[0]} and {spec[1]} in the optimizer. Build model and optimizer as they were built for that run, "
+                "or take another checkpoint."
+            )
+    for name, entries in found.items():
+        lacking = sorted(set(wanted[name].required) - entries)
+        if lacking:
+            raise CheckpointError(
+                f"{where} does not fit the optimizer: {name + '/' + lacking[0]!r} is missing. Build the optimizer as "
+                "it was built for that run, or take another checkpoint."
+            )
+
+
+class Held(NamedTuple):
+    """What an optimizer holds for a parameter."""
+
+    specs: Mapping[str, Spec]
+    """Shape and dtype of its tensors, as far as they are known."""
+    required: Collection[str] = ()
+    """Those of them without which it cannot take a step, once it holds any."""
+
+
+def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, Held]:
+    """Return what an optimizer holds for each parameter, by the parameter's identity.
+
+    It is read off its state, and off that of a copy of it which takes a step on the meta device. Only steps of
+    PyTorch's own optimizers are taken: what another does besides is not known. Of one with a step of its own nothing
+    is known while it has no state: its arithmetic refuses tensors that do not fit, but for fused kernels, and these
+    take what PyTorch's optimizer that it is derived from holds.
+    """
+    found: dict[int, Held] = {}
+    fresh: dict[Any, dict[str, Spec]] = {}
+    steps = [inspect.unwrap(vars(cls)["step"]) for cls in type(optimizer).__mro__[:-2] if "step" in vars(cls)]
+    known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
+    is_own = known is None or known is not steps[0]
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            specs = _specs(optimizer.state.get(parameter, {}))
+            key = index, parameter.shape, parameter.dtype
+            if key not in fresh:
+                is_taken = known is not None and (group.get("fused") or not is_own)
+                fresh[key] = _after_a_step(optimizer, known, group, parameter) if is_taken else {}
+            found[id(parameter)] = Held(specs | fresh[key], () if is_own else (fresh[key] or specs).keys())
+    return found
+
+
+def _specs(state: Mapping[str, Any]) -> dict[str, Spec]:
+    return {name: (tuple(one.shape), one.dtype) for name, one in state.items() if torch.is_tensor(one)}
+
+
+def _after_a_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: torch.Tensor) -> dict[str, Spec]:
+    parameter = nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    plain = {name: False for name in IMPLEMENTATION if name in group}
+    copied.param_groups, copied.state = [{**group, **plain, "params": [parameter]}], defaultdict(dict)
+    # one that looks at numbers fails on the meta device, with its state made
+    with torch.no_grad(), contextlib.suppress(Exception):
+        step(copied)
+    specs = _specs(copied.state.get(parameter, {}))
+    if group.get("fused"):  # their kernels count steps in this type
+        specs |= {name: ((), torch.float32) for name, (shape, _) in specs.items() if shape == ()}
+    return specs
+
+
+def check_like(value: Any, present: Any, what: str, where: str) -> None:
+    """Refuse a saved value that is not of the kind of the present one: a number for a number, a list as long as it is.
+
+    Raises:
+        CheckpointError: Naming what is wrong.
+    """
+    if present is None:
+        return
+    if isinstance(present, bool):
+        fits = isinstance(value, bool)
+    elif isinstance(present, (int, float)):
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = fits and (math.isfinite(value) or not (math.isfinite(present) or math.isnan(value)))
+    elif isinstance(present, (list, tuple)):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(present)
+        for index, (one, other) in enumerate(zip(value, present, strict=True) if fits else ()):
+            check_like(one, other, f"{what}[{index}]", where)
+    elif isinstance(present, Mapping):
+        fits = isinstance(value, Mapping)
+        for key in value.keys() & present.keys() if fits else ():
+            check_like(value[key], present[key], f"{what}[{key!r}]", where)
+    else:
+        fits = isinstance(value, str) or not isinstance(present, str)
+    if not fits:
+        raise CheckpointError(
+            f"{where} is damaged: {what} is {reprlib.repr(value)} there, where {reprlib.repr(present)} was expected, "
+            "or another of its kind. Take another checkpoint."
+        )
 
 
 def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> None:

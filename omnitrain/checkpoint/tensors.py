@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
+from omnitrain.checkpoint.header import Entry, open_regular, read_header
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 
 __all__ = [
     "Gather",
     "Gathered",
+    "Spec",
     "TensorFile",
     "digest",
     "host_tensors",
@@ -26,7 +26,7 @@ __all__ = [
     "load_tensors",
     "placed_like",
     "save_tensors",
-    "shape_of",
+    "spec_of",
     "whole",
     "written_by_main",
 ]
@@ -34,6 +34,8 @@ __all__ = [
 T = TypeVar("T")
 Gather = Callable[[Any], torch.Tensor]
 """Returns a tensor in host memory, in one piece."""
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -203,46 +205,58 @@ def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memo
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a safetensors file onto the host."""
-    return load_file(path)
+    """Read the tensors of a safetensors file into host memory of their own: the file may go, or change."""
+    return dict(TensorFile(path))
 
 
-def shape_of(tensors: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return the shape of a tensor, without reading it if it is in a file."""
-    return tensors.shape_of(name) if isinstance(tensors, TensorFile) else tuple(tensors[name].shape)
+def spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
+    """Return shape and dtype of a tensor, without reading it if it is in a file."""
+    if isinstance(tensors, TensorFile):
+        return tensors.spec_of(name)
+    return tuple(tensors[name].shape), tensors[name].dtype
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
     """A safetensors file, one tensor of which is in memory at a time; only the main process reads it.
 
-    Looking a tensor up is a call that all ranks make.
+    Looking a tensor up is a call that all ranks make. What it returns is no map of the file, which may be deleted, or
+    cut short, while the tensor is in use.
     """
 
     def __init__(self, path: Path, ranks: Ranks | None = None) -> None:
-        self._ranks = ranks or Ranks()
-        self._file: Any = None
-        self._specs = self._ranks.on_main(f"opening {path.name}", lambda: self._open(path))
-
-    def _open(self, path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-        self._file = safe_open(path, "pt").__enter__()
-        views = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
-        return {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
+        self._path, self._ranks = path, ranks or Ranks()
+        self._entries: dict[str, Entry] = self._ranks.on_main(f"opening {path.name}", lambda: read_header(path))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        shape, dtype = self._specs[name]
-        if self._file is not None:
-            return self._ranks.broadcast(self._file.get_tensor(name))
-        return self._ranks.broadcast(torch.empty(shape, dtype=_BY_NAME[dtype]))
+        shape, dtype = self.spec_of(name)
+        tensor = torch.empty(shape, dtype=dtype)
+        if self._ranks.is_main:
+            self._read(name, tensor)
+        return self._ranks.broadcast(tensor)
+
+    def _read(self, name: str, tensor: torch.Tensor) -> None:
+        target = memoryview(tensor.flatten().view(torch.uint8).numpy())
+        try:
+            with open_regular(self._path) as file:
+                file.seek(self._entries[name].offset)
+                while target:
+                    size = file.readinto(target)  # type: ignore[attr-defined]
+                    if not size:
+                        raise OSError("it is shorter than its header says")
+                    target = target[size:]
+        except OSError as error:
+            raise CheckpointError(f"{str(self._path)!r} cannot be read: {error}. Take another checkpoint.") from error
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._specs
+        return name in self._entries
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
-        return self._specs[name][0]
+    def spec_of(self, name: str) -> Spec:
+        """Return shape and dtype of a tensor without reading it."""
+        entry = self._entries[name]
+        return entry.shape, _BY_NAME[entry.dtype]

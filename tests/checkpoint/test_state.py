@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from omnitrain.checkpoint import state, tensors
+from omnitrain.checkpoint.tensors import TensorFile
 from omnitrain.errors import CheckpointError, ConfigError
 
 
@@ -145,6 +147,74 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_copied(change: Any, m
     with pytest.raises(CheckpointError, match=message):
         state.load_weights(model, tensors, "there")
     assert same(dict(model.state_dict()), before)
+
+
+def test_weights_of_another_dtype_are_refused_where_digits_would_be_lost() -> None:
+    model = nn.Linear(2, 1).bfloat16()
+    wide = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"'weight' is of torch.float32 there and of torch.bfloat16 in the model"):
+        state.load_weights(model, wide, "there")
+    state.load_weights(model.double(), wide, "there")
+    assert model.weight.tolist() == [[1.0, 1.0]]
+
+
+class Queue(nn.Module):
+    """Keeps what it has seen in a buffer, which grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(0))
+
+
+class Growing(Queue):
+    refuses = False
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}seen" in state_dict:
+            self.seen = torch.zeros_like(state_dict[f"{prefix}seen"])
+        if self.refuses:
+            raise KeyError("no")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Whole(Queue):
+    def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
+        self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("make", [Growing, Whole, lambda: nn.Sequential(Growing())])
+def test_buffer_of_another_shape_is_for_the_loader_of_its_module(make: Any) -> None:
+    source, target = make(), make()
+    queues = [one for model in (source, target) for one in model.modules() if isinstance(one, Queue)]
+    queues[0].seen = torch.arange(3.0)
+    state.load_weights(target, state.model_tensors(source), "there")
+    assert queues[1].seen.tolist() == [0.0, 1.0, 2.0]
+    assert queues[1].layer.weight.equal(queues[0].layer.weight)
+
+
+def test_buffer_of_another_shape_without_such_a_loader_is_refused_with_the_remedy() -> None:
+    source, target = Queue(), Queue()
+    source.seen = torch.arange(3.0)
+    with pytest.raises(CheckpointError, match=r"'seen' has shape \(3,\) there and \(0,\).*`_load_from_state_dict` of"):
+        state.load_weights(target, state.model_tensors(source), "there")
+
+
+def test_model_whose_loader_refuses_is_as_it_was() -> None:
+    source, target = Growing(), Growing()
+    source.seen, target.refuses = torch.arange(3.0), True
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"there does not fit the model, which refused it: KeyError: 'no'"):
+        state.load_weights(target, state.model_tensors(source), "there")
+    assert same(dict(target.state_dict()), before)
+
+
+def test_parameter_of_another_shape_is_refused_whatever_loads_it() -> None:
+    source, target = Growing(), Growing()
+    source.layer = nn.Linear(2, 1)
+    with pytest.raises(CheckpointError, match=r"'layer.weight' has shape \(1, 2\) there and \(1, 1\) in the model"):
+        state.load_weights(target, state.model_tensors(source), "there")
 
 
 def test_modules_whose_state_dict_gives_copies_are_loaded_all_the_same() -> None:
@@ -369,6 +439,106 @@ def test_optimizer_of_other_parameters_or_groups_is_refused() -> None:
     two = torch.optim.AdamW([{"params": [first]}, {"params": others}])
     with pytest.raises(CheckpointError, match=r"in other groups"):
         state.restore_optimizer(two, model, tensors, rest, "there")
+
+
+def grown(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros([size + 1 for size in tensor.shape] or [2], dtype=tensor.dtype)
+
+
+@pytest.mark.parametrize("change", [grown, lambda one: one.flatten()[:1].clone(), torch.Tensor.double], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "amsgrad", "SGD", "Adafactor", "NAdam", "RMSprop"])
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_tensor_that_the_optimizer_would_not_hold_is_refused_before_any_is_loaded(
+    name: str, change: Any, is_fresh: bool
+) -> None:
+    model, optimizer = trained(OPTIMIZERS[name])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    if is_fresh:
+        optimizer = OPTIMIZERS[name](model.parameters())
+    before = {key: dict(value) for key, value in optimizer.state.items()}
+    for key in (key for key in tensors if key.startswith("0.weight/")):
+        forged = {**tensors, key: change(tensors[key])}
+        if forged[key].shape == tensors[key].shape == ():
+            continue  # a number is one in any type
+        with pytest.raises(CheckpointError, match=rf"there does not fit the optimizer: '{key}' is of shape .* in the"):
+            state.restore_optimizer(optimizer, model, forged, through_json(rest), "there")
+        lacking = {other: tensor for other, tensor in tensors.items() if other != key}
+        if any(other.startswith("0.weight/") for other in lacking):
+            with pytest.raises(CheckpointError, match=rf"'{key}' is missing"):
+                state.restore_optimizer(optimizer, model, lacking, through_json(rest), "there")
+        assert {key: dict(value) for key, value in optimizer.state.items()} == before
+
+
+def test_moments_in_full_precision_of_parameters_in_half_are_refused_and_the_opposite_is_widened() -> None:
+    def make(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = trained(OPTIMIZERS["SGD"])
+        optimizer = torch.optim.AdamW(model.to(dtype).parameters(), fused=True)
+        model(torch.ones(4, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    half, full = make(torch.bfloat16), make(torch.float32)
+    tensors, rest = state.optimizer_state(full[1], full[0])
+    with pytest.raises(CheckpointError, match=r"torch.float32 there.*torch.bfloat16 in the optimizer"):
+        state.restore_optimizer(half[1], half[0], tensors, rest, "there")
+    tensors, rest = state.optimizer_state(half[1], half[0])
+    state.restore_optimizer(full[1], full[0], dict(tensors), rest, "there")
+    moments = full[1].state[next(full[0].parameters())]
+    assert moments["exp_avg"].dtype is moments["step"].dtype is torch.float32
+    full[1].step()
+
+
+def test_tensors_that_the_state_refers_to_and_that_are_not_there_are_refused_by_name() -> None:
+    model, optimizer = trained(OPTIMIZERS["SGD"])
+    optimizer.state[next(model.parameters())]["factors"] = [torch.eye(2)]
+    tensors, rest = state.optimizer_state(optimizer, model)
+    del tensors["0.weight/factors/0"]
+    with pytest.raises(CheckpointError, match=r"'0.weight/factors/0' is missing"):
+        state.restore_optimizer(optimizer, model, tensors, through_json(rest), "there")
+
+
+def test_optimizer_with_a_step_of_its_own_is_not_asked_for_one_and_keeps_what_it_holds() -> None:
+    class Own(torch.optim.Optimizer):
+        steps = 0
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> Any:
+            Own.steps += 1
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["rows"] = torch.ones(parameter.shape[0])
+
+    model, optimizer = trained(Own)
+    tensors, rest = state.optimizer_state(optimizer, model)
+    twin = Own(model.parameters())
+    state.restore_optimizer(twin, model, tensors, through_json(rest), "there")
+    assert twin.state[next(model.parameters())]["rows"].tolist() == [1.0, 1.0] and Own.steps == 3
+    with pytest.raises(CheckpointError, match="does not fit the optimizer"):  # it has some now
+        state.restore_optimizer(twin, model, {key: grown(one) for key, one in tensors.items()}, rest, "there")
+
+
+@pytest.mark.parametrize(("option", "value"), [("lr", "high"), ("lr", math.nan), ("betas", 0.9), ("amsgrad", 7)])
+def test_option_of_another_kind_is_refused_by_name(option: str, value: Any) -> None:
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    rest["groups"][0][option] = value
+    with pytest.raises(CheckpointError, match=rf"optimizer option '{option}' is "):
+        state.restore_optimizer(optimizer, model, tensors, rest, "there")
+
+
+def test_what_is_loaded_needs_the_file_no_more(tmp_path: Path) -> None:
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    state.save_tensors(tensors, tmp_path / "file")
+    state.restore_optimizer(optimizer, model, TensorFile(tmp_path / "file"), through_json(rest), "there")
+    read = state.load_tensors(tmp_path / "file")
+    os.truncate(tmp_path / "file", 0)
+    optimizer.step()  # into a map of the file it would be SIGBUS
+    assert all(torch.isfinite(tensor).all() for tensor in read.values())
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
 
 
 def test_parameter_that_is_not_the_models_has_no_name_and_is_refused() -> None:

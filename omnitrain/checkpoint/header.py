@@ -1,0 +1,131 @@
+"""The header of a safetensors file: which tensors are in it, and where. Reading these is in `tensors.py`. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from omnitrain.errors import CheckpointError
+
+__all__ = ["SIZES", "Entry", "open_regular", "read_header"]
+
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+"""Bytes of one entry of a tensor, by what safetensors files call its type."""
+
+_LARGEST_HEADER = 100_000_000  # as the safetensors package has it
+_LARGEST_DIMENSION = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a header says of one tensor, and where in the file it begins."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensor."""
+        return math.prod(self.shape) * SIZES[self.dtype]
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading if it is one: a pipe would be waited for without end, and a device may do anything.
+
+    Raises:
+        OSError: If it is missing, cannot be read, or is no file.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("it is no regular file")
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in between
+        os.close(descriptor)
+        raise OSError("it is no regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return what tensors a safetensors file holds, after checking that all of them lie in it.
+
+    Raises:
+        CheckpointError: If it is missing, or is no safetensors file.
+    """
+    try:
+        with open_regular(path) as file:
+            total = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEADER, total - 8):
+                raise ValueError(f"its header has {length} bytes, and the file {total}")
+            header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Take another checkpoint.") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is no JSON object")
+    header.pop("__metadata__", None)
+    entries, ends = {}, []
+    for name, content in header.items():
+        entry, end = _entry(path, name, content, 8 + length)
+        entries[name] = entry
+        ends.append((entry.offset, end))
+    position = 8 + length
+    for begin, end in sorted(ends):
+        if begin != position:
+            raise _damaged(path, f"a tensor begins at byte {begin}, and the one before it ends at {position}")
+        position = end
+    if position != total:
+        raise _damaged(path, f"its tensors end at byte {position}, and the file has {total}")
+    return entries
+
+
+def _entry(path: Path, name: str, content: Any, start: int) -> tuple[Entry, int]:
+    dtype, shape, offsets = (
+        (content.get(key) for key in ("dtype", "shape", "data_offsets")) if isinstance(content, dict) else [None] * 3
+    )
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise _damaged(path, f"the tensor {name!r} is of type {dtype!r}, which is not known here")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise _damaged(path, f"the tensor {name!r} has the shape {shape!r} and the offsets {offsets!r}")
+    entry = Entry(dtype, tuple(shape), start + offsets[0])
+    if entry.size != offsets[1] - offsets[0]:
+        raise _damaged(path, f"the tensor {name!r} of shape {shape!r} has {offsets[1] - offsets[0]} bytes")
+    return entry, start + offsets[1]
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(one) is int and 0 <= one < _LARGEST_DIMENSION for one in values)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header has a key twice")
+    return found
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{str(path)!r} is damaged: {what}. Take another checkpoint.")
