@@ -44,6 +44,7 @@ NO_TORCH = [
         "settings",
         "run.lifecycle",
         "checkpoint.disk",
+        "checkpoint.lock",
         "checkpoint.manifest",
         "checkpoint.retention",
         "checkpoint.store",

@@ -70,6 +70,24 @@ class Checkpointer:
 
     # --- saving
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out of `save_dir` inside.
+
+        Raises:
+            CheckpointError: If another run is there; on all ranks.
+        """
+        store, ranks = self.store, self._run.ranks
+        if store is None:
+            yield
+            return
+        ranks.on_main("the lock of `save_dir`", store.take)
+        try:
+            yield
+        finally:
+            if ranks.is_main:
+                store.lock.release()
+
     def save(self, history: dict[str, Any] | None = None) -> None:
         """Save during a run; a disk that fails costs this checkpoint, not the run, unless `save_required`.
 

@@ -5,9 +5,10 @@
     <root>/checkpoint-000120/omnitrain.json   written last; a folder without one that verifies is no checkpoint
     <root>/checkpoint-000120/...              whatever the caller wrote; size and sha256 of each are in omnitrain.json
     <root>/last, <root>/best                  text files that hold the name of a folder, so the run can be moved
-    checkpoint-000120.tmp                     being written: never read, removed by the next save
+    checkpoint-000120.1f2e3d4c.tmp            being written: never read, removed by the next save
     checkpoint-000120.old                     stepped aside while the same step is saved again; counts while alone
     checkpoint-000120.deleting                being deleted: never read, removed by the next save
+    <root>/run.lock                           who writes here, while a run does: see `lock.py`
 
 What is in omnitrain.json and whether it is true is `manifest.py`'s to say; everything that changes the disk goes
 through `disk.py`. What the files mean (tensors, names, settings) does not belong here: that is `state.py`. No torch.
@@ -21,12 +22,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.checkpoint.disk import FileSystem, hashing, listing
+from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -43,14 +45,16 @@ __all__ = ["Store"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_NAME = re.compile(r"checkpoint-([0-9]{6,})(\.tmp|\.old|\.deleting)?")
+_NAME = re.compile(r"checkpoint-([0-9]{6,})(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
+
+_POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
 
 
 class Store:
     """The checkpoints of one run folder: saves them whole or not at all, and finds them again.
 
-    One process at a time saves into a folder, one save at a time; any number may read meanwhile. The folder need
-    not exist: nothing is written before the first save.
+    One process at a time saves into a folder, one save at a time: a lock sees to it. Any number may read meanwhile. The
+    folder need not exist: nothing is written before the first save, or before the lock is taken.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
@@ -64,7 +68,10 @@ class Store:
     def __init__(self, root: str | os.PathLike[str], fs: FileSystem | None = None) -> None:
         self.root: Path = Path(root)
         self.fs: FileSystem = fs or FileSystem()
+        self.lock: Lock = Lock(self.root)
         self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}
+        self._sound: dict[int, int] = {}
+        """Step and sequence of the checkpoints that are known to verify."""
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, there or not."""
@@ -72,9 +79,19 @@ class Store:
 
     def temporary(self, step: int) -> Path:
         """Return the folder in which the checkpoint of `step` is written: the one that `begin` makes."""
-        return self.root / f"checkpoint-{step:06d}.tmp"
+        return self.root / f"checkpoint-{step:06d}.{self.lock.token}.tmp"
 
     # Saving
+
+    def take(self) -> None:
+        """Lock the folder, which is made if it is not there; `lock.release()` belongs to it.
+
+        Raises:
+            CheckpointError: Another run writes there.
+        """
+        with contextlib.suppress(OSError):  # a disk that fails is told of by the lock
+            self._make_root()
+        self.lock.take()
 
     def save(
         self,
@@ -92,22 +109,30 @@ class Store:
             CheckpointError: It could not be written; its cause is an OSError if the disk refused. What was there
                 before is untouched, and what was written is removed.
         """
-        folder = self.begin(step)
-        with self._saving(step):
-            write(folder)
-        return self.commit(step, payload, score=score, best=best, digests=digests)
+        self.take()
+        try:
+            folder = self.begin(step)
+            with self._saving(step):
+                write(folder)
+            return self.commit(step, payload, score=score, best=best, digests=digests)
+        finally:
+            self.lock.release()
 
     def begin(self, step: int) -> Path:
         """Make the folder to write the files of `step` into, and clear away what a killed save left behind."""
         with self._saving(step):
-            missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
-            for path in reversed(missing):
-                with contextlib.suppress(FileExistsError):  # another process was faster
-                    self.fs.mkdir(path)
-                self.fs.sync(path.parent)
+            self.lock.check()
+            self._make_root()
             self._clear_leftovers()
             self.fs.mkdir(self.temporary(step))
         return self.temporary(step)
+
+    def _make_root(self) -> None:
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                self.fs.mkdir(path)
+            self.fs.sync(path.parent)
 
     def commit(
         self,
@@ -148,7 +173,9 @@ class Store:
             self.fs.sync(folder / MANIFEST)
             for inner in reversed(folders):
                 self.fs.sync(inner)
+            self.lock.check()
             self._publish(step)
+        self._sound[step] = content["sequence"]
         self._point_to(step, best)
         return self.path(step)
 
@@ -225,8 +252,14 @@ class Store:
 
     def _clear_leftovers(self) -> None:
         """Undo or finish what a killed save or deletion had begun; one that resists is left with a warning."""
+        for path in () if self.lock.is_wanting else self.root.glob("*.*.tmp"):
+            if _POINTER.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    self.fs.remove(path)
         for suffix in (".deleting", ".old", ".tmp"):  # .deleting first: deleting an .old needs the name
             for step, path in self._entries(suffix):
+                if self.lock.is_wanting and path != self.temporary(step):
+                    continue  # it may be another run's, which nothing keeps out
                 try:
                     if suffix == ".old" and not self.path(step).exists():
                         self.fs.rename(path, self.path(step))
@@ -402,7 +435,7 @@ class Store:
     def _write_pointer(self, which: str, step: int) -> None:
         if self._read_pointer(which) == step:
             return
-        temporary = self.root / f"{which}.tmp"
+        temporary = self.root / f"{which}.{self.lock.token}.tmp"
         self.fs.write(temporary, f"{self.path(step).name}\n".encode())
         self.fs.sync(temporary)
         self.fs.rename(temporary, self.root / which)
@@ -419,13 +452,18 @@ class Store:
     ) -> list[Path]:
         """Delete what `to_delete` names among the complete checkpoints; damaged and foreign folders stay.
 
-        A folder that cannot be deleted is left with a warning, and tried again the next time.
+        A folder that cannot be deleted is left with a warning, and tried again the next time. Nothing is deleted
+        unless one of those that stay verifies.
         """
+        self.lock.check()
         pointed = (self._read_pointer("last"), self._read_pointer("best"))
+        kept = self.kept()
+        doomed = [s for s in to_delete(kept, keep_last, keep_best, keep_every, direction) if s not in pointed]
+        if doomed and not self._has_sound([found for found in kept if found.step not in doomed]):
+            logger.warning("No checkpoint in %r would be left that verifies: none is deleted.", str(self.root))
+            return []
         deleted = []
-        for step in to_delete(self.kept(), keep_last, keep_best, keep_every, direction):
-            if step in pointed:
-                continue
+        for step in doomed:
             try:
                 self.delete(step)
                 deleted.append(self.path(step))
@@ -433,8 +471,20 @@ class Store:
                 logger.warning("Cannot delete %r: %s.", str(self.path(step)), error)
         return deleted
 
+    def _has_sound(self, kept: Sequence[Kept]) -> bool:
+        """Return whether one of these verifies, the newest first; what was saved here was hashed as it was written."""
+        if any(self._sound.get(found.step) == found.sequence for found in kept):
+            return True
+        for found in reversed(kept):
+            with contextlib.suppress(CheckpointError):
+                inspect(self.path(found.step), hashes=True)
+                self._sound[found.step] = found.sequence
+                return True
+        return False
+
     def delete(self, step: int) -> None:
         """Delete the checkpoint of `step`; a kill in between leaves nothing that looks like one."""
+        self.lock.check()
         self._delete_folder(self.folders().get(step, self.path(step)))
 
     def _delete_folder(self, path: Path) -> None:

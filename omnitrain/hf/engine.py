@@ -345,7 +345,8 @@ class Engine(Searching):
         """Write what a stock `transformers.Trainer` resumes from beside our files; none of it is read by us."""
         owner = self.owner
         if self.args.push_to_hub:
-            self.await_folder(folder.with_name(folder.name.removesuffix(".tmp")))
+            store: Any = owner.store
+            self.await_folder(store.path(owner.progress.step))
         if not owner.settings.save_only_model:
             decaying = self.get_decay_parameter_names(unwrap(owner.model))  # type: ignore[arg-type]
             write_optimizer(owner, decaying, ScheduleFacade(owner).state_dict(), folder)

@@ -410,11 +410,12 @@ class BaseTrainer(Hooks, ABC):
             allow_change: Settings that may differ from those of the checkpoint, by name.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged, or was saved under settings that would change the run.
+            CheckpointError: If the checkpoint is damaged, or was saved under settings that would change the run, or if
+                another run writes into `save_dir`.
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
             KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
         """
-        with self.ranks.calling("train()"):
+        with self.ranks.calling("train()"), self._checkpointer.locked():
             if self.train_loader is None and not self._loop.has_own_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)

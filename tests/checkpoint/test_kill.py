@@ -280,7 +280,7 @@ def test_sigkill_during_a_background_write_resumes_from_the_checkpoint_before(
             trainer.train()
 
     assert exit_of(forked(train_until_killed)) == -signal.SIGKILL
-    assert (run / "checkpoint-000004.tmp").is_dir() and not (run / "checkpoint-000004").exists()
+    assert list(run.glob("checkpoint-000004.*.tmp")) and not (run / "checkpoint-000004").exists()
     found = Store(run).resolve("auto")
     assert found is not None and found[0].name == "checkpoint-000002"
     assert not differences(without_streams(play(run, **RUN)), without_streams(undisturbed))
@@ -289,7 +289,7 @@ def test_sigkill_during_a_background_write_resumes_from_the_checkpoint_before(
 class KillWhenWriting(Callback):
     def on_step_end(self, trainer: Any) -> None:
         if trainer.progress.step == 5:
-            while not list(trainer.save_dir.glob("checkpoint-000004.tmp/*")):
+            while not list(trainer.save_dir.glob("checkpoint-000004.*.tmp/*")):
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -310,8 +310,9 @@ def test_error_in_the_writer_itself_comes_through_and_leaves_nothing(run: Path) 
 
 def test_everything_is_on_the_disk_before_the_checkpoint_gets_its_name(run: Path) -> None:
     disk = FaultyDisk()
-    save(Store(run, disk), 1)
-    folder = run / "checkpoint-000010.tmp"
+    store = Store(run, disk)
+    save(store, 1)
+    folder = store.temporary(10)
     renamed = disk.log.index(("rename", folder))
     synced = {path for name, path in disk.log[:renamed] if name == "sync"}
     inside = {folder / path.relative_to(run / "checkpoint-000010") for path in (run / "checkpoint-000010").rglob("*")}
@@ -588,8 +589,8 @@ def test_checkpoint_that_stepped_aside_before_a_kill_is_found_under_its_own_path
 
 def test_several_processes_write_into_one_checkpoint(run: Path) -> None:
     main, other = Store(run), Store(run)
-    folder = main.begin(10)
-    assert folder == other.temporary(10)
+    folder = main.begin(10)  # its name is this writer's own: the others are told
+    assert folder == main.temporary(10) != other.temporary(10)
     (folder / "optimizer").mkdir()
     (other.temporary(10) / "optimizer" / "rank-1").write_bytes(b"1")
     (folder / "optimizer" / "rank-0").write_bytes(b"0")
