@@ -74,6 +74,9 @@ _HOMES = {
     "WandbLogger": "callbacks.wandb",
 }
 
+_OPTIONAL = {"transformers": "hf", "accelerate": ""}
+"""Packages that one of these names needs, and the extra that brings them along."""
+
 __all__ = [
     "AccelerateTrainer",
     "Algorithm",
@@ -112,7 +115,16 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
-    value = getattr(import_module(f"omnitrain.{_HOMES[name]}"), name)
+    try:
+        module = import_module(f"omnitrain.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OPTIONAL:
+            raise
+        from omnitrain.errors import MissingExtraError
+
+        raise MissingExtraError(name, package, _OPTIONAL[package]) from None
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

@@ -70,9 +70,11 @@ class CheckpointError(OmnitrainError, RuntimeError):
 class MissingExtraError(OmnitrainError, ImportError):
     """An optional dependency is not installed."""
 
-    def __init__(self, who: str, package: str, extra: str) -> None:
+    def __init__(self, who: str, package: str, extra: str = "") -> None:
+        # never by the name of this project, which on the package index is that of another one
+        clone = f", or `pip install -e '.[{extra}]'` in a clone of omnitrain" if extra else ""
         super().__init__(
-            f"{who} needs {package}, which is not installed. Run `pip install 'omnitrain[{extra}]'`.", name=package
+            f"{who} needs {package}, which is not installed. Run `pip install {package}`{clone}.", name=package
         )
 
 

@@ -192,6 +192,21 @@ def test_importing_the_package_loads_neither_torch_nor_an_optional_package() -> 
     assert not loaded_by("import omnitrain") & {"torch", *HEAVY}
 
 
+@pytest.mark.parametrize("name", ["HFTrainer", "HFTrainingArguments"])
+def test_a_name_whose_package_is_not_installed_says_what_to_install(name: str) -> None:
+    code = f"""
+import sys
+sys.modules["transformers"] = None
+try:
+    from omnitrain import {name}
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    said = run_python(code)
+    assert said.startswith(f"MissingExtraError {name} needs transformers, which is not installed.")
+    assert "`pip install transformers`, or `pip install -e '.[hf]'` in a clone" in said
+
+
 def test_the_public_names_load_no_optional_package() -> None:
     names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
     assert not loaded_by(f"from omnitrain import {', '.join(names)}") & HEAVY
@@ -410,23 +425,34 @@ def test_oldest_constraints_are_the_floors_of_the_metadata(extra: str) -> None:
     assert floors == {name: oldest.get(name) for name in floors}
 
 
-def test_files_name_no_place_on_the_machine_they_were_written_on() -> None:
+def files_of_the_project() -> list[Path]:
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    found = [ROOT / name for name in listed.stdout.decode().split("\0")]
+    return [path for path in found if path.is_file() and path.suffix not in (".png", ".npz", ".safetensors")]
+
+
+def test_nothing_says_to_install_the_project_by_its_name_which_is_anothers_on_the_package_index() -> None:
+    pattern = re.compile(r"(pip|uv|uv pip|poetry|conda|pipx) (install|add)[^`\n;&|]*\bomnitrain\b(?!/|\.git)")
+    assert pattern.search("run `pip install -U 'omnitrain[hf]'`")
+    assert not pattern.search("pip install -e '.[hf]'` in a clone of omnitrain")
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in files_of_the_project()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if path != Path(__file__) and pattern.search(line)
+    ]
+    assert not lines
+
+
+def test_files_name_no_place_on_the_machine_they_were_written_on() -> None:
     places = "|".join(["home", "Users", "root", "work", "farm", "opt", "mnt", "srv", "tmp"])
     pattern = re.compile(rf"(?<![\w.~/-])/({places})/\w|file:/" + r"/|--(extra-)?index-url")
     found = []
-    for name in listed.stdout.decode().split("\0"):
-        path = ROOT / name
-        if not path.is_file() or path.suffix in (".png", ".npz", ".safetensors"):
-            continue
+    for path in files_of_the_project():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if pattern.search(line):
-                found.append(f"{name}:{number}: {line.strip()[:100]}")
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert not found

@@ -129,7 +129,7 @@ def test_without_matplotlib_it_says_so_and_goes_on(
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     demo.digits(Trainer, tmp_path / "demo", **SHORT)
-    assert "pip install 'omnitrain[plot]'" in capsys.readouterr().out
+    assert "pip install -e '.[plot]'" in capsys.readouterr().out
     assert (tmp_path / "demo" / "metrics.json").exists()
     assert not (tmp_path / "demo" / "curves.png").exists()
 

@@ -104,7 +104,7 @@ def test_more_processes_than_gpus_are_refused_but_not_on_processors(script: str)
 
 def test_zero_without_deepspeed_names_the_extra(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"omnitrain\[deepspeed\]"):
+    with pytest.raises(MissingExtraError, match=r"-e .*\[deepspeed\]"):
         Launch(script, zero=2).check()
     Launch(script, fsdp=True).check()
 

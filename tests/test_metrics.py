@@ -272,7 +272,7 @@ def test_an_empty_history_can_be_plotted(tmp_path: Path) -> None:
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'omnitrain\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '.\[plot\]'"):
         MetricsDict().plot(tmp_path / "curves.png")
 
 

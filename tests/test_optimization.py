@@ -284,7 +284,7 @@ def test_a_rarer_schedule_without_transformers_says_what_to_install(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"lr_scheduler='polynomial' needs transformers.*omnitrain\[hf\]"):
+    with pytest.raises(MissingExtraError, match=r"lr_scheduler='polynomial' needs transformers.*-e .*\[hf\]"):
         build_scheduler("polynomial", optimizer_for(model), warmup_steps=0, total_steps=10)
 
 

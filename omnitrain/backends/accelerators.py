@@ -65,7 +65,7 @@ def make_accelerator(
             InitProcessGroupKwargs,
         )
     except ImportError:
-        raise MissingExtraError("AccelerateTrainer", "accelerate", "accelerate") from None
+        raise MissingExtraError("AccelerateTrainer", "accelerate") from None
 
     _check_dimensions(parallelism_config)
     # One trainer after another, each with its own settings; the processes stay.

@@ -89,7 +89,7 @@ def _look_up(name: str) -> _Named:
     for statistic, kinds in _FAMILIES.items():
         if kind in kinds and (plain == name or kind in _LOWER_IS_BETTER):
             if statistic in (PairCounts, RankedScores) and importlib.util.find_spec("sklearn") is None:
-                raise MissingExtraError(f"The metric {name!r}", "scikit-learn", "all")
+                raise MissingExtraError(f"The metric {name!r}", "scikit-learn")
             return _Named(statistic, kind, 1 if plain == name else -1, plain != name or kind not in _LOWER_IS_BETTER)
     kinds = [kind for kinds in _FAMILIES.values() for kind in kinds]
     raise ConfigError(

@@ -129,5 +129,5 @@ def test_other_ranks_write_nothing(tmp_path):
 
 def test_a_missing_tensorboard_is_named_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"TensorBoardLogger needs tensorboard.*omnitrain\[tensorboard\]"):
+    with pytest.raises(MissingExtraError, match=r"TensorBoardLogger needs tensorboard.*-e .*\[tensorboard\]"):
         TensorBoardLogger(tmp_path).on_train_start(make_trainer(None))

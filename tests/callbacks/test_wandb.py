@@ -211,5 +211,5 @@ def test_other_ranks_open_no_run(fake):
 
 def test_a_missing_wandb_is_named_before_the_first_step(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"WandbLogger needs wandb.*omnitrain\[wandb\]"):
+    with pytest.raises(MissingExtraError, match=r"WandbLogger needs wandb.*-e .*\[wandb\]"):
         WandbLogger().on_train_start(make_trainer())
