@@ -592,7 +592,7 @@ def test_several_processes_write_into_one_checkpoint(run: Path) -> None:
     folder = main.begin(10)  # its name is this writer's own: the others are told
     assert folder == main.temporary(10) != other.temporary(10)
     (folder / "optimizer").mkdir()
-    (other.temporary(10) / "optimizer" / "rank-1").write_bytes(b"1")
+    (folder / "optimizer" / "rank-1").write_bytes(b"1")
     (folder / "optimizer" / "rank-0").write_bytes(b"0")
     assert other.resolve("auto") is None
     content = other.verify(main.commit(10, {"world_size": 2}))
