@@ -4,7 +4,7 @@
 
 Editors show the arguments of a class only where they are written out. So they stand in the constructors of the trainers
 that add some of their own, and as the fields of `Settings`, each time between two comments; `--check` changes nothing
-and fails if one of them differs.
+and fails if one of them differs. The page of other trainers' names is written in the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "omnitrain"
+sys.path[:0] = [str(PACKAGE.parent)]
+
+from omnitrain import vocabulary  # noqa: E402
+
+NAMES = PACKAGE.parent / "docs" / "names.md"
 SOURCE = PACKAGE / "trainers" / "base.py"
 POSITIONAL = ("self", "model", "train_dataset", "eval_dataset", "test_dataset")
 TRAINERS: dict[str, set[str]] = {
@@ -97,6 +102,10 @@ def written() -> dict[Path, str]:
     found[path] = between(
         path.read_text(encoding="utf-8"), "    # <fields, written by `make signatures`>\n", "    # </fields>\n",
         "\n".join([*datasets, *fields]) + "\n",
+    )  # fmt: skip
+    found[NAMES] = between(
+        NAMES.read_text(encoding="utf-8"), "<!-- names, written by `make signatures` -->\n", "<!-- end of names -->\n",
+        vocabulary.table(),
     )  # fmt: skip
     return found
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
+from omnitrain.vocabulary import advice
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +123,9 @@ def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:
     """Raise for an argument that a trainer does not have; those of other trainers may be given as None or False."""
     reason = getattr(trainer, "REFUSED", {}).get(name)
     if reason is None:
-        raise TypeError(f"{trainer.__name__}() got an unexpected argument {name!r}.{did_you_mean(name, known)}")
+        known = list(known)
+        hint = advice(name, known) or did_you_mean(name, known)
+        raise TypeError(f"{trainer.__name__}() got an unexpected argument {name!r}.{hint}")
     if value is not None and value is not False:
         raise ConfigError(f"`{name}={str(value)!r}` {reason}")
 

@@ -1,0 +1,414 @@
+"""Names of other trainers' arguments, and what stands for them here: for the error of an unknown argument, and a page.
+
+`docs/names.md` is made of this table by `make signatures`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["VOCABULARY", "Meaning", "advice", "table"]
+
+
+class Meaning(NamedTuple):
+    """What stands for a name here."""
+
+    ours: str
+    """An argument, a method ("stop()"), or one of another trainer ("AccelerateTrainer.accelerator"); "" for none."""
+    word: str = ""
+    """What differs; where there is nothing of the kind, what to do instead."""
+
+
+_A = "AccelerateTrainer."
+_LOADER = "A loader of your own has it: `train_loader=DataLoader(...)`."
+_OWN_CALLBACK = "Write a callback (a subclass of `omnitrain.Callback`), or pass an instance of one of ours."
+_TOKENIZE = "Tokenize the dataset yourself, and pass what `model(**batch)` takes."
+_LIGHTNING_EVAL = "Every evaluation is over the whole set. Pass a smaller one: `torch.utils.data.Subset`."
+_RESUME = "It is said to the call, not the constructor: `train(resume_from=...)`."
+_LAUNCHED = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
+_OPTIMIZER = "Pass a function of the parameters: `optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)`."
+_SCHEDULE = "Pass a function of the optimizer: `lr_scheduler=lambda optimizer: ...`."
+_MODEL = "It is a matter of the model: do it before you pass it."
+_RATIO = "It counts steps: multiply the share with the steps of the run."
+_STEPS = 'an int counts steps; "1ep" is each epoch'
+
+_TRANSFORMERS: dict[str, Meaning] = {
+    "args": Meaning("HFTrainer.training_args", "The other trainers take the arguments one by one."),
+    "training_args": Meaning("HFTrainer.training_args", "The other trainers take the arguments one by one."),
+    "output_dir": Meaning("save_dir", "nothing is written without it"),
+    "num_train_epochs": Meaning("epochs"),
+    "per_device_train_batch_size": Meaning("batch_size", "on each process, too"),
+    "per_gpu_train_batch_size": Meaning("batch_size", "on each process, too"),
+    "per_device_eval_batch_size": Meaning("eval_batch_size", "on each process, too"),
+    "per_gpu_eval_batch_size": Meaning("eval_batch_size", "on each process, too"),
+    "lr_scheduler_type": Meaning("lr_scheduler"),
+    "warmup_ratio": Meaning("warmup_steps", _RATIO),
+    "logging_steps": Meaning("log_steps", _STEPS),
+    "logging_strategy": Meaning("log_steps", _STEPS),
+    "logging_first_step": Meaning("", "A callback can ask for it: `trainer.request_log()`."),
+    "logging_dir": Meaning("save_dir", "`TensorBoardLogger(folder)` takes another place for TensorBoard"),
+    "eval_strategy": Meaning("eval_steps", "without it an evaluation set is evaluated after each epoch"),
+    "evaluation_strategy": Meaning("eval_steps", "without it an evaluation set is evaluated after each epoch"),
+    "save_strategy": Meaning("save_steps", "without it there is a checkpoint after each epoch"),
+    "metric_for_best_model": Meaning("optimization_metric", "with or without `eval_`"),
+    "greater_is_better": Meaning("optimization_direction", '"max" or "min"; left out, the metric\'s name tells'),
+    "load_best_model_at_end": Meaning("load_best_at_end", "on by default with an evaluation set"),
+    "overwrite_output_dir": Meaning("overwrite"),
+    "bf16": Meaning("autocast", 'autocast="bf16"'),
+    "fp16": Meaning("autocast", 'autocast="fp16"'),
+    "fp16_opt_level": Meaning("autocast", 'autocast="fp16"'),
+    "half_precision_backend": Meaning("autocast"),
+    "no_cuda": Meaning("device", 'device="cpu"'),
+    "use_cpu": Meaning("device", 'device="cpu"'),
+    "optim": Meaning("optimizer"),
+    "optimizers": Meaning("optimizer", "the optimizer and `lr_scheduler` are passed one by one"),
+    "optim_args": Meaning("", _OPTIMIZER),
+    "adam_beta1": Meaning("", _OPTIMIZER),
+    "adam_beta2": Meaning("", _OPTIMIZER),
+    "adam_epsilon": Meaning("", _OPTIMIZER),
+    "tokenizer": Meaning("data_collator", "`DataCollatorWithPadding(tokenizer)`; HFTrainer takes `processing_class`"),
+    "compute_loss_func": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
+    "model_init": Meaning("HFTrainer.model_init", "The other trainers take a model; make it before."),
+    "dataloader_num_workers": Meaning("num_workers"),
+    "dataloader_pin_memory": Meaning("pin_memory"),
+    "dataloader_prefetch_factor": Meaning("prefetch_factor"),
+    "dataloader_drop_last": Meaning("", _LOADER),
+    "dataloader_persistent_workers": Meaning("num_workers", "workers are started once in any case"),
+    "data_seed": Meaning("seed"),
+    "full_determinism": Meaning("deterministic"),
+    "run_name": Meaning("trial_name"),
+    "report_to": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),
+    "disable_tqdm": Meaning("progress_bar", "progress_bar=False"),
+    "remove_unused_columns": Meaning("", "Keys that the model does not take are left out, and named in the log."),
+    "label_smoothing_factor": Meaning("algorithms", "`[LabelSmoothing(0.1)]`"),
+    "group_by_length": Meaning("", _LOADER),
+    "max_train_steps": Meaning("max_steps"),
+    "resume_from_checkpoint": Meaning("", _RESUME),
+    "do_train": Meaning("train()", "a call, not a switch"),
+    "do_eval": Meaning("eval_dataset", "it is evaluated if it is given"),
+    "do_predict": Meaning("predict()", "a call, not a switch"),
+    "ddp_find_unused_parameters": Meaning(_A + "find_unused_parameters"),
+    "deepspeed": Meaning(_A + "deepspeed_config"),
+    "fsdp": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
+    "fsdp_config": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
+    "push_to_hub": Meaning("", "HFTrainer uploads, as its training arguments say; save_model() writes the folder."),
+    "torch_compile": Meaning("", "Pass `torch.compile(model)`; checkpoints hold its bare names."),
+    "save_safetensors": Meaning("", "Weights are always written as safetensors."),
+    "auto_find_batch_size": Meaning("", "HFTrainer takes it in its training arguments."),
+    "include_inputs_for_metrics": Meaning("", "HFTrainer takes it in its training arguments."),
+    "max_seq_length": Meaning("", _TOKENIZE),
+    "max_length": Meaning("", _TOKENIZE),
+    "dataset_text_field": Meaning("", _TOKENIZE),
+    "peft_config": Meaning("", "Pass `get_peft_model(model, config)`."),
+    "early_stopping_patience": Meaning("patience"),
+    "early_stopping_threshold": Meaning("delta"),
+}
+_LIGHTNING: dict[str, Meaning] = {
+    "max_epochs": Meaning("epochs"),
+    "min_epochs": Meaning("", "Early stopping waits for `patience` evaluations; a longer patience is a longer run."),
+    "max_time": Meaning("max_duration", '"2h30m"'),
+    "accelerator": Meaning("device", "accelerate's `Accelerator` is an argument of AccelerateTrainer"),
+    "devices": Meaning("", _LAUNCHED),
+    "num_nodes": Meaning("", _LAUNCHED),
+    "strategy": Meaning("", _LAUNCHED),
+    "precision": Meaning("autocast", '"16-mixed" is "fp16", "bf16-mixed" is "bf16"'),
+    "accumulate_grad_batches": Meaning("gradient_accumulation_steps"),
+    "gradient_clip_val": Meaning("max_grad_norm"),
+    "gradient_clip_algorithm": Meaning("max_grad_norm", "gradients are clipped by their norm"),
+    "val_check_interval": Meaning("eval_steps", 'an int counts steps; "0.25ep" is a share of an epoch'),
+    "check_val_every_n_epoch": Meaning("eval_steps", 'as in eval_steps="2ep"'),
+    "log_every_n_steps": Meaning("log_steps"),
+    "num_sanity_val_steps": Meaning("eval_on_start", "which evaluates the whole set"),
+    "limit_train_batches": Meaning("max_steps", "or a `torch.utils.data.Subset`"),
+    "limit_val_batches": Meaning("", _LIGHTNING_EVAL),
+    "limit_test_batches": Meaning("", _LIGHTNING_EVAL),
+    "overfit_batches": Meaning("", "Pass a `torch.utils.data.Subset` as `train_dataset`."),
+    "fast_dev_run": Meaning("max_steps", "max_steps=1"),
+    "enable_progress_bar": Meaning("progress_bar"),
+    "enable_checkpointing": Meaning("save_dir", "leave it out to write nothing"),
+    "default_root_dir": Meaning("save_dir"),
+    "logger": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),
+    "benchmark": Meaning("", "Set `torch.backends.cudnn.benchmark` before."),
+    "sync_batchnorm": Meaning("", "Pass `nn.SyncBatchNorm.convert_sync_batchnorm(model)`."),
+    "train_dataloaders": Meaning("train_loader"),
+    "val_dataloaders": Meaning("eval_loader"),
+    "datamodule": Meaning("train_loader", "and `eval_loader`, `test_loader`"),
+    "ckpt_path": Meaning("", _RESUME),
+    "monitor": Meaning("optimization_metric"),
+    "mode": Meaning("optimization_direction"),
+    "min_delta": Meaning("delta"),
+    "save_top_k": Meaning("keep_best", "with `save_total_limit`"),
+    "dirpath": Meaning("save_dir"),
+    "every_n_train_steps": Meaning("save_steps"),
+    "every_n_epochs": Meaning("save_steps", 'as in save_steps="2ep"'),
+    "save_weights_only": Meaning("save_only_model"),
+}
+_COMPOSER: dict[str, Meaning] = {
+    "train_dataloader": Meaning("train_loader"),
+    "eval_dataloader": Meaning("eval_loader"),
+    "optimizers_list": Meaning("optimizer"),
+    "schedulers": Meaning(
+        "lr_scheduler", "one schedule; torch's SequentialLR and ChainedScheduler make one of several"
+    ),
+    "eval_interval": Meaning("eval_steps", "the same strings"),
+    "save_folder": Meaning("save_dir"),
+    "save_interval": Meaning("save_steps", "the same strings"),
+    "save_num_checkpoints_to_keep": Meaning("save_total_limit"),
+    "save_overwrite": Meaning("overwrite"),
+    "load_path": Meaning("", _RESUME),
+    "autoresume": Meaning("", 'It is said to the call: `train(resume_from="auto")`.'),
+    "loggers": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),
+    "deterministic_mode": Meaning("deterministic"),
+    "device_train_microbatch_size": Meaning("batch_size", "with `gradient_accumulation_steps` or `global_batch_size`"),
+    "grad_accum": Meaning("gradient_accumulation_steps"),
+    "step_schedulers_every_batch": Meaning("scheduler_interval", '"step" or "epoch"'),
+    "train_subset_num_batches": Meaning("", "Pass a `torch.utils.data.Subset` as `train_dataset`."),
+    "eval_subset_num_batches": Meaning("", _LIGHTNING_EVAL),
+    "parallelism_config": Meaning(_A + "parallelism_config"),
+    "deepspeed_config": Meaning(_A + "deepspeed_config"),
+    "algorithm": Meaning("algorithms"),
+    "precision_config": Meaning("autocast"),
+    "console_log_interval": Meaning("log_steps"),
+    "log_to_console": Meaning("progress_bar"),
+    "profiler": Meaning("", _OWN_CALLBACK),
+}
+_KERAS: dict[str, Meaning] = {
+    "x": Meaning("train_dataset", "TensorDataset(x, y)"),
+    "y": Meaning("train_dataset", "TensorDataset(x, y)"),
+    "validation_data": Meaning("eval_dataset"),
+    "validation_split": Meaning("", "Split the dataset before: `torch.utils.data.random_split`."),
+    "validation_freq": Meaning("eval_steps", 'as in eval_steps="2ep"'),
+    "validation_batch_size": Meaning("eval_batch_size"),
+    "steps_per_epoch": Meaning("", "An epoch is a pass over the data; `max_steps` limits the run."),
+    "initial_epoch": Meaning("", _RESUME),
+    "verbose": Meaning("progress_bar"),
+    "class_weight": Meaning("loss_fn", "as in `nn.CrossEntropyLoss(weight=...)`"),
+    "sample_weight": Meaning("loss_fn", "put the weights into the batch, or write a `unit`"),
+    "loss": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
+    "metrics": Meaning("compute_metrics", "as in compute_metrics=['accuracy', 'f1_macro']"),
+    "clipnorm": Meaning("max_grad_norm"),
+    "restore_best_weights": Meaning("load_best_at_end"),
+    "save_best_only": Meaning("keep_best", "with `save_total_limit`"),
+    "filepath": Meaning("save_dir"),
+    "workers": Meaning("num_workers"),
+}
+_ACCELERATE: dict[str, Meaning] = {
+    "mixed_precision": Meaning("autocast"),
+    "deepspeed_plugin": Meaning(_A + "deepspeed_config", "a path or a dict"),
+    "fsdp_plugin": Meaning(_A + "fsdp_plugin"),
+    "split_batches": Meaning("global_batch_size", "`batch_size` is that of each process"),
+    "cpu": Meaning("device", 'device="cpu"'),
+    "step_scheduler_with_optimizer": Meaning("scheduler_interval", '"step" or "epoch"'),
+    "log_with": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),
+    "project_dir": Meaning("save_dir"),
+    "kwargs_handlers": Meaning(_A + "accelerator", "an `Accelerator` that was made with them"),
+    "dataloader_config": Meaning("", _LOADER),
+    "even_batches": Meaning("", "Batches are shared out unevenly, and nothing is counted twice."),
+    "find_unused_parameters": Meaning(_A + "find_unused_parameters"),
+    "dispatch_batches": Meaning("", "Each process reads its own part of the data."),
+}
+_FAIRSEQ2: dict[str, Meaning] = {
+    "max_num_steps": Meaning("max_steps"),
+    "max_num_data_epochs": Meaning("epochs"),
+    "data_reader": Meaning("train_loader"),
+    "valid_units": Meaning("unit", "with a method `evaluate(batch)`"),
+    "valid_data_readers": Meaning("eval_loader", "a dict of them"),
+    "validate_every_n_steps": Meaning("eval_steps"),
+    "validate_at_start": Meaning("eval_on_start"),
+    "validate_every_n_data_epochs": Meaning("eval_steps", 'as in eval_steps="2ep"'),
+    "checkpoint_every_n_steps": Meaning("save_steps"),
+    "checkpoint_every_n_data_epochs": Meaning("save_steps", 'as in save_steps="2ep"'),
+    "keep_last_n_checkpoints": Meaning("save_total_limit"),
+    "keep_best_n_checkpoints": Meaning("keep_best", "with `save_total_limit`"),
+    "keep_checkpoint_every_n_steps": Meaning("keep_every", "with `save_total_limit`"),
+    "publish_metrics_every_n_steps": Meaning("log_steps"),
+    "score_metric": Meaning("optimization_metric"),
+    "score_metric_descriptor": Meaning("optimization_metric"),
+    "lower_better": Meaning("optimization_direction", '"max" or "min"'),
+    "fp16_loss_scale_window": Meaning("", "PyTorch's default; replace `trainer.scaler` before train()."),
+    "max_gradient_norm": Meaning("max_grad_norm"),
+    "checkpoint_manager": Meaning("save_dir"),
+    "anomaly_detection": Meaning("detect_anomaly"),
+    "dtype": Meaning("autocast"),
+}
+_NNSCALER: dict[str, Meaning] = {
+    "train_args": Meaning("", "The arguments are passed one by one."),
+    "global_batchsize": Meaning("global_batch_size"),
+    "micro_batch_size": Meaning("batch_size"),
+    "grad_accumulation_steps": Meaning("gradient_accumulation_steps"),
+    "gen_savedir": Meaning("", "The model runs as it is: no code is generated."),
+    "compute_config": Meaning("", _LAUNCHED),
+    "max_val_steps": Meaning("", _LIGHTNING_EVAL),
+    "max_train_steps_per_epoch": Meaning("max_steps"),
+    "every_n_steps": Meaning("save_steps"),
+    "keep_last_n": Meaning("save_total_limit"),
+    "hook": Meaning("callbacks", "instances of `Callback`"),
+    "clip_gnorm": Meaning("max_grad_norm"),
+    "dataset": Meaning("train_dataset"),
+    "dataset_sampler": Meaning("", _LOADER),
+    "enable_log_progress": Meaning("progress_bar"),
+}
+_OMNIGENBENCH: dict[str, Meaning] = {
+    "num_epochs": Meaning("epochs"),
+    "trial_dir": Meaning("save_dir"),
+    "test_loss": Meaning("test()", "a call, not an argument"),
+    "learning_rate_scheduler": Meaning("lr_scheduler"),
+    "loss_func": Meaning("loss_fn"),
+    "max_train_examples": Meaning("", "Pass a `torch.utils.data.Subset` as `train_dataset`."),
+    "drop_long_seq": Meaning("", _TOKENIZE),
+    "force_padding": Meaning("data_collator"),
+    "autocast_dtype": Meaning("autocast"),
+    "save_metrics": Meaning("save_metrics()", "a call, not an argument"),
+}
+_EASYDEL: dict[str, Meaning] = {
+    "arguments": Meaning("", "The arguments are passed one by one."),
+    "model_state": Meaning("model"),
+    "dataset_train": Meaning("train_dataset"),
+    "dataset_eval": Meaning("eval_dataset"),
+    "data_collator_fn": Meaning("data_collator"),
+    "max_training_steps": Meaning("max_steps"),
+    "max_evaluation_steps": Meaning("", _LIGHTNING_EVAL),
+    "total_batch_size": Meaning("global_batch_size"),
+    "eval_batch": Meaning("eval_batch_size"),
+    "training_time_limit": Meaning("max_duration", '"2h30m"'),
+    "evaluation_steps": Meaning("eval_steps"),
+    "save_directory": Meaning("save_dir"),
+    "model_name": Meaning("trial_name"),
+    "log_grad_norms": Meaning("", "The norm is always logged."),
+    "scheduler": Meaning("lr_scheduler"),
+    "loss_config": Meaning("loss_fn"),
+    "use_wandb": Meaning("callbacks", "`[WandbLogger(...)]`"),
+    "clip_grad": Meaning("max_grad_norm"),
+    "shuffle_train_dataset": Meaning("shuffle"),
+    "remove_ckpt_after_load": Meaning("", "Retention is `save_total_limit`."),
+}
+_HABITS: dict[str, Meaning] = {
+    "lr": Meaning("learning_rate"),
+    "wd": Meaning("weight_decay"),
+    "bs": Meaning("batch_size"),
+    "num_steps": Meaning("max_steps"),
+    "steps": Meaning("max_steps"),
+    "total_steps": Meaning("max_steps"),
+    "n_epochs": Meaning("epochs"),
+    "epoch": Meaning("epochs"),
+    "grad_clip": Meaning("max_grad_norm"),
+    "clip_grad_norm": Meaning("max_grad_norm"),
+    "gradient_clipping": Meaning("max_grad_norm"),
+    "gradient_clip": Meaning("max_grad_norm"),
+    "accumulation_steps": Meaning("gradient_accumulation_steps"),
+    "grad_accum_steps": Meaning("gradient_accumulation_steps"),
+    "gradient_accumulation": Meaning("gradient_accumulation_steps"),
+    "criterion": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
+    "loss_function": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
+    "net": Meaning("model"),
+    "train_set": Meaning("train_dataset"),
+    "train_data": Meaning("train_dataset"),
+    "training_data": Meaning("train_dataset"),
+    "train": Meaning("train_dataset"),
+    "val_dataset": Meaning("eval_dataset"),
+    "valid_dataset": Meaning("eval_dataset"),
+    "validation_dataset": Meaning("eval_dataset"),
+    "val_data": Meaning("eval_dataset"),
+    "val_loader": Meaning("eval_loader"),
+    "valid_loader": Meaning("eval_loader"),
+    "val_dataloader": Meaning("eval_loader"),
+    "test_dataloader": Meaning("test_loader"),
+    "collate_fn": Meaning("data_collator"),
+    "sampler": Meaning("", _LOADER),
+    "batch_sampler": Meaning("", _LOADER),
+    "scaler": Meaning("", "autocast='fp16' makes one; replace `trainer.scaler` before train()."),
+    "amp": Meaning("autocast", '"fp16" or "bf16"'),
+    "use_amp": Meaning("autocast", '"fp16" or "bf16"'),
+    "half": Meaning("autocast", '"fp16"'),
+    "gpus": Meaning("", _LAUNCHED),
+    "n_gpus": Meaning("", _LAUNCHED),
+    "num_gpus": Meaning("", _LAUNCHED),
+    "num_processes": Meaning("", _LAUNCHED),
+    "local_rank": Meaning("", _LAUNCHED),
+    "world_size": Meaning("", _LAUNCHED),
+    "ddp": Meaning("", _LAUNCHED),
+    "log_interval": Meaning("log_steps"),
+    "log_dir": Meaning("save_dir"),
+    "log_every": Meaning("log_steps"),
+    "eval_every": Meaning("eval_steps"),
+    "save_every": Meaning("save_steps"),
+    "save_path": Meaning("save_dir"),
+    "checkpoint_dir": Meaning("save_dir"),
+    "ckpt_dir": Meaning("save_dir"),
+    "resume": Meaning("", _RESUME),
+    "resume_from": Meaning("", _RESUME),
+    "random_seed": Meaning("seed"),
+    "random_state": Meaning("seed"),
+    "warmup": Meaning("warmup_steps"),
+    "num_warmup_steps": Meaning("warmup_steps"),
+    "warmup_epochs": Meaning("warmup_steps", "multiply with the steps of an epoch"),
+    "momentum": Meaning("", _OPTIMIZER),
+    "betas": Meaning("", _OPTIMIZER),
+    "eps": Meaning("", _OPTIMIZER),
+    "gamma": Meaning("", _SCHEDULE),
+    "min_lr": Meaning("", _SCHEDULE),
+    "early_stopping": Meaning("patience"),
+    "early_stopping_rounds": Meaning("patience"),
+    "higher_is_better": Meaning("optimization_direction", '"max" or "min"'),
+    "callback": Meaning("callbacks", "a list"),
+    "hooks": Meaning("callbacks", "instances of `Callback`"),
+    "wandb": Meaning("callbacks", "`[WandbLogger(...)]`"),
+    "tensorboard": Meaning("callbacks", "`[TensorBoardLogger()]`"),
+    "ema": Meaning("", _OWN_CALLBACK),
+    "config": Meaning("", "The arguments are passed one by one: `Trainer(model, **options)`."),
+    "pretrained": Meaning("", _MODEL),
+    "num_labels": Meaning("", _MODEL),
+}  # fmt: skip
+
+VOCABULARY: dict[str, dict[str, Meaning]] = {
+    "transformers": _TRANSFORMERS,
+    "Lightning": _LIGHTNING,
+    "Composer": _COMPOSER,
+    "Keras": _KERAS,
+    "accelerate": _ACCELERATE,
+    "fairseq2": _FAIRSEQ2,
+    "nnScaler": _NNSCALER,
+    "OmniGenBench": _OMNIGENBENCH,
+    "EasyDeL": _EASYDEL,
+    "Loops by hand": _HABITS,
+}
+"""The names by where they come from; each stands once."""
+
+
+def advice(name: str, known: list[str]) -> str:
+    """Return what to write for an argument of another trainer, as a sentence after a blank; "" if nobody has it.
+
+    Args:
+        name: The argument.
+        known: The arguments that the trainer has.
+    """
+    for names in VOCABULARY.values():
+        meant = names.get(name)
+        if meant is None:
+            continue
+        if not meant.ours:
+            return f" There is none: {meant.word}"
+        kind, _, argument = meant.ours.rpartition(".")
+        if kind and argument in known:
+            kind = ""
+        if not kind and argument not in known and not argument.endswith("()"):
+            return ""  # this trainer has another way, which it tells
+        where = f"an argument of {kind}: `{argument}`" if kind else f"`{argument}`"
+        return f" Here it is {where}{f' ({word})' if (word := meant.word.rstrip('.')) else ''}."
+    return ""
+
+
+def table() -> str:
+    """Return the names as the tables of a page of Markdown."""
+    parts = []
+    for source, names in VOCABULARY.items():
+        rows = [f"| `{name}` | {_cell(meant)} |" for name, meant in sorted(names.items())]
+        parts.append("\n".join([f"## {source}", "", "| there | here |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(meant: Meaning) -> str:
+    kind, _, argument = meant.ours.rpartition(".")
+    if not argument:
+        return f"none. {meant.word}"
+    return f"`{argument}`" + (f" of `{kind}`" if kind else "") + (f": {meant.word}" if meant.word else "")

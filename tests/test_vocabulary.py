@@ -1,0 +1,115 @@
+"""The names of other trainers' arguments: what an unknown argument is told, and the page that lists them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from omnitrain import AccelerateTrainer, BaseTrainer, HFTrainer, Trainer
+from omnitrain.vocabulary import VOCABULARY
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINERS = {kind.__name__: kind for kind in (Trainer, AccelerateTrainer, HFTrainer)}
+NAMES = {name: meant for names in VOCABULARY.values() for name, meant in names.items()}
+
+
+def arguments_of(kind: Any) -> set[str]:
+    return set(inspect.signature(kind.__init__).parameters) - {"self", "unknown"}
+
+
+def refusal(kind: Any, name: str) -> str:
+    with pytest.raises(TypeError) as caught:
+        kind(None, **{name: 1})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("lr", "learning_rate"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("grad_clip", "max_grad_norm"),
+        ("max_epochs", "epochs"),
+        ("save_folder", "save_dir"),
+        ("validation_data", "eval_dataset"),
+        ("mixed_precision", "autocast"),
+        ("keep_last_n_checkpoints", "save_total_limit"),
+        ("num_epochs", "epochs"),
+        ("total_batch_size", "global_batch_size"),
+        ("grad_accumulation_steps", "gradient_accumulation_steps"),
+    ],
+)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_name_of_another_trainer_is_told_ours(kind: str, name: str, ours: str) -> None:
+    assert re.search(rf"unexpected argument {name!r}\. Here it is `{ours}`", refusal(TRAINERS[kind], name))
+
+
+def test_a_name_that_nothing_stands_for_is_told_what_to_do() -> None:
+    assert "There is none: Pass a function of the parameters" in refusal(Trainer, "betas")
+    assert "AccelerateTrainer" in refusal(Trainer, "deepspeed_config")
+    assert "HFTrainer: `training_args`" in refusal(Trainer, "args")
+
+
+def test_a_name_that_is_misspelt_is_told_the_nearest_and_any_other_nothing() -> None:
+    assert refusal(Trainer, "learning_rte").endswith("Did you mean 'learning_rate'?")
+    assert refusal(Trainer, "bananas").endswith("'bananas'.")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stands_for_a_name_is_there(name: str) -> None:
+    kind, _, ours = NAMES[name].ours.rpartition(".")
+    if ours.endswith("()"):
+        assert callable(getattr(BaseTrainer, ours.removesuffix("()")))
+    elif ours:
+        assert ours in arguments_of(TRAINERS.get(kind, BaseTrainer))
+        assert name != ours or kind
+    else:
+        assert NAMES[name].word
+    assert name not in arguments_of(Trainer)
+
+
+def test_a_name_stands_once() -> None:
+    assert len(NAMES) == sum(map(len, VOCABULARY.values())) >= 300
+
+
+def test_what_transformers_has_and_a_run_is_about_is_all_there() -> None:
+    ours = arguments_of(HFTrainer)
+    common = [
+        "output_dir",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "lr_scheduler_type",
+        "logging_steps",
+        "eval_strategy",
+        "save_strategy",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "bf16",
+        "fp16",
+        "use_cpu",
+        "optim",
+        "dataloader_num_workers",
+        "run_name",
+        "report_to",
+        "remove_unused_columns",
+        "label_smoothing_factor",
+    ]
+    fields = set(transformers.TrainingArguments.__dataclass_fields__)
+    assert set(common) <= fields
+    assert set(common) - ours <= NAMES.keys()
+
+
+def test_the_page_is_made_of_the_table() -> None:
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "signatures.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in NAMES)
