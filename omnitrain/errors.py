@@ -10,14 +10,16 @@
     ├── MissingExtraError    (ImportError)      an optional dependency is not installed
     └── DistributedError     (RuntimeError)     the processes of a run disagree or have lost each other
 
-A message says what is wrong with the value in it, what was expected, and what to do. Only exception types
-and the helpers that word their messages belong here.
+A message says what is wrong with the value in it, what was expected, and what to do. Only exception types,
+the helpers that word their messages, and what is forgiven a failing disk belong here.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable
+from types import TracebackType
 
 __all__ = [
     "CheckpointError",
@@ -29,10 +31,17 @@ __all__ = [
     "NonFiniteError",
     "ObjectiveError",
     "OmnitrainError",
+    "Tolerance",
     "add_place",
     "did_you_mean",
+    "is_disk_error",
     "named_samples",
 ]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_OF_TORCH = ("PytorchStreamWriter", "inline_container", "unexpected pos", "iostream error", "Parent directory ")
+"""What the messages of `torch.save` have in them where a disk failed: it raises RuntimeError."""
 
 
 class OmnitrainError(Exception):
@@ -107,3 +116,55 @@ def named_samples(indices: Iterable[int], of: str = "") -> str:
     listed = [str(int(index)) for index in indices]
     shown = ", ".join(listed[:20]) + (", ..." if len(listed) > 20 else "")
     return f"sample{'s' * (len(listed) > 1)} {shown}" + (f" of {of}" if of else "")
+
+
+def is_disk_error(error: BaseException | None) -> bool:
+    """Return whether an error says that a disk refused: libraries have words of their own for it.
+
+    >>> is_disk_error(OSError(28, "No space left on device")), is_disk_error(ValueError("no"))
+    (True, False)
+    """
+    if isinstance(error, OSError):
+        return True
+    if isinstance(error, OmnitrainError) or not isinstance(error, Exception):
+        return False
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_TORCH):
+        return True
+    return "(os error " in str(error)  # of what is written in Rust: safetensors, tokenizers
+
+
+class Tolerance:
+    """Lets a disk fail that something is written to: inside `with`, it is told of once, and again when it works.
+
+    Args:
+        what: What is written, as the subject of a message.
+        then: What becomes of it.
+
+    >>> tolerance = Tolerance("metrics.jsonl", "It is tried again.")
+    >>> with tolerance:
+    ...     raise OSError(28, "No space left on device")
+    >>> tolerance.has_failed
+    True
+    """
+
+    def __init__(self, what: str, then: str) -> None:
+        self.what = what
+        self.then = then
+        self.has_failed = False
+
+    def __enter__(self) -> None:
+        """Begin to write."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        """Forgive the error of a disk, and no other."""
+        if error is None:
+            if self.has_failed:
+                logger.warning("%s: writing works again.", self.what)
+            self.has_failed = False
+            return False
+        if not is_disk_error(error):
+            return False
+        if not self.has_failed:
+            logger.error("%s cannot be written: %s. %s", self.what, error, self.then)
+        self.has_failed = True
+        return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 
 __all__ = ["MetricRow", "MetricsDict", "WeightedMean"]
 
@@ -357,9 +357,15 @@ def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
 
 
 def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main: bool) -> Path:
-    """Write metrics as `<split>_results.json` into a folder, if this is the main process; return the file's path."""
+    """Write metrics as `<split>_results.json` into a folder, if this is the main process; return the file's path.
+
+    A disk that fails is reported, and what the file held before stays.
+    """
     path = folder / f"{split}_results.json"
     if is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dict(metrics), indent=2) + "\n", encoding="utf-8")
+        text, part = json.dumps(dict(metrics), indent=2) + "\n", path.with_name(f"{path.name}.tmp")
+        with Tolerance(path.name, f"It would hold {text!r}."):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, path)
     return path

@@ -6,19 +6,27 @@ does not: `MetricsDict` keeps the history of the evaluations.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TextIO
+from typing import Any, ClassVar, Literal
 
+from omnitrain.errors import Tolerance
 from omnitrain.events import Callback, TrainerLike
 
-__all__ = ["JsonlLogger", "row_kind"]
+__all__ = ["MAX_WAITING", "JsonlLogger", "row_kind"]
 
-_log = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+MAX_WAITING = 10_000
+"""Rows that are kept in memory while a disk fails; of more the oldest are lost, which is told of."""
 
 
 def row_kind(logs: Mapping[str, float]) -> Literal["train", "test"]:
@@ -36,7 +44,7 @@ class JsonlLogger(Callback):
     A row is `{"kind": "train" | "eval" | "test", "step": ..., "epoch": ..., <values>}`. Every line is valid JSON: NaN
     and the infinities, which JSON does not have, become null. A fresh run empties the file; a resumed one
     drops the rows after the checkpoint it resumes from, so that each step is there once, in order. Without a
-    `save_dir` nothing is written.
+    `save_dir` nothing is written. While the disk fails the rows wait in memory.
 
     Args:
         filename: The file's name inside `save_dir`.
@@ -48,34 +56,31 @@ class JsonlLogger(Callback):
 
     def __init__(self, filename: str = "metrics.jsonl") -> None:
         self.filename = filename
-        self._file: TextIO | None = None
+        self._path: Path | None = None
+        self._file: FileIO | None = None
+        self._until: float | None = None
+        """The step to which the file is cut back before it is written to, which a disk that fails may put off."""
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
+        """Rows that are not in the file yet."""
+        self._lost = 0
         self._last: dict[str, tuple[int, float]] = {}
+        self._tolerance = Tolerance(filename, "Its rows are kept in memory and written when the disk lets them be.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Empty the file, or cut it back to the step that the run resumes from."""
-        self._last = {}
-        path = self._path(trainer)
-        if path is None:
-            return
-        if trainer.progress.step == 0 and trainer.lifecycle.saved_at is None:
-            self._file = _open(path, "w")
-        else:
-            self._last = keep_rows(path, until=trainer.progress.step)
-            self._file = _open(path, "a")
+        is_fresh = trainer.progress.step == 0 and trainer.lifecycle.saved_at is None
+        self._begin(trainer, until=-1 if is_fresh else trainer.progress.step)
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Append a row of kind `train` or `test`."""
         if row_kind(logs) == "train":
             self._append(trainer, "train", logs)
-            return
-        path = self._path(trainer)
-        if self._file is not None or path is None:
+        elif self._path is not None:
             self._append(trainer, "test", logs)
-            return
-        keep_rows(path, until=math.inf)  # a test outside `train()` may find the torn line of a killed run
-        self._file = _open(path, "a")
-        self._append(trainer, "test", logs)
-        self._close()
+        else:
+            self._begin(trainer, until=math.inf)  # a test outside `train()` may find the torn line of a killed run
+            self._append(trainer, "test", logs)
+            self._end()
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Append a row of kind `eval`."""
@@ -83,17 +88,30 @@ class JsonlLogger(Callback):
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Close the file."""
-        self._close()
+        self._end()
 
-    def _path(self, trainer: TrainerLike) -> Path | None:
-        if trainer.save_dir is None or not trainer.is_main_process:
-            return None
-        return Path(trainer.save_dir) / self.filename
+    def _begin(self, trainer: TrainerLike, until: float) -> None:
+        self._last, self._until, self._lost = {}, until, 0
+        self._waiting.clear()
+        self._path = None
+        if trainer.save_dir is not None and trainer.is_main_process:
+            self._path = Path(trainer.save_dir) / self.filename
+            self._write()
+
+    def _end(self) -> None:
+        if self._path is None:
+            return
+        self._write()
+        lost = self._lost + len(self._waiting)
+        if lost:
+            logger.error("%s lacks %d rows, which the disk did not take.", str(self._path), lost)
+        self._close()
+        self._path = None
 
     def _append(
         self, trainer: TrainerLike, kind: Literal["train", "eval", "test"], values: Mapping[str, float]
     ) -> None:
-        if self._file is None:
+        if self._path is None:
             return
         step, epoch = (
             int(values.get("step", trainer.progress.step)),
@@ -111,40 +129,79 @@ class JsonlLogger(Callback):
         row |= {name: _finite(value) for name, value in values.items() if name not in row}
         if trainer.lifecycle.is_closing:
             row["final"] = True
-        try:
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        except OSError as error:
-            # A full disk must not end a run; and going on after half a row would tear the file in its middle.
-            _log.warning("%s: %s. No more rows are written.", self._file.name, error)
-            self._close()
+        self._lost += len(self._waiting) == self._waiting.maxlen
+        self._waiting.append((json.dumps(row, allow_nan=False) + "\n").encode())
+        self._write()
+
+    def _write(self) -> None:
+        """Write the rows that wait, and open the file for them."""
+        with self._tolerance:
+            try:
+                file = self._file or self._open()
+                while self._waiting:
+                    row = self._waiting[0]
+                    if file.write(row) != len(row):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.filename)
+                    self._waiting.popleft()
+            except OSError:
+                self._until = math.inf if self._file is not None else self._until  # there may be half a row
+                self._close()
+                raise
+
+    def _open(self) -> FileIO:
+        assert self._path is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._until is not None:
+            self._last = keep_rows(self._path, self._until) | self._last
+            self._until = None
+        # Without a buffer: a row is with the operating system as soon as it is written, so a killed process loses none.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        return self._file
 
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            try:
+            with contextlib.suppress(OSError):
                 file.close()
-            except OSError as error:
-                _log.warning("%s: %s. Its last row may be missing.", file.name, error)
 
 
 def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
     """Drop the rows of `path` after the step `until`, and whatever is not a whole row.
 
-    A killed process may leave half a row at the end. The file is replaced in one go, so that a kill during the
-    cut leaves the old one.
+    A killed process may leave half a row at the end. As a rule the end of the file is dropped, which takes no space on
+    a disk that is full. Else the file is replaced, so that a kill leaves the old one.
 
     Returns:
         The last (step, epoch) of each kind that was kept.
     """
     last: dict[str, tuple[int, float]] = {}
-    if not path.exists():
+    if not path.is_file():
+        return last
+    end, is_beginning = 0, True
+    for start, line, kind, position in _rows_of(path, until):
+        last[kind] = position
+        is_beginning = is_beginning and start == end and line.endswith(b"\n")
+        end = start + len(line)
+    if is_beginning:
+        if end < path.stat().st_size:
+            os.truncate(path, end)
         return last
     shortened = path.with_name(path.name + ".tmp")
-    with (
-        path.open(encoding="utf-8", errors="replace") as old,
-        shortened.open("w", encoding="utf-8", newline="\n") as new,
-    ):
-        for line in old:
+    with shortened.open("wb") as new:
+        for _, line, _, _ in _rows_of(path, until):
+            new.write(line.rstrip(b"\r\n") + b"\n")
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(shortened, path)
+    return last
+
+
+def _rows_of(path: Path, until: float) -> Iterator[tuple[int, bytes, str, tuple[int, float]]]:
+    """Yield where it starts, the line, kind and (step, epoch) of each whole row up to the step `until`."""
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            start += len(line)
             try:
                 row = json.loads(line)
                 kind, step, epoch = row["kind"], row["step"], row["epoch"]
@@ -152,18 +209,7 @@ def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
                 continue
             # The rows that close a run are where no interval falls; a run that goes on would not have had them.
             if step <= until and not (row.get("final") and until < math.inf):
-                last[kind] = (step, round(float(epoch), 6))
-                new.write(line.rstrip("\n") + "\n")
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(shortened, path)
-    return last
-
-
-def _open(path: Path, mode: Literal["w", "a"]) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Line-buffered: a row is with the operating system as soon as it is written, so a killed process loses none.
-    return path.open(mode, buffering=1, encoding="utf-8", newline="\n")
+                yield start - len(line), line, kind, (step, round(float(epoch), 6))
 
 
 def _finite(value: float) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from omnitrain.checkpoint.store import Store
+from omnitrain.errors import Tolerance
 from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["Retention"]
@@ -34,11 +35,15 @@ class Retention(Callback):
         self.keep_every = keep_every
         self.replaces = replaces
         self._earlier: list[int] = []
+        self._tolerance = Tolerance("The list of checkpoints", "Those that should go stay until the next save.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Note the checkpoints of an earlier run, if this one replaces it."""
         is_fresh = trainer.lifecycle.saved_at is None
-        self._earlier = [kept.step for kept in self.store.kept()] if self.replaces and is_fresh else []
+        self._earlier = []
+        if self.replaces and is_fresh:
+            with self._tolerance:
+                self._earlier = [kept.step for kept in self.store.kept()]
 
     def on_save_end(self, trainer: TrainerLike) -> None:
         """Delete what may go now that a new checkpoint is complete."""
@@ -53,4 +58,5 @@ class Retention(Callback):
             except OSError as error:
                 logger.warning("Cannot delete %r, of an earlier run: %s.", str(self.store.path(step)), error)
                 self._earlier.append(step)  # until the next checkpoint
-        self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)
+        with self._tolerance:
+            self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)

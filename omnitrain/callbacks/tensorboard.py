@@ -5,13 +5,19 @@ The names under which values appear in a dashboard (`train/loss`, `eval/accuracy
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-from collections.abc import Mapping
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from omnitrain.callbacks.jsonl import row_kind
-from omnitrain.errors import MissingExtraError
+from omnitrain.callbacks.jsonl import MAX_WAITING, row_kind
+from omnitrain.errors import MissingExtraError, Tolerance
 from omnitrain.events import Callback, TrainerLike
 
 if TYPE_CHECKING:
@@ -19,6 +25,16 @@ if TYPE_CHECKING:
 
 
 __all__ = ["TensorBoardLogger", "dashboard_names"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+RETRY_S = 30.0
+"""Seconds between two attempts to open a file on a disk that fails; each leaves an empty one behind."""
+MAX_GIVEN = 1_000
+"""Values between two flushes, at most: until then each is kept, as a writer that fails loses them."""
+
+Event = tuple[str, str, Any, int]
+"""A method of SummaryWriter, the name, the value and the step."""
 
 
 def dashboard_names(values: Mapping[str, float], kind: str) -> dict[str, float]:
@@ -48,58 +64,102 @@ class TensorBoardLogger(Callback):
     def __init__(self, log_dir: str | Path | None = None) -> None:
         self.log_dir = log_dir
         self._writer: SummaryWriter | None = None
+        self._is_open = False
+        self._purge_step: int | None = None
+        """The step from which on TensorBoard hides what earlier files have."""
+        self._events: deque[Event] = deque(maxlen=MAX_WAITING)
+        """What may not be on the disk yet: a writer that fails loses what it has been given."""
+        self._lost = self._given = 0
+        """How many of these are lost, and how many the writer has been given."""
+        self._retry_at = -math.inf
+        self._tolerance = Tolerance("TensorBoard's file", "It is kept in memory and written when the disk lets it be.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Open an event file and write the run's settings into it."""
         if not trainer.is_main_process:
             return
+        self._events.clear()
         step = trainer.progress.step
-        self._writer = self._open(trainer, purge_step=step + 1 if step else 0)
+        self._purge_step = step + 1 if step else 0
         # Indented by four, which is Markdown's code block: TensorBoard renders texts as Markdown.
         settings = json.dumps(trainer.resolved_config(), indent=2)
-        self._writer.add_text("config", "\n".join("    " + line for line in settings.splitlines()), step)
+        text = "\n".join("    " + line for line in settings.splitlines())
+        self._is_open = True
+        self._write(trainer, [("add_text", "config", text, step)])
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Write a row of the training, or the result of a test."""
         if not trainer.is_main_process:
             return
         kind = row_kind(logs)
-        if self._writer is None and kind == "test":  # a test outside `train()`
-            self._writer = self._open(trainer)
-            self._write(trainer, kind, logs)
-            self._close()
-        else:
-            self._write(trainer, kind, logs)
+        is_outside = not self._is_open and kind == "test"  # a test outside `train()`
+        if is_outside:
+            self._is_open, self._purge_step = True, None
+        self._write(trainer, self._scalars(trainer, kind, logs))
+        if is_outside:
+            self._close(trainer)
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Write an evaluation."""
-        self._write(trainer, "eval", metrics)
+        self._write(trainer, self._scalars(trainer, "eval", metrics))
 
     def on_save_end(self, trainer: TrainerLike) -> None:
         """Put on disk all that a run resumed from this checkpoint will not write again."""
-        if self._writer is not None:
-            self._writer.flush()
+        self._write(trainer, [], flush=True)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Close the event file."""
-        self._close()
+        self._close(trainer)
 
-    def _open(self, trainer: TrainerLike, purge_step: int | None = None) -> SummaryWriter:
+    def _scalars(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> list[Event]:
+        step = int(values.get("step", trainer.progress.step))
+        return [("add_scalar", name, value, step) for name, value in dashboard_names(values, kind).items()]
+
+    def _open(self, trainer: TrainerLike) -> SummaryWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError("TensorBoardLogger", "tensorboard", "tensorboard") from error
         log_dir = self.log_dir or Path(trainer.save_dir or "runs") / "tensorboard"
-        return SummaryWriter(str(log_dir), purge_step=purge_step)
+        self._writer, self._given = SummaryWriter(str(log_dir), purge_step=self._purge_step), 0
+        return self._writer
 
-    def _write(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
-        if self._writer is None:
+    def _write(self, trainer: TrainerLike, events: Iterable[Event], flush: bool = False) -> None:
+        if not self._is_open:
             return
-        step = int(values.get("step", trainer.progress.step))
-        for name, value in dashboard_names(values, kind).items():
-            self._writer.add_scalar(name, value, step)
+        for event in events:
+            self._lost += len(self._events) == self._events.maxlen
+            self._events.append(event)
+        if not flush and self._writer is None and time.monotonic() < self._retry_at:
+            return
+        with self._tolerance:
+            try:
+                writer = self._writer or self._open(trainer)
+                for method, name, value, step in itertools.islice(self._events, self._given, None):
+                    getattr(writer, method)(name, value, step)
+                self._given = len(self._events)
+                if flush or self._given >= MAX_GIVEN:
+                    writer.flush()
+                    self._events.clear()
+                    self._given = 0
+            except Exception:  # what it was given and has not written goes into another file
+                self._drop_writer()
+                self._retry_at = time.monotonic() + RETRY_S
+                if self._events:
+                    self._purge_step = self._events[0][3]
+                raise
 
-    def _close(self) -> None:
-        writer, self._writer = self._writer, None
+    def _close(self, trainer: TrainerLike) -> None:
+        self._write(trainer, [], flush=True)
+        if lost := self._lost + len(self._events):
+            logger.error("TensorBoard's file lacks %d values, which the disk did not take.", lost)
+        self._lost = 0
+        self._drop_writer()
+        self._events.clear()
+        self._is_open = False
+
+    def _drop_writer(self) -> None:
+        writer, self._writer, self._given = self._writer, None, 0
         if writer is not None:
-            writer.close()
+            with contextlib.suppress(Exception):
+                writer.close()

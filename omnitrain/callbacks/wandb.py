@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omnitrain.callbacks.jsonl import row_kind
 from omnitrain.callbacks.tensorboard import dashboard_names
-from omnitrain.errors import MissingExtraError
+from omnitrain.errors import MissingExtraError, Tolerance
 from omnitrain.events import Callback, TrainerLike
 
 if TYPE_CHECKING:
@@ -44,14 +44,18 @@ class WandbLogger(Callback):
         self._is_own_run = False
         self._first_step = 0
         self._has_failed = False
+        self._is_training = False
+        self._tolerance = Tolerance("The folder of W&B", "The rows of the time in between are lost.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Open a run, go on with the one of the checkpoint, or take the one that is open."""
         self._has_failed = False
         if trainer.progress.step == 0:
             self._run_id = None  # a second, fresh training is another run
+        self._is_training = trainer.is_main_process
         if trainer.is_main_process:
-            self._open(trainer)
+            with self._tolerance:
+                self._open(trainer)
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Send a row of the training, or put the result of a test into the run's summary."""
@@ -61,10 +65,10 @@ class WandbLogger(Callback):
             self._send(trainer, "train", logs)
             return
         # Not into the history: a test comes after the last step, and a continued run takes no step twice.
-        is_outside_training = self._run is None
-        run = self._run or self._open(trainer)
-        run.summary.update(dashboard_names(logs, "test"))
-        if is_outside_training:
+        with self._tolerance:
+            run = self._run or self._open(trainer)
+            run.summary.update(dashboard_names(logs, "test"))
+        if not self._is_training:
             self._close()
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
@@ -77,6 +81,7 @@ class WandbLogger(Callback):
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Finish the run, with exit code 1 if the training failed."""
+        self._is_training = False
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,18 +113,21 @@ class WandbLogger(Callback):
         return self._run
 
     def _send(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
-        if self._run is None:
+        if not self._is_training:
             return
         step = int(values.get("step", trainer.progress.step))
         scalars = dashboard_names(values, kind)
-        if not self._is_own_run:
-            # In a user's run the user's own rows move W&B's step, and W&B drops a row whose step goes backwards.
-            self._run.log({**scalars, "step": step})
-        elif step >= self._first_step:
-            self._run.log(scalars, step=step)
-        # else the killed part of a resumed run was past this step: W&B has its values and would warn of each.
+        with self._tolerance:
+            run = self._run or self._open(trainer)
+            if not self._is_own_run:
+                # In a user's run the user's own rows move W&B's step, and W&B drops a row whose step goes backwards.
+                run.log({**scalars, "step": step})
+            elif step >= self._first_step:
+                run.log(scalars, step=step)
+            # else the killed part of a resumed run was past this step: W&B has its values and would warn of each.
 
     def _close(self) -> None:
         run, self._run = self._run, None
         if run is not None and self._is_own_run:
-            run.finish(exit_code=1 if self._has_failed else 0)
+            with self._tolerance:
+                run.finish(exit_code=1 if self._has_failed else 0)

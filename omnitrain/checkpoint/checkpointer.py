@@ -21,7 +21,7 @@ from omnitrain.checkpoint.changes import DECIDING, changed_settings
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot
 from omnitrain.checkpoint.disk import check_free_space
 from omnitrain.checkpoint.store import Store
-from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.progress import Progress
 
 __all__ = ["Checkpointer", "check_allowed"]
@@ -63,6 +63,8 @@ class Checkpointer:
         """The best evaluation that has a checkpoint; later checkpoints without a new evaluation are not the best."""
         self._scored = (-1, -1)
         """(evaluation step, checkpoint step) of the latest evaluation whose score a checkpoint has."""
+        self._has_failed = False
+        """Whether the disk refused the latest checkpoint."""
         self._background: ThreadPoolExecutor | None = None
         self._host_copies: dict[str, torch.Tensor] = {}
         """What was written in the background the last time, whose memory the next copy takes."""
@@ -157,9 +159,10 @@ class Checkpointer:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
         needed = (1 if self._run.settings.save_only_model else 3) * sum(sizes)  # with the two moments of Adam
-        warning = check_free_space(self.store.root, self.store.newest_size() or needed)
-        if warning:
-            logger.warning("%s", warning)
+        with Tolerance("The free space of the disk", "It is not known whether there is room for checkpoints."):
+            warning = check_free_space(self.store.root, self.store.newest_size() or needed)
+            if warning:
+                logger.warning("%s", warning)
 
     def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:
         """Return the present state, as references to the live tensors."""
@@ -218,6 +221,9 @@ class Checkpointer:
         if snapshot.best:
             self._lifecycle.metrics["best_checkpoint"] = path.name
             self._credited_step = snapshot.evaluated_step
+        if self._has_failed:
+            logger.warning("%s is complete: saving works again.", path.name)
+        self._has_failed = False
         if snapshot.score is not None:
             self._scored = snapshot.evaluated_step, snapshot.step
         self._lifecycle.saved(path)
@@ -225,8 +231,9 @@ class Checkpointer:
 
     def _report_failed_save(self, error: CheckpointError) -> None:
         self._lifecycle.saved_at = None
-        if self._run.settings.save_required or not isinstance(error.__cause__, OSError):
+        if self._run.settings.save_required or not is_disk_error(error.__cause__):
             raise error
+        self._has_failed = True
         logger.error("%s Training goes on without it (save_required=True would end it).", error)
 
     # --- saving in the background

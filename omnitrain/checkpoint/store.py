@@ -39,7 +39,7 @@ from omnitrain.checkpoint.manifest import (
     read_manifest,
 )
 from omnitrain.checkpoint.retention import Kept, to_delete
-from omnitrain.errors import CheckpointError
+from omnitrain.errors import CheckpointError, is_disk_error
 
 __all__ = ["Store"]
 
@@ -106,7 +106,7 @@ class Store:
         """Save a checkpoint and return its folder: `begin`, `write(folder)`, `commit`; `write` may fill `digests`.
 
         Raises:
-            CheckpointError: It could not be written; its cause is an OSError if the disk refused. What was there
+            CheckpointError: It could not be written; the disk's own error is its cause, if it refused. What was there
                 before is untouched, and what was written is removed.
         """
         self.take()
@@ -191,15 +191,14 @@ class Store:
         """Leave nothing of `step` behind after an error. Not after a kill: the next `begin` does it then."""
         try:
             yield
-        except OSError as error:
+        except Exception as error:
             self.abandon(step)
+            if not is_disk_error(error):
+                raise
             raise CheckpointError(
                 f"Cannot save {str(self.path(step))!r}: {error}. Earlier checkpoints are untouched. "
                 "Free some space or mend the disk; the next save tries again."
             ) from error
-        except Exception:
-            self.abandon(step)
-            raise
 
     def _seal(self, folder: Path, files: list[Path], known: Mapping[str, Future[str]]) -> dict[str, FileEntry]:
         """Sync all files and return their manifest entries; the hashing runs while the disk writes."""

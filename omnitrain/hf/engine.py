@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers.trainer_callback import ExportableState
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.sampling import Window
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, Control
 from omnitrain.hf.batch_size import smaller_on_out_of_memory
 from omnitrain.hf.data import counting_loader
@@ -133,7 +134,14 @@ class Engine(Searching):
         self.scratch = scratch
         self.own_trial = trial
         self.real_accelerator = accelerator
+        self._tolerance = Tolerance("output_dir", "It is tried again when something is written there.")
+        place: Any = kwargs["args"].output_dir
+        with self._tolerance:
+            os.makedirs(place, exist_ok=True)
+        if self._tolerance.has_failed:  # transformers makes the folder, and would end with the error of the disk
+            kwargs["args"].output_dir = str(scratch)
         super().__init__(**kwargs)
+        self.args.output_dir = place
         self.callback_handler.callbacks.insert(0, Bridge(self))
         self.add_callback(Boundary(self))
 
@@ -294,7 +302,8 @@ class Engine(Searching):
         loop, control = self.owner._loop, self.control
         loop.answer()
         if control.should_save:  # without a `save_dir`: a checkpoint of their own kind
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+            with self._tolerance:
+                super()._maybe_log_save_evaluate(*args, **kwargs)
             control.should_save = False
         if self.has_ended and self.owner.lifecycle.stop:
             loop.close()  # before transformers' own end of training

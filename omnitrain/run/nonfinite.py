@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnitrain.data.sampling import StandIn
-from omnitrain.errors import NonFiniteError
+from omnitrain.errors import NonFiniteError, Tolerance
 from omnitrain.run.evaluation import Evaluation, evaluating
 from omnitrain.run.hooks import Hooks
 
@@ -75,8 +75,9 @@ def evaluation_error(
 
 def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None:
     if save_dir is not None and hooks.ranks.is_main:
-        save_dir.mkdir(parents=True, exist_ok=True)
-        (save_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        with Tolerance("nonfinite.json", "What it would have said is in the error that follows."):
+            save_dir.mkdir(parents=True, exist_ok=True)
+            (save_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _listed(indices: list[int]) -> str:

@@ -131,3 +131,24 @@ def test_a_missing_tensorboard_is_named_before_the_first_step(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"TensorBoardLogger needs tensorboard.*-e .*\[tensorboard\]"):
         TensorBoardLogger(tmp_path).on_train_start(make_trainer(None))
+
+
+def test_values_wait_for_a_disk_that_fails_and_are_written_when_it_works_again(tmp_path, monkeypatch, caplog):
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    logger, trainer = TensorBoardLogger(tmp_path), make_trainer(None)
+    logger.on_train_start(trainer)
+    run_to(logger, trainer, 4)
+
+    def refuses(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "add_scalar", refuses)
+        run_to(logger, trainer, 8)
+        logger.on_save_end(trainer)
+        logger.on_save_end(trainer)
+    run_to(logger, trainer, 12)
+    logger.on_train_end(trainer)
+    assert [step for step, _ in scalars(tmp_path, "train/loss")] == list(range(1, 13))
+    told = [record.getMessage() for record in caplog.records if record.name == "omnitrain"]
+    assert ["cannot be written" in told[0], "works again" in told[1], len(told)] == [True, True, 2]
