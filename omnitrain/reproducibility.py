@@ -194,11 +194,19 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
+def _devices_like(device: torch.device | None) -> list[torch.device]:
+    """Return all devices of a kind, as seeding one of them seeds them all; none for the processor."""
+    if device is None or device.type in ("cpu", "meta"):
+        return []
+    return [torch.device(device.type, index) for index in range(torch.get_device_module(device).device_count())]
+
+
 @contextlib.contextmanager
 def isolated_rng(device: torch.device | None = None, seed: int | None = None) -> Iterator[None]:
     """Leave the generators as they were found, whatever happens inside; seeded with `seed` inside, if given."""
     marks = [(generator, generator.mark()) for generator in GENERATORS]
-    on_device = _device_state(device)
+    devices = _devices_like(device)
+    on_devices = [_device_state(one) for one in devices]
     try:
         if seed is not None:
             seed_everything(seed)
@@ -206,8 +214,8 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
     finally:
         for generator, mark in marks:
             generator.restore(mark)
-        if device is not None and on_device is not None:
-            torch.get_device_module(device).set_rng_state(on_device, device)
+        for one, state in zip(devices, on_devices, strict=True):
+            torch.get_device_module(one).set_rng_state(state, one)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -444,6 +446,45 @@ def test_a_schedule_that_looks_at_gradients_finds_them(trainer_class: Any) -> No
 
     run(trainer_class, t16(), rows(8), lr_scheduler=Looking, batch_size=4, epochs=1)
     assert seen == [True, True]
+
+
+# --- random numbers of the program
+
+
+def drawn() -> list[float]:
+    return [torch.rand(1).item(), float(np.random.rand()), random.random()]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_the_generators_of_the_program_are_put_back_after_training(trainer_class: Any, fails: bool) -> None:
+    class Draws(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            drawn()
+            torch.manual_seed(5)
+            if fails and trainer.progress.step == 2:
+                raise RuntimeError("boom")
+
+    def members() -> list[list[float]]:
+        """What an ensemble draws whose members are made one after another, each trained before the next is made."""
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        found = []
+        for _ in range(3):
+            found.append(drawn())
+            with contextlib.suppress(RuntimeError):
+                if trains:
+                    run(
+                        trainer_class, t16(dropout=0.3), Noisy(8), Draws(), eval_dataset=rows(4), epochs=1, batch_size=4
+                    )
+                else:
+                    t16()
+        return found
+
+    trains = False
+    expected = members()
+    trains = True
+    assert members() == expected
 
 
 # --- the length of a run

@@ -46,6 +46,7 @@ from omnitrain.hf.search import Trial, remembered, take_callbacks
 from omnitrain.metrics import write_results
 from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
+from omnitrain.reproducibility import isolated_rng
 from omnitrain.run import hooks
 from omnitrain.settings import Nothing, PrecisionName, ScheduleName, takes_arguments
 from omnitrain.trainers.base import BaseTrainer
@@ -306,7 +307,8 @@ class HFTrainer(BaseTrainer):
             model = self._new_model(given.get("seed", 42), self._engine_args.device)
         smooth_labels(training_args, model, given)
         given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
-        with ranks.calling(f"{type(self).__name__}()"):
+        # transformers seeds the generators of the program when its Trainer is made
+        with ranks.calling(f"{type(self).__name__}()"), isolated_rng(self._engine_args.device):
             super()._construct(given, ranks)
 
     def _adopt(self, given: dict[str, Any]) -> None:

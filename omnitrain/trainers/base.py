@@ -33,6 +33,7 @@ from omnitrain.optimization import build_optimizer, build_scheduler, follows_eva
 from omnitrain.precision import Precision
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import deterministic as deterministic_kernels
+from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.evaluation import Evaluation, Predictions
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import NEVER_CALLED, Hooks, members_of_user, refuse_dead_methods
@@ -402,7 +403,8 @@ class BaseTrainer(Hooks, ABC):
     def train(self, resume_from: str | Path | None = None, allow_change: Collection[str] = ()) -> MetricsDict:
         """Train to the first limit, and return history and best.
 
-        A second call trains once more from the present weights, with fresh progress and history.
+        A second call trains once more from the present weights, with fresh progress and history. The random number
+        generators of torch, numpy and Python are afterwards as they were before, whatever happened inside.
 
         Args:
             resume_from: A checkpoint's folder, "last", "best", or "auto": the newest one in `save_dir` that is
@@ -415,7 +417,7 @@ class BaseTrainer(Hooks, ABC):
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
             KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
         """
-        with self.ranks.calling("train()"), self._checkpointer.locked():
+        with self.ranks.calling("train()"), isolated_rng(self.device), self._checkpointer.locked():
             if self.train_loader is None and not self._loop.has_own_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)

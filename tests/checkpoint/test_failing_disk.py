@@ -66,7 +66,7 @@ present: list[Disk] = []
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if present and event in AUDITED:
         if event == "open":
-            path, mode, flags = args
+            path, _, flags = args
             is_reading = not (flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             present[-1].touch("reading" if is_reading else "opening", path)
         else:
