@@ -28,7 +28,7 @@ class Progress:
     step: int = 0
     """Optimizer updates done. A skipped step (overflow, non-finite loss) does not count."""
     samples_in_epoch: int = 0
-    """Samples of the running epoch that were consumed."""
+    """Samples of the running epoch that were consumed: of the data, whatever rows a collator made of them."""
     samples: int = 0
     """Samples consumed since the start of the run."""
     tokens: int = 0
@@ -39,17 +39,21 @@ class Progress:
     """Steps whose update was left out, by the loss scaler or by `on_nonfinite="skip"`."""
     step_in_epoch: int = 0
     """Optimizer updates of the running epoch."""
+    batches_in_epoch: int = 0
+    """Micro-batches of the running epoch that were consumed, on all ranks. A loader of the user's own may only be able
+    to count these; earlier checkpoints lack them."""
     epoch_size: int | None = None
     """Samples in one epoch; None for a stream of unknown length."""
 
-    def advance(self, samples: int, tokens: int = 0, skipped: bool = False) -> None:
-        """Count one window of `samples` samples, as an optimizer update unless it was skipped."""
+    def advance(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
+        """Count one window of `samples` samples in `batches` micro-batches, as an update unless it was skipped."""
         if skipped:
             self.skipped_steps += 1
         else:
             self.step += 1
             self.step_in_epoch += 1
         self.samples_in_epoch += samples
+        self.batches_in_epoch += batches
         self.samples += samples
         self.tokens += tokens
 
@@ -57,7 +61,7 @@ class Progress:
         """Leave the running epoch; it counts as done only if it is `complete`."""
         if complete:
             self.epoch += 1
-            self.samples_in_epoch = self.step_in_epoch = 0
+            self.samples_in_epoch = self.batches_in_epoch = self.step_in_epoch = 0
 
     @property
     def is_epoch_consumed(self) -> bool:

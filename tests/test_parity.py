@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import COLLATORS, SIZE, SOURCES, made
+from marks import thinned
 from recipes import (
     Blank,
     Holding,
@@ -28,10 +32,10 @@ from recipes import (
 )
 from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from transformers import DataCollatorWithFlattening
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, NonFiniteError, Trainer
+from omnitrain import AccelerateTrainer, Callback, DataError, HFTrainer, NonFiniteError, Trainer
 from omnitrain.data.sampling import EpochSampler
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
@@ -327,6 +331,168 @@ def test_every_kind_of_model_takes_the_same_steps_in_every_split(trainer_class: 
     assert distance(weights(parts.get_model()), weights(whole.get_model())) <= bound
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose([r[key] for r in found.logs], [r[key] for r in expected.logs], rtol=0, atol=bound)
+
+
+# --- collators that make other rows than samples
+
+
+def counted(
+    trainer_class: Any, collator: str, source: str, save_dir: Path, stop: int = 0, **options: Any
+) -> tuple[Any, list[torch.Tensor]]:
+    """A trainer on such data, stopped after a step, and its weights: steps of 8, 8 and 6 samples in two epochs."""
+    model, given = made(collator, source)
+    trainer = trainer_class(
+        model, epochs=2, gradient_accumulation_steps=2, learning_rate=0.05, save_dir=save_dir, save_steps=1,
+        progress_bar=False, callbacks=[StopAt(stop)], **placed_on_cpu(trainer_class), **given, **options,
+    )  # fmt: skip
+    trainer.train(resume_from="auto")
+    return trainer, weights(trainer.get_model())
+
+
+ROWS = [(collator, source) for collator in COLLATORS for source in SOURCES]
+SOME_ROWS = [
+    ("filtered", "data"),
+    ("views", "stream"),
+    ("bins", "own loader"),
+    ("packed", "workers"),
+    ("bins", "loader"),
+]
+
+
+@pytest.mark.parametrize(("collator", "source"), thinned(ROWS, SOME_ROWS))
+def test_a_collator_that_makes_other_rows_than_samples_is_resumed_bit_for_bit(
+    trainer_class: Any, collator: str, source: str, tmp_path: Path
+) -> None:
+    straight, expected = counted(trainer_class, collator, source, tmp_path / "straight")
+    progress = straight.progress
+    assert (progress.step + progress.skipped_steps, progress.epoch) == (6, 2)
+    if source != "own loader":  # of which only the rows are known
+        assert progress.samples == 2 * SIZE
+    for stop in (2, 3, 4):
+        counted(trainer_class, collator, source, tmp_path / f"{stop}", stop)
+        resumed, found = counted(trainer_class, collator, source, tmp_path / f"{stop}")
+        assert same(found, expected), stop
+        assert {**resumed.progress.state_dict(), "seconds": 0} == {**progress.state_dict(), "seconds": 0}
+
+
+def test_a_nan_among_packed_samples_is_traced_to_the_sample(trainer_class: Any, tmp_path: Path) -> None:
+    data = rows(SIZE)
+    data.tensors[0][13] = math.nan
+    with pytest.raises(NonFiniteError) as caught:
+        run(
+            trainer_class, t16(), data, batch_size=4, gradient_accumulation_steps=2, data_collator=COLLATORS["bins"],
+            epochs=1,
+        )  # fmt: skip
+    assert "these samples of the training set: 13." in str(caught.value)
+
+
+def test_an_evaluation_of_packed_samples_weighs_what_the_loss_is_a_mean_of(trainer_class: Any) -> None:
+    model, given = made("packed", "data")
+    trainer = trainer_class(model, epochs=1, progress_bar=False, **placed_on_cpu(trainer_class), **given)
+    data = Short(7)
+    labels = sum(len(sample["input_ids"]) - 1 for sample in data)
+    losses = [
+        model(**COLLATORS["packed"]([data[i] for i in part]), use_cache=False).loss.item() * count
+        for part in ([0, 1, 2, 3], [4, 5, 6])
+        for count in [sum(len(data[i]["input_ids"]) - 1 for i in part)]
+    ]
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(sum(losses) / labels, abs=1e-6)
+
+
+@pytest.mark.parametrize("collator", ["views", "packed"])
+def test_predicting_samples_that_a_collator_makes_other_rows_of_is_refused(trainer_class: Any, collator: str) -> None:
+    model, given = made(collator, "data")
+    trainer = trainer_class(model, epochs=1, progress_bar=False, **placed_on_cpu(trainer_class), **given)
+    found = {"views": 8, "packed": 1}[collator]
+    with pytest.raises(DataError, match=f"one row a sample, but the model returned {found} rows for 4 samples"):
+        trainer.predict(given["train_dataset"])
+
+
+# --- data that end too early
+
+
+class Ending(Dataset[Any]):
+    """Rows of which one raises StopIteration."""
+
+    def __init__(self, at: int = 13) -> None:
+        self.at, self.data = at, rows(SIZE)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter([] if index == self.at else [self.data[index]]))
+
+
+class EndingBatches(Ending):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class Announced(IterableDataset[Any]):
+    """A stream of 22 samples that says it has 30."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __iter__(self) -> Any:
+        return iter([rows(SIZE)[index] for index in range(SIZE)])
+
+
+def collate_that_ends(samples: Any) -> Any:
+    return next(iter(()))
+
+
+class Announcing:
+    """A loader of the user's own that yields 3 batches, and says 5."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        return iter(DataLoader(rows(12), 4))
+
+
+ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "dataset": (Ending, {}, "The dataset raised StopIteration for sample 13"),
+    "dataset, worker": (Ending, {"num_workers": 1}, "The dataset raised StopIteration for sample 13"),
+    "dataset of batches": (EndingBatches, {}, "The dataset raised StopIteration for .*13"),
+    "collator": (
+        partial(rows, 4), {"data_collator": collate_that_ends}, "The collator raised StopIteration for",
+    ),
+    "collator, worker": (
+        partial(rows, 4), {"data_collator": collate_that_ends, "num_workers": 1},
+        "The collator raised StopIteration for",
+    ),
+    "stream": (Announced, {}, "ended after 22 samples, but their length is 30"),
+    "stream, collator": (
+        Announced, {"data_collator": collate_that_ends}, "The collator raised StopIteration",
+    ),
+    "loader": (lambda: DataLoader(Ending(), 4), {}, "DataLoader ended after 3 batches, but its length is 6"),
+    "loader, worker": (
+        lambda: DataLoader(Ending(), 4, num_workers=1), {}, "DataLoader ended after 3 batches, but its length is 6",
+    ),
+    "own loader": (
+        Announcing, {}, "ended after 3 (batches|samples), but .* length is 5",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", thinned(ENDS, [one for one in ENDS if one not in ("loader, worker", "collator, worker")])
+)
+def test_data_that_end_before_their_length_are_an_error_and_no_shorter_epoch(trainer_class: Any, kind: str) -> None:
+    make, options, words = ENDS[kind]
+    source = "train_loader" if "loader" in kind else "train_dataset"
+    size = {} if "loader" in kind else {"batch_size": 4}
+    trainer = trainer_class(
+        t16(), **{source: make()}, loss_fn=F.mse_loss, epochs=1, progress_bar=False, **placed_on_cpu(trainer_class),
+        **options, **size,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=words):
+        trainer.train()
+    with pytest.raises(DataError, match=words):
+        trainer.evaluate(make())
 
 
 def test_a_unit_is_told_the_number_of_each_step(trainer_class: Any) -> None:

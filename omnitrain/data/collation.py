@@ -22,6 +22,7 @@ __all__ = [
     "labels_of",
     "move_to_device",
     "pinned",
+    "tensors_in",
 ]
 
 IGNORED_LABEL = -100

@@ -1,7 +1,8 @@
 """Loaders of batches: from a map-style dataset, a stream, or the user's own loader.
 
-A loader's `batches(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on. The order
-of samples is in `sampling.py`; what a batch is made of, in `collation.py`; what is done with it, in the trainers.
+A loader's `counted(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on, each with
+the number of samples that it took. The order of samples is in `sampling.py`; what a batch is made of, in
+`collation.py`; what is done with it, in the trainers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from omnitrain.data.collation import Collator, count_samples, pinned
 from omnitrain.data.sampling import (
     Collate,
+    Counted,
     EpochSampler,
     Fetch,
     dealt,
@@ -32,6 +34,7 @@ from omnitrain.data.sampling import (
 from omnitrain.data.streams import Mark, Stream, can_seek
 from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
 from omnitrain.errors import DataError
+from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 
 __all__ = [
@@ -56,18 +59,28 @@ class Loader:
 
     Attributes:
         size: Samples in an epoch over all ranks, or None if unknown.
+        counts_samples: Whether it knows how many samples a batch took; otherwise the rows of the batch are counted.
         deals_samples: Whether ranks take turns with samples, and not with batches of them.
         name: What messages call the data.
     """
 
     size: int | None = None
     name: str = "the data"
+    counts_samples = True
     deals_samples = False
     _epoch = 0
 
+    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
+        """Yield the micro-batches of an epoch, from the sample at `position` on, with the samples that each took."""
+        raise NotImplementedError
+
+    def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
+        """Yield what `counted` does, from where a run is in its epoch."""
+        return self.counted(epoch, progress.samples_in_epoch)
+
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, from the sample at `position` on."""
-        raise NotImplementedError
+        return (batch for batch, _ in self.counted(epoch, position))
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
         """Return the samples of this process's micro-batch, `turn` batches behind a position; None if unknown."""
@@ -108,8 +121,8 @@ class _Answers:
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
 
-    def __getitem__(self, request: tuple[int, np.ndarray]) -> Any:
-        return self.fetch(*request)
+    def __getitem__(self, request: tuple[int, np.ndarray]) -> Counted:
+        return Counted(self.fetch(*request), len(request[1]))
 
 
 def _as_is(batch: Any) -> Any:
@@ -167,7 +180,7 @@ class MapLoader(Loader):
         found = next(itertools.islice(batches, turn, None), None)
         return None if found is None else found.tolist()
 
-    def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
+    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, without reading what is before."""
         requests = self.sampler.batches(epoch, position)
         if self._workers is not None:
@@ -176,7 +189,7 @@ class MapLoader(Loader):
         else:
             for indices in requests:
                 batch = self.fetch(epoch, indices)
-                yield pinned(batch) if self.pin_memory else batch
+                yield Counted(pinned(batch) if self.pin_memory else batch, len(indices))
 
 
 class StreamLoader(Loader):
@@ -260,7 +273,7 @@ class StreamLoader(Loader):
         stop_workers(self._iterator)
         self._iterator = None
 
-    def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
+    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch; to get to `position`, the samples before it are read and dropped."""
         start, self._start = self._start, None
         if start is not None and (start.epoch, start.position) > (epoch, position):
@@ -274,7 +287,7 @@ class StreamLoader(Loader):
                 self._marks.append(mark)
             yield batch
 
-    def _read(self) -> Iterator[tuple[Any, Mark | None]]:
+    def _read(self) -> Iterator[tuple[Counted, Mark | None]]:
         if self._workers["num_workers"]:
             loader = DataLoader(
                 self._stream,
@@ -296,6 +309,9 @@ class StreamLoader(Loader):
 
 class GivenLoader(Loader):
     """A user's own loader, used as it is; what it draws is keyed by (seed, epoch, batch).
+
+    How many samples a batch took is known of a DataLoader with PyTorch's own BatchSampler. Of any other loader the rows
+    of its batches are counted, which may be others than its samples; a resumed run then goes by the number of batches.
 
     On several ranks each reads all of it and takes its turn with the batches, unless its sampler is PyTorch's
     DistributedSampler, which has shared them out already; what it repeats to make the shares equal is left out.
@@ -329,13 +345,28 @@ class GivenLoader(Loader):
         if shared and type(shared[0]) is DistributedSampler and type(batch_sampler) is torch.utils.data.BatchSampler:
             turns = without_padding(shared[0]) / batch_sampler.batch_size
             self._turns = math.floor(turns) if batch_sampler.drop_last else math.ceil(turns)
+        is_known = type(batch_sampler) is torch.utils.data.BatchSampler and has_length(batch_sampler.sampler)
+        self._batch_sampler: torch.utils.data.BatchSampler | None = batch_sampler if is_known else None
+        self.counts_samples: bool = is_known
+        is_split = isinstance(getattr(loader, "dataset", None), IterableDataset) and loader.num_workers > 1
+        self._says_length: bool = has_length(loader) and not is_split  # whose workers each end with a short batch
 
     def __len__(self) -> int:
         return math.ceil(len(self.loader) / self._world_size) if self._turns is None else self._turns
 
-    def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
+    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield this process's batches; to get to `position`, those before it are read and dropped."""
-        batches = self._read(epoch, position // self._shares)
+        return self._shared_out(self._read(epoch, samples=position // self._shares), position)
+
+    def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
+        """Yield what `counted` does, from where a run is; where samples cannot be counted, it goes by batches."""
+        done = progress.samples_in_epoch
+        if self.counts_samples or not progress.batches_in_epoch:  # as in checkpoints of earlier versions
+            return self.counted(epoch, done)
+        rows = done if self._shares == 1 else None
+        return self._shared_out(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
+
+    def _shared_out(self, batches: Iterator[Counted], position: int) -> Iterator[Counted]:
         if self._turns is None:
             return dealt(batches, self._rank, self._world_size)
         done = position // self._shares // self.loader.batch_sampler.batch_size
@@ -345,7 +376,15 @@ class GivenLoader(Loader):
         with isolated_rng():
             return self.loader.collate_fn([self.loader.dataset[0]])
 
-    def _read(self, epoch: int, position: int) -> Iterator[Any]:
+    def _read(self, epoch: int, skipped: int = 0, *, samples: int = 0, rows: int | None = None) -> Iterator[Counted]:
+        """Yield the batches of an epoch, each with its samples.
+
+        Args:
+            epoch: The epoch.
+            skipped: Batches at the beginning to leave out.
+            samples: Samples at the beginning to leave out.
+            rows: How many rows the batches left out are to have; None does not check it.
+        """
         for part in self._with_epochs:
             part.set_epoch(epoch)
         for generator, seed in self._generators.items():
@@ -363,15 +402,50 @@ class GivenLoader(Loader):
                 except Exception as error:
                     error.add_note(f"Raised by the loader of {self.name} for batch {number} of its epoch, from 0 on.")
                     raise
+            is_skipped = number < skipped or seen < samples
+            if rows is not None and seen != rows and (batch is _END or not is_skipped):
+                raise _other_batches(number, rows, seen)
             if batch is _END:
+                self._check_length(number)
                 return
-            if seen < position:
-                seen += count_samples(batch)
-                if not told and time.monotonic() - start > 1:
-                    told = True
-                    logger.warning("Reading %d samples again to get to where the run was.", position)
+            count = self._samples_in(number, batch)
+            if not is_skipped:
+                yield Counted(batch, count)
                 continue
-            yield batch
+            seen += count
+            if not told and time.monotonic() - start > 1:
+                told = True
+                logger.warning("Reading the first batches of the loader again to get to where the run was.")
+
+    def _samples_in(self, number: int, batch: Any) -> int:
+        """Return the samples of a batch, at least 1: of none at all would be a stand-in."""
+        sampler = self._batch_sampler
+        left = 0 if sampler is None else len(sampler.sampler) - number * sampler.batch_size  # type: ignore[arg-type]
+        return max(1, count_samples(batch)) if sampler is None or left <= 0 else min(sampler.batch_size, left)
+
+    def _check_length(self, batches: int) -> None:
+        if not self._says_length:
+            return
+        if batches > len(self.loader):
+            logger.warning(
+                "The loader %s yielded %d batches, but its length is %d, from which the steps of the run and of its "
+                "schedule were worked out. Correct its `__len__`.", type(self.loader).__name__, batches,
+                len(self.loader),
+            )  # fmt: skip
+        if batches < len(self.loader):
+            raise DataError(
+                f"The loader {type(self.loader).__name__} ended after {batches} batches, but its length is "
+                f"{len(self.loader)}. Correct its `__len__`. If that is right, something in it raised StopIteration "
+                "where the data had not ended: the dataset's __getitem__ or the collator."
+            )
+
+
+def _other_batches(number: int, rows: int, seen: int) -> DataError:
+    return DataError(
+        f"The first {number} batches of the loader have {seen} rows; when the checkpoint was saved they had {rows}. "
+        "Where to go on is known by batches alone: give the loader the batch size that it had, and the same data in "
+        "the same order, or start from a checkpoint that was saved at the end of an epoch."
+    )
 
 
 _END = object()

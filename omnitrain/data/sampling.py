@@ -25,12 +25,13 @@ from omnitrain.reproducibility import GENERATORS, Generator, derive_seed, isolat
 
 __all__ = [
     "Collate",
+    "Counted",
     "EpochSampler",
     "Fetch",
-    "StandIn",
     "Window",
     "dealt",
     "filled_up",
+    "no_end",
     "share",
     "tensor_columns",
     "windows",
@@ -48,7 +49,8 @@ class Window:
         batches: On the host, as the loader gave them.
         weights: How much each micro-batch counts in the window's mean.
         weight: Their sum over all ranks.
-        samples: Samples in the window, over all ranks.
+        micro_batches: Micro-batches in the window, over all ranks.
+        samples: Samples of the data in the window, over all ranks.
         tokens: Tokens in the window, over all ranks.
         divisor: What the weighted losses of this rank are divided by.
     """
@@ -56,19 +58,23 @@ class Window:
     batches: list[Any]
     weights: list[float]
     weight: float
+    micro_batches: int
     samples: int
     tokens: int
     divisor: float
 
 
-class StandIn(NamedTuple):
-    """A batch for a process that has run out of samples: it goes through the model, as others wait, and counts nothing.
+class Counted(NamedTuple):
+    """A batch, and how many samples of the data it was made of: a collator may make any number of rows of them.
 
     Attributes:
-        batch: Any batch of the data.
+        batch: As collation made it.
+        samples: 0 for a stand-in, a batch for a process that has run out of samples: it goes through the model, as
+            others wait, and counts nothing.
     """
 
     batch: Any
+    samples: int
 
 
 def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -85,7 +91,7 @@ def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 class EpochSampler:
     """The order of samples in every epoch, and how each window of it is shared out.
 
-    The permutation follows from (seed, epoch) alone and a position is a number of samples, so a seek is arithmetic,
+    The order follows from (seed, epoch) alone and a position is a number of samples, so a seek is arithmetic,
     and step k sees the same samples on any number of ranks with the same batch_size x world_size x accumulation.
     A short last share is split unevenly: nothing is padded, nothing counted twice, and every process gets the same
     number of micro-batches (of which some may then be empty).
@@ -124,29 +130,38 @@ class EpochSampler:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self._ordered: tuple[int, np.ndarray] | None = None
+        self._drawn: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         """Return the micro-batches of one epoch on one process."""
         return math.ceil(self.size / (self.batch_size * self.world_size))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the permutation of an epoch, of all samples: int64."""
-        epoch = epoch if self.shuffle else 0
-        if self._ordered is None or self._ordered[0] != epoch:
-            if self.shuffle:
-                generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
-                order = torch.randperm(self._samples, generator=generator).numpy()
-            else:
-                order = np.arange(self._samples)
-            self._ordered = (epoch, order)
-        return self._ordered[1]
+        """Return the order of an epoch, of all samples: int64."""
+        return self.samples(epoch, 0, self._samples)
+
+    def samples(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the samples from one place to another of an epoch's order: int64, fewer where it ends before."""
+        stop = min(stop, self._samples)
+        if not self.shuffle:
+            return np.arange(start, stop)
+        if self._drawn is None or self._drawn[0] != epoch:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
+            self._drawn = epoch, torch.randperm(self._samples, generator=generator).numpy()
+        return self._drawn[1][start:stop]
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[np.ndarray]:
         """Yield the indices of this process's micro-batches, from the sample at `position` of the epoch on."""
-        order, size = self.order(epoch), self.batch_size * self.world_size
-        for start in range(position, self.size, size):
-            yield share(order[start : start + size], self.rank, self.world_size)
+        size = self.batch_size * self.world_size
+        block = size * max(1, _BLOCK // size)
+        for first in range(position, self.size, block):
+            samples = self.samples(epoch, first, min(first + block, self.size))
+            for start in range(0, len(samples), size):
+                yield share(samples[start : start + size], self.rank, self.world_size)
+
+
+_BLOCK = 1 << 14
+"""Places of an order that are worked out at once."""
 
 
 def share(samples: Any, rank: int, world_size: int) -> Any:
@@ -160,18 +175,18 @@ def share(samples: Any, rank: int, world_size: int) -> Any:
     return samples[first : first + size + (rank < larger)]
 
 
-def dealt(batches: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
+def dealt(batches: Iterable[Counted], rank: int, world_size: int) -> Iterator[Counted]:
     """Yield one batch of each turn of `world_size`, and a stand-in if the last turn ends before this process.
 
-    >>> list(dealt("abcde", 1, 3)), list(dealt("abcd", 1, 3))
-    (['b', 'e'], ['b', StandIn(batch='d')])
+    >>> [[one.batch for one in dealt([Counted(number, 8) for number in range(5)], rank, 2)] for rank in (0, 1)]
+    [[0, 2, 4], [1, 3, 4]]
     """
-    number, batch = -1, None
-    for number, batch in enumerate(batches):
+    number, latest = -1, None
+    for number, latest in enumerate(batches):
         if number % world_size == rank:
-            yield batch
-    if 0 < (number + 1) % world_size <= rank:
-        yield StandIn(batch)
+            yield latest
+    if latest is not None and 0 < (number + 1) % world_size <= rank:
+        yield Counted(latest.batch, 0)
 
 
 def without_padding(sampler: DistributedSampler[Any]) -> int:
@@ -185,18 +200,18 @@ def without_padding(sampler: DistributedSampler[Any]) -> int:
     return math.ceil(sampler.total_size / sampler.num_replicas)
 
 
-def filled_up(batches: Iterable[Any], turns: int, stand_in: Callable[[], Any]) -> Iterator[Any]:
+def filled_up(batches: Iterable[Counted], turns: int, stand_in: Callable[[], Any]) -> Iterator[Counted]:
     """Yield the batches of a share, and stand-ins up to as many `turns` as the largest share has.
 
-    >>> list(filled_up("ab", 3, stand_in=str))
-    ['a', 'b', StandIn(batch='b')]
+    >>> list(filled_up([Counted("a", 8)], 2, stand_in=str))
+    [Counted(batch='a', samples=8), Counted(batch='a', samples=0)]
     """
-    batch = None
-    for batch in batches:
+    latest = None
+    for latest in batches:
         turns -= 1
-        yield batch
+        yield latest
     for _ in range(turns):
-        yield StandIn(stand_in() if batch is None else batch)
+        yield Counted(stand_in() if latest is None else latest.batch, 0)
 
 
 class Fetch:
@@ -224,9 +239,13 @@ class Fetch:
         self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
 
     def __call__(self, epoch: int, indices: np.ndarray) -> Any:
-        """Return the collated batch of the samples at `indices`; without any, a stand-in."""
+        """Return the collated batch of the samples at `indices`; without any, that of the first sample.
+
+        Raises:
+            DataError: If the dataset or the collator raises StopIteration, which would look like the end of the data.
+        """
         if not len(indices):
-            return StandIn(self(epoch, np.zeros(1, dtype=np.int64)))
+            indices = np.zeros(1, dtype=np.int64)
         if self.columns is not None and self._stacks and self.collate.max_length is None:  # type: ignore[attr-defined]
             return self._fetch_columns(indices)
         positions = indices.tolist()
@@ -241,6 +260,8 @@ class Fetch:
             except Exception as error:
                 with isolated_rng():
                     found = told(error, positions, self.name, functools.partial(self._collated_anew, epoch), pairs=True)
+                if isinstance(error, StopIteration):
+                    raise no_end("The collator", found) from error
                 error.add_note(f"Raised by the collator for {found}.")
                 raise
             if batch is not _AGAIN:  # then the samples are fetched again too: a collator may have changed them
@@ -287,6 +308,8 @@ class Fetch:
                 found = named_samples(positions[taken - 1 : taken], self.name)
             else:  # all at once
                 found = told(error, positions, self.name, self.dataset.__getitems__)
+            if isinstance(error, StopIteration):
+                raise no_end("The dataset", found) from error
             error.add_note(f"Raised for {found}.")
             raise
 
@@ -306,6 +329,14 @@ class Fetch:
         if isinstance(self.columns, dict):
             return {key: pick(column) for key, column in self.columns.items()}
         return tuple(pick(column) for column in self.columns or ())
+
+
+def no_end(what: str, samples: str) -> DataError:
+    """Return the error for a StopIteration that is no end of the data, though every loop would take it for that."""
+    return DataError(
+        f"{what} raised StopIteration for {samples}. Taken for the end of the data, it would leave out the rest of the "
+        "epoch. It is often a next() on an iterator that is used up: catch it, or give it a default."
+    )
 
 
 _AGAIN = object()

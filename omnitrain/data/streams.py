@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from omnitrain.data.sampling import Collate, StandIn, share
+from omnitrain.data.sampling import Collate, Counted, no_end, share
 from omnitrain.errors import named_samples
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 
@@ -58,7 +58,7 @@ class Stream(IterableDataset[Any]):
         self.start: Mark | None = None
         """Where the next pass begins: in its epoch, or at the end of the one before."""
 
-    def __iter__(self) -> Iterator[tuple[Any, Mark | None]]:
+    def __iter__(self) -> Iterator[tuple[Counted, Mark | None]]:
         start, self.start = self.start, None
         if start is not None and start.has_ended:
             self.dataset.load_state_dict(start.state)
@@ -82,16 +82,22 @@ class Stream(IterableDataset[Any]):
                 own = share(taken, self.rank, self.world_size)
                 # what collation draws goes on from the last sample's seed
                 try:
-                    batch = self.collate(own) if own else StandIn(self.collate(taken[:1])) if taken else None
+                    batch = self.collate(own or taken[:1]) if taken else None
                 except Exception as error:
                     own = share(range(number, number + len(taken)), self.rank, self.world_size)
-                    error.add_note(f"Raised by the collator for {named_samples(own, self.name)}, a stream.")
+                    found = f"{named_samples(own, self.name)}, a stream"
+                    if isinstance(error, StopIteration):
+                        raise no_end("The collator", found) from error
+                    error.add_note(f"Raised by the collator for {found}.")
                     raise
             if not taken:
                 return
             number += len(taken)
             has_ended = len(taken) < self.batch_size * self.world_size
-            yield batch, Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None
+            yield (
+                Counted(batch, len(own)),
+                Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None,
+            )
 
     def _samples(self, epoch: int, start: Mark | None) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):

@@ -67,8 +67,8 @@ class _Windows(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         owner, progress = self.owner, self.owner.progress
-        batches = owner.train_loader.batches(progress.epoch, progress.samples_in_epoch)
-        return windows(batches, owner.gradient_accumulation_steps)
+        rest = owner.train_loader.rest(progress.epoch, progress)
+        return windows((batch for batch, _ in rest), owner.gradient_accumulation_steps)
 
 
 def _only(batches: list[Any]) -> Any:

@@ -230,7 +230,7 @@ class Engine(Searching):
     def start_windows(self) -> None:
         """Begin with the windows of the epoch where the run is."""
         owner, progress, feed = self.owner, self.owner.progress, self.owner._feed
-        windows = feed.windows(owner.train_loader, progress.epoch, progress.samples_in_epoch)
+        windows = feed.windows(owner.train_loader, progress.epoch, progress)
         self.windows = iter(feed.until_signal(windows))
 
     def restart_step(self) -> list[Any]:
@@ -443,7 +443,8 @@ class Bridge(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A window is done."""
         owner, window = self.owner, self.engine.window
-        owner.lifecycle.end_step(window.samples, window.tokens, skipped=not self.engine.facade.was_applied)
+        skipped = not self.engine.facade.was_applied
+        owner.lifecycle.end_step(window.samples, window.tokens, skipped, window.micro_batches)
         if self.engine.by_window:  # else transformers counts the same
             state.epoch = owner.progress.epochs
         return self._show(control)

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_convert
 
-from omnitrain.data.collation import IGNORED_LABEL
+from omnitrain.data.collation import IGNORED_LABEL, tensors_in
 from omnitrain.data.loaders import Loader
-from omnitrain.data.sampling import StandIn
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
@@ -136,11 +135,10 @@ class Evaluation:
         weights, has_labels, number = 0.0, False, -1
         kept: list[tuple[Any, ...]] = []
         with evaluating(hooks):
-            for number, batch in enumerate(self.feed.in_step(loader)):
+            for number, (batch, samples) in enumerate(self.feed.in_step(loader)):
                 if is_interrupted(number):
                     return None
-                counts = type(batch) is not StandIn
-                batch = batch if counts else batch.batch
+                counts = samples > 0  # else it is a stand-in
                 weight = hooks._weigh(batch)
                 try:
                     batch = hooks._prepare_batch(batch)
@@ -152,6 +150,8 @@ class Evaluation:
                     raise
                 if counts:
                     weights += _add_loss(total, output, weight, needs_loss)
+                if counts and not needs_loss and loader.counts_samples:
+                    _check_rows(output.outputs, samples)
                 seen = self._seen(output) if counts else None
                 if scorer.takes_whole_batches and ranks.world_size > 1:
                     seen = self._gathered(loader, seen)
@@ -251,6 +251,16 @@ def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss
     if weight:
         total.add_(output.loss, alpha=weight)
     return weight
+
+
+def _check_rows(outputs: Any, samples: int) -> None:
+    """Refuse predictions of which a batch has more or fewer than samples."""
+    rows = [len(one) for one in tensors_in(outputs) if one.ndim]
+    if rows and samples not in rows:
+        raise DataError(
+            f"`predict` returns one row a sample, but the model returned {rows[0]} rows for {samples} samples. Use a "
+            "`data_collator` that makes one row of each sample, and a model that keeps them; `evaluate` takes any."
+        )
 
 
 def _rows(batch: Any) -> list[Any]:

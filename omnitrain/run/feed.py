@@ -12,10 +12,11 @@ from typing import Any
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import copied_ahead, count_samples
 from omnitrain.data.loaders import Loader, MapLoader
-from omnitrain.data.sampling import StandIn, Window, windows
+from omnitrain.data.sampling import Counted, Window, windows
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
 from omnitrain.errors import DataError, add_place
+from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.settings import Settings
@@ -61,9 +62,14 @@ class Feed:
 
     # --- training
 
-    def windows(self, loader: Loader, epoch: int, position: int) -> Iterator[Window]:
-        """Yield the windows of an epoch from the sample at `position` on, weighed while they are on the host."""
-        groups, last = windows(self.weighed(loader.batches(epoch, position)), self.accumulation), None
+    def windows(self, loader: Loader, epoch: int, progress: Progress) -> Iterator[Window]:
+        """Yield the windows of an epoch from where a run is in it, weighed while they are on the host.
+
+        Raises:
+            DataError: If the data end, and they were not as many samples as an epoch has.
+        """
+        done = progress.samples_in_epoch
+        groups, last = windows(self.weighed(loader.rest(epoch, progress)), self.accumulation), None
         # a sample's random numbers are its own, so only those of data by index may be read before their time
         self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
         self._ahead, self._totals_ahead = None, ()
@@ -82,8 +88,11 @@ class Feed:
             window = self.window_of(group, last, totals)
             if window is None:
                 self._groups = None
+                if loader.size not in (None, done):
+                    raise _other_count(done, loader.size)
                 return
             if window.samples:  # else no rank has any left but stand-ins
+                done += window.samples
                 yield window
 
     def read_ahead(self) -> Sequence[float]:
@@ -116,7 +125,7 @@ class Feed:
         if squares * self._ranks.world_size != sizes * sizes:  # then they are not all of one size
             group = group + self._stand_ins(size, last)
         batches, weights = [one[0] for one in group], [one[1] for one in group]
-        return Window(batches, weights, weight, int(samples), int(tokens), self._divisor(weight))
+        return Window(batches, weights, weight, int(sizes), int(samples), int(tokens), self._divisor(weight))
 
     def _divisor(self, weight: float) -> float:
         """Return what this rank's weighted losses are divided by; gradients are averaged over the ranks later."""
@@ -132,20 +141,23 @@ class Feed:
 
     # --- weights
 
-    def weighed(self, batches: Iterable[Any]) -> Iterator[Weighed]:
+    def weighed(self, batches: Iterable[Counted]) -> Iterator[Weighed]:
         """Yield each batch with its weight, samples and tokens; on a GPU, while the next one is copied there."""
         hooks = self._hooks
-        pairs = ((batch, batch) for batch in batches)
+        pairs = ((one, one) for one in batches)
         if hooks.device.type == "cuda" and type(hooks)._prepare_batch is Hooks._prepare_batch:
             pairs = copied_ahead(batches, hooks.device)
-        for batch, ready in pairs:
-            if type(batch) is StandIn:
-                yield ready.batch, 0, 0, 0
+        for (batch, samples), (ready, _) in pairs:
+            if samples:
+                yield ready, hooks._weigh(batch), samples, count_tokens(batch)
             else:
-                yield ready, hooks._weigh(batch), count_samples(batch), count_tokens(batch)
+                yield ready, 0, 0, 0
 
     def weigh(self, batch: Any) -> float:
-        """Return how much a micro-batch (on the host) counts in its window: its labels that count, or its samples."""
+        """Return how much a micro-batch (on the host) counts in its window: its labels that count, else its rows.
+
+        They are what the mean that a loss is goes over: as many as the samples, unless a collator makes others of them.
+        """
         if self._reduction == "sum":
             return 1
         if isinstance(self._hooks.unit, ModelUnit):  # a unit of the user's own counts its targets, or means its samples
@@ -163,22 +175,27 @@ class Feed:
 
     # --- evaluations
 
-    def in_step(self, loader: Loader) -> Iterator[Any]:
+    def in_step(self, loader: Loader) -> Iterator[Counted]:
         """Yield the batches of an evaluation, as many as any rank has: data that end earlier go on as stand-ins."""
-        batches, ranks = loader.batches(0), self._ranks
-        if ranks.world_size == 1 or isinstance(loader, MapLoader):  # whose batches are as many by themselves
+        batches, ranks = loader.counted(0), self._ranks
+        if isinstance(loader, MapLoader):  # whose batches are as many by themselves
             yield from self.until_signal(batches)
             return
-        last = None
+        last, done = None, 0
+        batches = iter(self.until_signal(batches))
         while True:
-            batch = next(batches, None)
-            last = last if batch is None else batch.batch if type(batch) is StandIn else batch
-            count, empty = ranks.sum("the turn of a batch", batch is not None, last is None)
+            counted = next(batches, None)
+            last = last if counted is None else counted
+            own = 0 if counted is None else counted.samples
+            count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, own)
+            done += int(samples)
             if not count:
+                if loader.size not in (None, done) and self._lifecycle.control.stop != "signal":
+                    raise _other_count(done, loader.size)
                 return
-            if empty:
+            if empty or last is None:
                 _refuse_empty(ranks.gather("data that yield nothing", None if last is None else 0))
-            yield StandIn(last) if batch is None else batch
+            yield Counted(last.batch, 0) if counted is None else counted
 
     def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
         """Return batches or windows, which end where a signal has killed what loads them.
@@ -186,6 +203,13 @@ class Feed:
         Several ranks would have to agree on that in the middle of a step; there it is an error.
         """
         return until_signal(items, self._lifecycle.control) if self._ranks.world_size == 1 else items
+
+
+def _other_count(found: int, size: int) -> DataError:
+    return DataError(
+        f"The data ended after {found} samples, but their length is {size}. Correct the `__len__` of the dataset, or "
+        "what ends it early."
+    )
 
 
 def _refuse_empty(found: list[Any]) -> None:

@@ -159,9 +159,9 @@ class Lifecycle:
         if self._listeners[Event.BEFORE_OPTIMIZER_STEP]:
             self.emit(Event.BEFORE_OPTIMIZER_STEP)
 
-    def end_step(self, samples: int, tokens: int = 0, skipped: bool = False) -> None:
-        """A window of `samples` samples and `tokens` tokens (of all ranks) was trained on, or skipped."""
-        self.progress.advance(samples, tokens, skipped)
+    def end_step(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
+        """A window of so many samples, tokens and micro-batches (of all ranks) was trained on, or skipped."""
+        self.progress.advance(samples, tokens, skipped, batches)
         self.tick()
         self.emit(Event.STEP_END)
 

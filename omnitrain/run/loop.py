@@ -129,12 +129,12 @@ class Loop:
         hooks, lifecycle = self.hooks, self.lifecycle
         hooks.backend.wrapped.train()
         self.step.begin_epoch()
-        windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress.samples_in_epoch)
+        windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
         for window in self.feed.until_signal(windows):
             lifecycle.begin_step()
             self.send_ahead()
             applied = hooks._train_step(window)
-            lifecycle.end_step(window.samples, window.tokens, skipped=not applied)
+            lifecycle.end_step(window.samples, window.tokens, not applied, window.micro_batches)
             self.answer()
             if lifecycle.stop:
                 break

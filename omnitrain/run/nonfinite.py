@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omnitrain.data.sampling import StandIn
 from omnitrain.errors import NonFiniteError, Tolerance
 from omnitrain.run.evaluation import Evaluation, evaluating
 from omnitrain.run.hooks import Hooks
@@ -88,8 +87,8 @@ def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
     """Return the number, from 0 on, of the first batch whose loss is not finite on any rank."""
     hooks = evaluation.hooks
     with evaluating(hooks):
-        for number, batch in enumerate(evaluation.feed.in_step(loader)):
-            is_bad = _is_bad(hooks, batch.batch if type(batch) is StandIn else batch)
+        for number, (batch, _) in enumerate(evaluation.feed.in_step(loader)):
+            is_bad = _is_bad(hooks, batch)
             if any(hooks.ranks.sum("the search for a loss that is not finite", is_bad)):
                 return number
     return None
@@ -100,7 +99,7 @@ def _suspects(hooks: Hooks, loader: Any, epoch: int, position: int, samples: int
     sampler, fetch = getattr(loader, "sampler", None), getattr(loader, "fetch", None)
     if sampler is None or fetch is None:
         return []  # a stream or a user's own loader: its samples have no indices
-    window = sampler.order(epoch)[position : position + samples]
+    window = sampler.samples(epoch, position, position + samples)
     bad = []
     with evaluating(hooks):
         for index in window:

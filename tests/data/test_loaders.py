@@ -31,6 +31,7 @@ from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, has_length, make_loader
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.errors import DataError
+from omnitrain.progress import Progress
 from omnitrain.reproducibility import snapshot_rng
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -494,6 +495,9 @@ class EpochSampling(Sampler[int]):
 
 
 class EpochBatches(EpochSampling):
+    def __len__(self) -> int:
+        return 3
+
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
         order = list(super().__iter__())
         yield from (order[start : start + 4] for start in range(0, 11, 4))
@@ -539,6 +543,41 @@ def test_a_seek_in_a_given_loader_gives_the_tail(kind: str) -> None:
     for done in range(1, len(straight) + 1):
         position = size_of(straight[:done])
         assert read(GivenLoader(GIVEN[kind](), 0), 1, position) == straight[done:]
+
+
+class Filtering:
+    """A loader of an unknown class: batches of 4, 0, 3 and 2 rows."""
+
+    sizes = (4, 0, 3, 2)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(9).split(list(self.sizes)))
+
+
+def test_a_loader_whose_samples_are_unknown_goes_on_after_as_many_batches() -> None:
+    loader = GivenLoader(Filtering(), 0)
+    straight = [batch.tolist() for batch in loader.batches(0)]
+    progress = Progress()
+    for done, (_, samples) in enumerate(loader.counted(0), 1):
+        progress.advance(samples, batches=1)
+        assert [batch.tolist() for batch, _ in loader.rest(0, progress)] == straight[done:]
+    earlier = Progress(samples_in_epoch=4)  # of a version that did not count batches
+    assert [batch.tolist() for batch, _ in loader.rest(0, earlier)] == straight[1:]
+
+
+def test_a_loader_that_has_other_batches_than_before_is_refused_with_both_numbers() -> None:
+    progress = Progress(samples_in_epoch=8, batches_in_epoch=2)
+    with pytest.raises(DataError, match=r"The first 2 batches of the loader have 5 rows; .* they had 8"):
+        list(GivenLoader(Filtering(), 0).rest(0, progress))
+
+
+def test_a_loader_that_yields_more_batches_than_it_says_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Modest(Filtering):
+        def __len__(self) -> int:
+            return 3
+
+    assert len(list(GivenLoader(Modest(), 0).batches(0))) == 4
+    assert "yielded 4 batches, but its length is 3" in caplog.text
 
 
 @every_given

@@ -1,0 +1,87 @@
+"""Collators that make other rows than samples, and data in every form that a trainer takes them from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from recipes import rows, t16
+from tiny import Short, gpt
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import DataCollatorWithFlattening
+
+from omnitrain import Collator
+
+SIZE = 22
+BATCH_SIZE = 4
+
+
+def filtered(samples: Sequence[Any]) -> Any:
+    """The samples whose first number is positive: of a few batches none is left."""
+    x, y = Collator()(samples)
+    return x[x[:, 0] > 0.3], y[x[:, 0] > 0.3]
+
+
+def views(samples: Sequence[Any]) -> Any:
+    """Each sample twice, once with noise."""
+    x, y = Collator()(samples)
+    return torch.cat([x, x + 0.1 * torch.randn_like(x)]), torch.cat([y, y])
+
+
+def bins(samples: Sequence[Any]) -> Any:
+    """Three samples to a row."""
+    parts = [Collator()(samples[first : first + 3]) for first in range(0, len(samples), 3)]
+    return tuple(torch.stack([part[column].sum(0) for part in parts]) for column in (0, 1))
+
+
+COLLATORS: dict[str, Any] = {"filtered": filtered, "views": views, "bins": bins, "packed": DataCollatorWithFlattening()}
+
+
+class Streamed(IterableDataset[Any]):
+    """A dataset as a stream that does not say how long it is."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(len(self.data)))
+
+
+class Batched:
+    """A loader of the user's own, of no class that is known."""
+
+    def __init__(self, data: Any, collate: Any) -> None:
+        self.data, self.collate = data, collate
+
+    def __len__(self) -> int:
+        return -(-len(self.data) // BATCH_SIZE)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.data)).tolist()
+        for first in range(0, len(order), BATCH_SIZE):
+            yield self.collate([self.data[index] for index in order[first : first + BATCH_SIZE]])
+
+
+SOURCES = ("data", "workers", "stream", "stream of a worker", "loader", "own loader")
+
+
+def made(collator: str, source: str) -> tuple[Any, dict[str, Any]]:
+    """A model, and the arguments for data from this source that this collator makes batches of."""
+    model, data = (gpt(), Short(SIZE)) if collator == "packed" else (t16(), rows(SIZE))
+    collate: Any = COLLATORS[collator]
+    options: dict[str, Any] = {"data_collator": collate}
+    if source == "loader":
+        options = {"train_loader": DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)}
+    elif source == "own loader":
+        options = {"train_loader": Batched(data, collate)}
+    elif "stream" in source:
+        options["train_dataset"] = Streamed(data)
+    else:
+        options["train_dataset"] = data
+    if "worker" in source:
+        options["num_workers"] = 1
+    if "loader" not in source:
+        options["batch_size"] = BATCH_SIZE
+    return model, options if collator == "packed" else {**options, "loss_fn": F.mse_loss}

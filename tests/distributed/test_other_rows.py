@@ -1,0 +1,82 @@
+"""Collators that make other rows than samples, on two ranks: the samples are counted, and not the rows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from backends import PROCESSES, Job, gap, launch_all, make_trainer, sound  # noqa: E402
+from counting import BATCH_SIZE, SIZE, made  # noqa: E402
+from recipes import StopAt  # noqa: E402
+from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
+
+pytestmark = pytest.mark.distributed
+
+HERE = "test_other_rows"
+KINDS = [
+    ("ddp", "filtered", "data"), ("ddp", "filtered", "shared loader"), ("ddp", "bins", "own loader"),
+    ("hf2", "packed", "data"), ("hf2", "views", "stream"),
+]  # fmt: skip
+
+
+def train(backend: str, collator: str, source: str, folder: str | None = None, stop: int = 0) -> dict[str, Any]:
+    """Train two epochs of 22 samples in steps of 8, 8 and 6, stopped after a step, or resumed from there."""
+    model, given = made(collator, source)
+    ranks = PROCESSES[backend]
+    if source == "shared loader":
+        data, collate = given.pop("train_dataset"), given.pop("data_collator")
+        given["train_loader"] = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data), collate_fn=collate)
+    if "batch_size" in given:
+        given |= {"batch_size": BATCH_SIZE // ranks, "global_batch_size": 8}
+    else:
+        given["gradient_accumulation_steps"] = 2 // ranks
+    trainer = make_trainer(
+        backend, model, epochs=2, learning_rate=0.05, save_dir=folder, save_steps=folder and 2,
+        callbacks=[StopAt(stop)], **given,
+    )  # fmt: skip
+    trainer.train(resume_from=folder and "auto")
+    progress = trainer.progress
+    counts = [progress.step + progress.skipped_steps, progress.samples, progress.tokens]
+    return {"counts": counts, "tensors": trainer.backend.model_tensors()}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Each kind straight, cut and resumed on the same ranks; and one that is cut on two ranks and resumed on one."""
+    folder = tmp_path_factory.mktemp("rows")
+    jobs = []
+    for backend, collator, source in KINDS:
+        given, name = {"collator": collator, "source": source}, f"{collator}-{source}"
+        cut = {**given, "folder": str(folder / name)}
+        jobs += [
+            Job(f"{name}-straight", backend, f"{HERE}:train", given),
+            Job(f"{name}-cut", backend, f"{HERE}:train", {**cut, "stop": 2}),
+            Job(f"{name}-resumed", backend, f"{HERE}:train", cut),
+        ]
+    moved = {"collator": "packed", "source": "data", "folder": str(folder / "moved")}
+    jobs.append(Job("cut on two", "ddp", f"{HERE}:train", {**moved, "stop": 2}))
+    found = sound(launch_all(jobs, folder / "launch"))
+    for name, options in (("resumed on one", moved), ("on one", {**moved, "folder": None})):
+        found |= sound(launch_all([Job(name, "native", f"{HERE}:train", options)], folder / name.replace(" ", "-")))
+    return found
+
+
+@pytest.mark.parametrize(("backend", "collator", "source"), KINDS)
+def test_a_run_on_two_ranks_is_resumed_bit_for_bit(results: Any, backend: str, collator: str, source: str) -> None:
+    pairs = zip(results[f"{collator}-{source}-straight"], results[f"{collator}-{source}-resumed"], strict=True)
+    for straight, resumed in pairs:
+        assert straight["counts"][0] == 6
+        assert source == "own loader" or straight["counts"][1] == 2 * SIZE
+        assert resumed["counts"] == straight["counts"]
+        assert gap(resumed["tensors"], straight["tensors"]) == 0
+
+
+def test_a_packed_run_of_two_ranks_goes_on_on_one(results: Any) -> None:
+    resumed, expected = results["resumed on one"][0], results["on one"][0]
+    assert resumed["counts"] == expected["counts"]
+    assert gap(resumed["tensors"], expected["tensors"]) <= 1e-6  # transformers takes the loss in float32
