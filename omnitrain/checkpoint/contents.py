@@ -360,16 +360,18 @@ class Contents:
     # --- data
 
     def _capture_data(self) -> dict[str, Any]:
-        """Return which generators the data were seen to draw from, and where a stream is that can be put back there."""
+        """Return of the data what they draw from, how they are ordered, and where a stream can be put back to."""
         loader = self._sets.train
+        is_keyed = isinstance(loader, MapLoader) and loader.sampler.is_keyed
         own = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
         drawn = sorted(set().union(*self._run.ranks.gather("what the data draws", own)))
-        return {"drawn": drawn, "stream": self._stream_mark()}
+        return {"drawn": drawn, "order": "keyed" if is_keyed else "drawn", "stream": self._stream_mark()}
 
     def _restore_data(self, content: Mapping[str, Any]) -> None:
         loader = self._sets.train
         if isinstance(loader, MapLoader):
             loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
+            loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew any order as a whole
         elif isinstance(loader, StreamLoader):
             mark = state.from_json(content.get("stream"))  # the first checkpoints of format 1 lack it
             loader.start_from(None if mark is None else Mark(**mark))

@@ -32,6 +32,7 @@ __all__ = [
     "dealt",
     "filled_up",
     "no_end",
+    "permuted",
     "share",
     "tensor_columns",
     "windows",
@@ -93,6 +94,8 @@ class EpochSampler:
 
     The order follows from (seed, epoch) alone and a position is a number of samples, so a seek is arithmetic,
     and step k sees the same samples on any number of ranks with the same batch_size x world_size x accumulation.
+    Beyond 2^24 samples it is not drawn as a whole but worked out place by place, so that the first step of a billion
+    samples comes at once and takes no memory.
     A short last share is split unevenly: nothing is padded, nothing counted twice, and every process gets the same
     number of micro-batches (of which some may then be empty).
 
@@ -107,6 +110,7 @@ class EpochSampler:
 
     Attributes:
         size: Samples in an epoch.
+        is_keyed: Whether a shuffled order is worked out place by place. A checkpoint says which one its run has.
 
     >>> [list(map(int, batch)) for batch in EpochSampler(5, 2, shuffle=False).batches(epoch=0, position=2)]
     [[2, 3], [4]]
@@ -130,6 +134,7 @@ class EpochSampler:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.is_keyed: bool = size > _DRAWN_WHOLE
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -145,6 +150,8 @@ class EpochSampler:
         stop = min(stop, self._samples)
         if not self.shuffle:
             return np.arange(start, stop)
+        if self.is_keyed:
+            return permuted(np.arange(start, stop), self._samples, derive_seed(self.seed, epoch))
         if self._drawn is None or self._drawn[0] != epoch:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
             self._drawn = epoch, torch.randperm(self._samples, generator=generator).numpy()
@@ -160,8 +167,42 @@ class EpochSampler:
                 yield share(samples[start : start + size], self.rank, self.world_size)
 
 
+_DRAWN_WHOLE = 1 << 24
+"""The most samples whose order is drawn as one permutation: 128 MiB, and about a second."""
 _BLOCK = 1 << 14
 """Places of an order that are worked out at once."""
+_ROUNDS = 8
+
+
+def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Return what is at these places of a permutation of `size` numbers that `key` chooses: int64.
+
+    A Feistel network: a place is a row and a column of a square, and each round moves one of the two by what a hash
+    (splitmix64's finalizer) makes of the other, which can be undone, so that no two places come to the same one. The
+    square is a little larger than `size`; what lands outside of it goes through the network again until it is inside.
+
+    >>> sorted(permuted(np.arange(10), 10, key=1).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    side = np.uint64(math.isqrt(size - 1) + 1)
+    keys = [np.uint64(derive_seed(key, number)) for number in range(_ROUNDS)]
+
+    def moved(places: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(places, side)
+        for one in keys:
+            left, right = right, (left + _hashed(right + one) % side) % side
+        return left * side + right
+
+    found = moved(places.astype(np.uint64))
+    while len(outside := np.flatnonzero(found >= size)):
+        found[outside] = moved(found[outside])
+    return found.astype(np.int64)
+
+
+def _hashed(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def share(samples: Any, rank: int, world_size: int) -> Any:

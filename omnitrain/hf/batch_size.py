@@ -79,6 +79,7 @@ def _shrink(owner: BaseTrainer, size: int, accumulation: int) -> None:
     sets.train = sets.train_loader_of(size)
     if isinstance(former, MapLoader) and isinstance(sets.train, MapLoader):
         sets.train.fetch.drawn += former.fetch.drawn
+        sets.train.sampler.is_keyed = former.sampler.is_keyed
     elif isinstance(former, StreamLoader) and isinstance(sets.train, StreamLoader):
         sets.train.keep_marks(former)
         sets.train.start_from(former.mark_at(progress.epoch, progress.samples_in_epoch))

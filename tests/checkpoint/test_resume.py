@@ -52,7 +52,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import omnitrain
 from omnitrain import Algorithm, Callback, CheckpointError, ConfigError, Trainer
 from omnitrain.checkpoint import state
+from omnitrain.checkpoint.manifest import encode
 from omnitrain.checkpoint.store import MANIFEST, Store
+from omnitrain.data import sampling
 
 
 @contextlib.contextmanager
@@ -310,6 +312,23 @@ def test_worker_processes_change_nothing_before_or_after_a_resume(cut: tuple[str
     assert not differences(found, expected)
     mixed = play(folder / "mixed", [{"cut": cut, "num_workers": 2}, {}], save_steps=2)
     assert not differences(mixed, expected)
+
+
+def test_a_run_goes_on_in_the_kind_of_order_that_it_began_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = play(folder / "drawn")
+    train(build(folder / "before", callbacks=lambda: [Cut("stop", 2)]))
+    (manifest,) = (folder / "before").glob(f"checkpoint-*/{MANIFEST}")
+    content = json.loads(manifest.read_text())
+    assert content.pop("order") == "drawn" and content["progress"].pop("batches_in_epoch") == 4
+    rest = {key: value for key, value in content.items() if key not in ("format_version", "sha256")}
+    manifest.write_bytes(encode(rest))  # as earlier versions have left it
+    monkeypatch.setattr(sampling, "_DRAWN_WHOLE", 10)
+    found = train(build(folder / "before"), resume_from="auto")
+    assert differences(outcome(found)["tensors"], drawn["tensors"]) == []
+    keyed = play(folder / "keyed")
+    assert sorted(keyed["stream"]) == sorted(drawn["stream"]) and keyed["stream"] != drawn["stream"]
+    parts = [{"cut": ("stop", 2)}, {"cut": ("kill", 5), "save_steps": 1}, {}]
+    assert differences(play(folder / "parts", parts)["tensors"], keyed["tensors"]) == []
 
 
 def test_patience_runs_out_at_the_same_step_whatever_evaluation_the_run_was_killed_after(folder: Path) -> None:

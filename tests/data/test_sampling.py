@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain.data.collation import Collator
-from omnitrain.data.sampling import EpochSampler, Fetch, tensor_columns, windows
+from omnitrain.data.sampling import EpochSampler, Fetch, permuted, tensor_columns, windows
 from omnitrain.errors import DataError
-from omnitrain.reproducibility import snapshot_rng
+from omnitrain.reproducibility import derive_seed, snapshot_rng
 
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 7)
@@ -485,3 +486,83 @@ def test_a_collator_that_draws_and_changes_its_samples_gets_fresh_ones() -> None
 def test_tensors_with_a_drawing_collator_are_reproducible_too() -> None:
     drawn = [Fetch(X, mask, 0)(0, np.array([1, 2])).tolist() for _ in range(2)]
     assert drawn[0] == drawn[1]
+
+
+# The order of huge data
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
+def test_a_keyed_order_is_a_permutation_of_any_size(size: int, key: int) -> None:
+    assert sorted(permuted(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+@given(st.integers(1, 2**62), st.integers(0, 2**64 - 1), st.data())
+def test_a_keyed_order_stays_in_range_and_repeats_nothing(size: int, key: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, size - 1))
+    places = np.arange(start, min(start + 100, size))
+    found = permuted(places, size, key)
+    assert found.min() >= 0 and found.max() < size and len(set(found.tolist())) == len(places)
+    assert found[-1] == permuted(places[-1:], size, key)[0]
+
+
+def keyed(size: int, batch_size: int = 8, **options: Any) -> EpochSampler:
+    sampler = EpochSampler(size, batch_size, **options)
+    sampler.is_keyed = True
+    return sampler
+
+
+@given(sizes, batch_sizes, worlds, epochs, st.integers(0, 60))
+def test_a_keyed_order_is_shared_out_and_sought_like_any_other(
+    size: int, batch_size: int, world: int, epoch: int, position: int
+) -> None:
+    order = keyed(size).order(epoch)
+    assert sorted(order) == list(range(size))
+    ranks = [
+        list(keyed(size, batch_size, rank=rank, world_size=world).batches(epoch, position)) for rank in range(world)
+    ]
+    found = [index for turn in zip(*ranks, strict=True) for index in np.concatenate(turn)]
+    assert found == order[position:].tolist()
+
+
+def test_data_of_ordinary_size_keep_the_order_that_they_have_always_had() -> None:
+    assert not EpochSampler(1 << 24, 8).is_keyed and EpochSampler((1 << 24) + 1, 8).is_keyed
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(derive_seed(42, 3) >> 1))
+    assert EpochSampler(20, 8).order(3).tolist() == order.tolist()
+
+
+SIZE = 200_000
+
+
+@pytest.mark.parametrize("size", [SIZE, (1 << 18) + 1, 447**2])  # the last is a whole square
+def test_a_keyed_order_looks_like_chance(size: int) -> None:
+    order = permuted(np.arange(size), size, key=5)
+    # Each bound is what chance stays below but once in many thousands of orders.
+    places = np.arange(size)
+    correlation = np.corrcoef(places, order)[0, 1]
+    neighbours = np.corrcoef(order[:-1], order[1:])[0, 1]
+    assert abs(correlation) * np.sqrt(size) < 4.5 and abs(neighbours) * np.sqrt(size) < 4.5
+    counts = np.bincount(places * 20 // size * 20 + order * 20 // size)  # where each twentieth of the places goes
+    assert ((counts - size / 400) ** 2 / (size / 400)).sum() < 361 + 4.5 * np.sqrt(2 * 361)
+    steps = np.diff(order) % size  # of an order that is too regular some would come again and again
+    assert np.bincount(steps).max() < 12
+    assert abs((np.diff(order) > 0).mean() - 0.5) * np.sqrt(12 * size) < 4.5
+    fixed = (order == places).sum()
+    assert fixed < 10  # of a random permutation one on average
+
+
+def test_keyed_orders_of_two_epochs_have_nothing_in_common() -> None:
+    first, second = keyed(SIZE).order(0), keyed(SIZE).order(1)
+    assert (first == second).sum() < 10
+    assert abs(np.corrcoef(first, second)[0, 1]) * np.sqrt(SIZE) < 4.5
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("size", [10**9, 10**12])
+def test_the_first_step_of_huge_data_takes_no_memory(size: int, shuffle: bool) -> None:
+    sampler = EpochSampler(size, 32, shuffle=shuffle, rank=1, world_size=2)
+    tracemalloc.start()
+    first, last = next(sampler.batches(0)), next(sampler.batches(0, size - 40))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(first) == 32 and len(last) == 20 and peak < 1 << 23
+    assert shuffle or (first[0], last[0]) == (32, size - 20)
