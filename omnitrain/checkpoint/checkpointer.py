@@ -20,6 +20,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import DECIDING, changed_settings
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot
 from omnitrain.checkpoint.disk import check_free_space
+from omnitrain.checkpoint.identity import IDENTITIES
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.progress import Progress
@@ -154,6 +155,7 @@ class Checkpointer:
         """Find out before the first step what could not be saved, and whether there is room for the rest."""
         if self.store is None:
             return
+        self._contents.identify()
         files, _ = self._contents.capture_tensors()
         if not self._run.ranks.is_main:
             return
@@ -302,21 +304,28 @@ class Checkpointer:
         Args:
             folder: The folder of the checkpoint.
             content: Its omnitrain.json.
-            allow_change: Settings that may differ.
+            allow_change: Settings, data and functions that may differ, by argument.
 
         Raises:
-            CheckpointError: If a setting differs that would change the run, or it is of another model or optimizer.
+            CheckpointError: If a setting, the data or a function differs, or it is of another model or optimizer.
         """
         changed = changed_settings(content["settings"], self._run.resolved_config())
         refused = {name: pair for name, pair in changed.items() if name not in allow_change}
-        if refused:
-            listed = "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
+        others = [
+            one for one in self._contents.differences(content)
+            if one.name not in allow_change and one.name not in changed
+        ]  # fmt: skip
+        if refused or others:
+            told = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items()]
+            listed = "; ".join([*told, *(f"{one.name}: {one.words}" for one in others)])
+            kinds = ["settings"] * bool(refused) + sorted({one.kind for one in others}, reverse=True)
             kept = ""
             if "global_batch_size" in refused:
                 kept = f"global_batch_size={refused['global_batch_size'][0]} keeps it on any number of processes. "
             raise CheckpointError(
-                f"{str(folder)!r} was saved under other settings, which would change the run: {listed}. {kept}"
-                f"Set them back, or allow them by name: train(resume_from=..., allow_change={set(refused)!r})."
+                f"{str(folder)!r} was saved under other {' and '.join(kinds)}, which would change the run: {listed}. "
+                f"{kept}Set them back, or allow them by name: train(resume_from=..., "
+                f"allow_change={ {*refused, *(one.name for one in others)}!r})."
             )
         self.resumed = folder, content
         self.restore(folder, content, set(changed))
@@ -375,9 +384,10 @@ class Checkpointer:
 
 def check_allowed(names: Collection[str]) -> None:
     """Raise ConfigError for a name in `allow_change` that is no setting which decides the numbers of a run."""
-    unknown = sorted(set(names) - set(DECIDING))
+    known = (*DECIDING, *IDENTITIES)
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        raise ConfigError(f"`allow_change` knows no setting {unknown[0]!r}, only {', '.join(DECIDING)}.")
+        raise ConfigError(f"`allow_change` knows no setting {unknown[0]!r}, only {', '.join(known)}.")
 
 
 def _result_of(future: Future[Path] | None) -> Path:

@@ -23,6 +23,7 @@ from omnitrain import __version__
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import InitialOptions
+from omnitrain.checkpoint.identity import Difference, Identity
 from omnitrain.checkpoint.tensors import TensorFile
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
@@ -162,6 +163,20 @@ class Contents:
         self._step = step
         self._sets = sets
         self._initial = initial
+        self._identity: dict[str, Any] | None = None
+
+    def identify(self) -> None:
+        """Take the fingerprints of data and code, which each checkpoint of the run then holds."""
+        take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
+        self._identity = self._run.ranks.on_main("the fingerprints of data and code", take)
+
+    def differences(self, content: Mapping[str, Any]) -> list[Difference]:
+        """Return what of data and code is not what a checkpoint was trained with; nothing if it does not say so."""
+        then = content.get("identity")
+        if then is None:
+            return []
+        identity = Identity(self._run.settings, self._sets, self._run.backend.model)
+        return self._run.ranks.on_main("a look at data and code", lambda: identity.differences(then))
 
     def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
         """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.
@@ -171,9 +186,12 @@ class Contents:
         """
         files, payload = self.capture_tensors()
         payload |= self._capture_history(history)
+        if self._identity is None:  # outside of train()
+            self.identify()
         payload |= {
             # where it is saved is no setting of the run: the folder can be moved
             "settings": {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"},
+            "identity": self._identity,
             "world_size": self._run.ranks.world_size,
             "versions": _versions(),
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),

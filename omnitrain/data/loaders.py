@@ -167,6 +167,11 @@ class MapLoader(Loader):
                 generator=torch.Generator().manual_seed(seed),  # else it draws from the training's generator
             )
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether worker processes read the data."""
+        return self._workers is not None
+
     def __len__(self) -> int:
         return len(self.sampler)
 
@@ -350,6 +355,11 @@ class GivenLoader(Loader):
         self.counts_samples: bool = is_known
         is_split = isinstance(getattr(loader, "dataset", None), IterableDataset) and loader.num_workers > 1
         self._says_length: bool = has_length(loader) and not is_split  # whose workers each end with a short batch
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether this process reads all of the data, and no other one does."""
+        return self._world_size == self._shares == 1
 
     def __len__(self) -> int:
         return math.ceil(len(self.loader) / self._world_size) if self._turns is None else self._turns

@@ -409,7 +409,7 @@ class BaseTrainer(Hooks, ABC):
         Args:
             resume_from: A checkpoint's folder, "last", "best", or "auto": the newest one in `save_dir` that is
                 undamaged, else a fresh start.
-            allow_change: Settings that may differ from those of the checkpoint, by name.
+            allow_change: Settings, data and functions that may differ from those of the checkpoint, by argument.
 
         Raises:
             CheckpointError: If the checkpoint is damaged, or was saved under settings that would change the run, or if

@@ -1,0 +1,350 @@
+"""Fingerprints of the data and of the user's code, by which a resumed run sees that they are those it was trained with.
+
+Settings are compared in `changes.py`, by name; here it is what stands behind the names.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import inspect
+import numbers
+import sys
+import sysconfig
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from omnitrain.checkpoint.state import unwrap
+from omnitrain.data.loaders import GivenLoader, MapLoader, count_rows, is_stream
+from omnitrain.data.sampling import Fetch
+from omnitrain.data.sets import Sets
+from omnitrain.data.workers import outlive_signals
+from omnitrain.reproducibility import derive_seed, isolated_rng
+from omnitrain.settings import Settings
+
+__all__ = ["IDENTITIES", "Identity", "code_of", "content_of", "data_of"]
+
+IDENTITIES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
+"""What `allow_change` may name besides the settings: what has a fingerprint alone."""
+
+_SAMPLES = 32
+_LIMIT_S = 2.0
+"""How long samples of one set are read for a fingerprint; slow data get one of fewer samples."""
+_PYTHON = ".".join(map(str, sys.version_info[:2]))
+_PLAIN = {bool, int, float, str, bytes, type(None)}
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+# --- data
+
+
+def content_of(value: Any) -> str | None:
+    """Return a digest of a value made of tensors, arrays, text, numbers, lists and dicts; None of anything else.
+
+    >>> content_of({"x": [1, 2.5], "y": "a"}) == content_of({"y": "a", "x": [1, 2.5]}), content_of(object())
+    (True, None)
+    """
+    hasher = hashlib.blake2b(digest_size=8)
+    return hasher.hexdigest() if _digest(value, hasher.update) else None
+
+
+def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
+    """Feed a value to a hash, and return whether all of it has a content that lasts."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif value is None or isinstance(value, (bool, str, bytes, numbers.Number, np.generic)):
+        update(f"{type(value).__name__}{value!r};".encode())
+    elif isinstance(value, Mapping):
+        update(f"dict{len(value)}".encode())
+        return all(_digest(key, update) and _digest(value[key], update) for key in sorted(value, key=repr))
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        update(f"list{len(value)}".encode())
+        if {type(entry) for entry in value} <= _PLAIN:
+            update(repr(list(value)).encode())  # a hundred times as fast, for lists of tokens
+            return True
+        return all(_digest(entry, update) for entry in value)
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of PIL
+        update(f"{value.mode}{value.size}".encode() + value.tobytes())
+    else:
+        return False
+    return True
+
+
+def _parts_of(sample: Any) -> dict[str, str]:
+    """Return the digest of each part of a sample that has one: by key, by place, or of all of it as ""."""
+    if isinstance(sample, Mapping):
+        parts = {str(key): value for key, value in sample.items()}
+    else:
+        parts = dict(enumerate(sample)) if isinstance(sample, (tuple, list)) else {"": sample}  # type: ignore[assignment]
+    digests = {str(name): content_of(value) for name, value in parts.items()}
+    return {name: digest for name, digest in digests.items() if digest is not None}
+
+
+def _only(samples: Sequence[Any]) -> Any:
+    return samples[0]
+
+
+class _Digests(Dataset[tuple[int, dict[str, str]]]):
+    """The digests of some samples, where a sample is the same each time it is read; here or in a worker process."""
+
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        self.fetch = Fetch(dataset, _only, seed=0)
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, turn: int) -> tuple[int, dict[str, str]]:
+        index = self.indices[turn]
+        try:
+            first, second = (_parts_of(self.fetch(0, np.array([index]))) for _ in range(2))
+        except Exception:  # training finds out, and says so at its time
+            return index, {}
+        return index, {name: digest for name, digest in first.items() if second.get(name) == digest}
+
+
+def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
+    """Return the size of a loader's dataset, and digests of some samples by index; None of what has no indices.
+
+    Reading draws no random number of the run's, and takes place in a worker process where the loader has some: what a
+    dataset opens when it is first read is then not shared with them.
+
+    Args:
+        loader: Any loader of ours.
+        indices: Which samples; None chooses them.
+    """
+    if isinstance(loader, MapLoader):
+        dataset, workers = loader.dataset, loader.has_workers
+    elif isinstance(loader, GivenLoader) and isinstance(loader.loader, DataLoader) and loader.reads_all:
+        dataset, workers = loader.loader.dataset, loader.loader.num_workers > 0
+    else:
+        return None
+    if is_stream(dataset):
+        return None
+    size = count_rows(dataset)
+    chosen = (derive_seed(size, turn) % size for turn in range(_SAMPLES)) if indices is None else indices
+    digests = _Digests(dataset, [one for one in dict.fromkeys(chosen) if one < size])
+    samples: dict[str, dict[str, str]] = {}
+    end = time.monotonic() + _LIMIT_S
+    with isolated_rng():
+        read = DataLoader(
+            digests, batch_size=None, num_workers=int(workers), generator=torch.Generator(),
+            worker_init_fn=outlive_signals,
+        )  # fmt: skip
+        for index, parts in read:
+            samples[str(index)] = parts
+            if time.monotonic() > end:
+                break
+    return {"size": size, "samples": {index: parts for index, parts in samples.items() if parts}}
+
+
+def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
+    """Return what is different in the data of a loader, in words; empty if nothing is seen to be."""
+    now = data_of(loader, map(int, then["samples"]))
+    if now is None:
+        return ""
+    if now["size"] != then["size"]:
+        return f"{loader.name} has {now['size']} samples now, and had {then['size']}"
+    for index, parts in then["samples"].items():
+        found = now["samples"].get(index, {})
+        other = [name for name, digest in parts.items() if found.get(name, digest) != digest]
+        if other or (found and not parts.keys() & found.keys()):
+            which = f" (its {', '.join(other)})" if any(other) else ""
+            return f"sample {index} of {loader.name} is not the one that the run was trained with{which}"
+    return ""
+
+
+# --- code
+
+
+def code_of(value: Any) -> str | None:
+    """Return a digest of the code of a function, or of an object's class, and of what it was made with.
+
+    Comments, docstrings and formatting do not count. Of what is installed, as PyTorch's own losses are, the name
+    counts, and the options; of a model, its `forward` and that of its parts. None where there is nothing to tell.
+
+    >>> code_of(nn.CrossEntropyLoss(label_smoothing=0.1)) == code_of(nn.CrossEntropyLoss())
+    False
+    """
+    if value is None:
+        return None
+    parts = [one for one in _code_parts(value) if one]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest() if parts else None
+
+
+def _code_parts(value: Any) -> list[str]:
+    if isinstance(value, functools.partial):
+        options = [content_of(one) or "" for one in (list(value.args), value.keywords)]
+        return [*_code_parts(value.func), *options]
+    if inspect.ismethod(value):
+        return [value.__func__.__qualname__, *_code_parts(value.__self__)]
+    if isinstance(value, FunctionType):
+        return [_source(value), *_held(value)]
+    if not hasattr(value, "__dict__") or isinstance(value, type):
+        return [_name_of(value)]  # built in, or a class
+    options = {}
+    if isinstance(value, nn.Module):
+        options = {name: getattr(value, name, None) for name in getattr(value, "__constants__", ())}
+        options |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
+    elif dataclasses.is_dataclass(value):
+        options = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    told = [f"{name}={content_of(option)}" for name, option in sorted(options.items()) if content_of(option)]
+    return [_source(type(value)), *told]
+
+
+def _held(function: FunctionType) -> list[str]:
+    """Return what a function closes over and has for defaults, where that cannot change by itself."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    lasting = [one for one in (*cells, *(function.__defaults__ or ())) if isinstance(one, (str, int, float, tuple))]
+    tensors = [one for one in cells if isinstance(one, torch.Tensor) and not one.requires_grad]
+    functions = [part for one in cells if isinstance(one, FunctionType) for part in _code_parts(one)]
+    return [*(content_of(one) or "" for one in (*lasting, *tensors)), *functions]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _name_of(value: Any) -> str:
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _source(value: Any) -> str:
+    """Return the code of a function or class of the user's as a normal form; the name of what is installed."""
+    module = sys.modules.get(value.__module__)
+    file = getattr(module, "__file__", None) or ""
+    if file.startswith(_INSTALLED) or value.__module__.partition(".")[0] in ("builtins", "omnitrain"):
+        return _name_of(value)
+    if getattr(value, "__name__", "") != "<lambda>":  # whose source is the whole statement that it stands in
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+        except (OSError, TypeError, SyntaxError, ValueError):
+            pass
+        else:
+            return ast.dump(_Bare().visit(tree))
+    code = getattr(value, "__code__", None)
+    return _name_of(value) if code is None else _compiled(code)
+
+
+def _compiled(code: Any) -> str:
+    """Return byte code and what it names, in a form without addresses."""
+    constants = [_compiled(one) if hasattr(one, "co_code") else _constant(one) for one in code.co_consts]
+    return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
+
+
+def _constant(value: Any) -> str:
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes docstrings away."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            node.body = body[1:] or [ast.Pass()]  # type: ignore[index]
+        return node
+
+
+def _model_code(model: nn.Module) -> str | None:
+    kinds: set[Any] = {type(module).forward for module in unwrap(model).modules()}
+    sources = sorted({_source(forward) for forward in kinds if isinstance(forward, FunctionType)})
+    return hashlib.blake2b("\n".join(sources).encode(), digest_size=8).hexdigest()
+
+
+# --- both
+
+
+class Difference(NamedTuple):
+    """Something that is not what it was.
+
+    Attributes:
+        name: By which it may be allowed to change.
+        words: What differs.
+    """
+
+    name: str
+    words: str
+
+    @property
+    def kind(self) -> str:
+        """Whether it is data or code."""
+        return "data" if self.name.endswith("_dataset") else "code"
+
+
+class Identity:
+    """What a run is trained on and with, as digests.
+
+    Args:
+        settings: The arguments of the trainer.
+        sets: Its data.
+        model: The model.
+    """
+
+    def __init__(self, settings: Settings, sets: Sets, model: nn.Module) -> None:
+        self._settings = settings
+        self._sets = sets
+        self._model = model
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the digests as JSON types."""
+        data = {name: {key: data_of(one) for key, one in sets.items()} for name, sets in self._loaders().items()}
+        return {"python": _PYTHON, "data": data, "code": self._code()}
+
+    def differences(self, then: Mapping[str, Any]) -> list[Difference]:
+        """Return what differs from the digests of a checkpoint, of that which both have."""
+        found = []
+        for name, sets in self._loaders().items():
+            for key, loader in sets.items():
+                before = then["data"].get(name, {}).get(key)
+                if before is not None and name == "train_dataset" and loader.size != before["size"]:
+                    continue  # the settings tell that
+                words = "" if before is None else _changed_data(before, loader)
+                if words:
+                    found.append(Difference(name, words))
+        if then["python"] != _PYTHON:
+            return found  # whose form of the same code is another one
+        now = self._code()
+        for name, parts in then["code"].items():
+            for part, digest in parts.items():
+                if now.get(name, {}).get(part, digest) != digest:
+                    which = f"{part!r}" if part else f"`{name}`"
+                    words = f"the code or the options of {which} are not those that the run was trained with"
+                    found.append(Difference(name, words))
+        return found
+
+    def _loaders(self) -> dict[str, dict[str, Any]]:
+        train, evaluated = self._sets.train, self._sets.eval
+        named = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+        return {"train_dataset": {"": train}, "eval_dataset": named}
+
+    def _code(self) -> dict[str, dict[str, str]]:
+        """Return digests by argument, and under it by name where there may be several."""
+        settings = self._settings
+        single = {name: code_of(getattr(settings, name)) for name in ("loss_fn", "unit", "data_collator")}
+        single["model"] = _model_code(self._model)
+        found = {name: {"": digest} for name, digest in single.items() if digest}
+        metrics = settings.compute_metrics
+        metrics = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
+        functions = [one for one in metrics if one is not None and not isinstance(one, str)]
+        digests = {_name_of(one): code_of(one) for one in functions}
+        return {**found, "compute_metrics": {name: digest for name, digest in digests.items() if digest}}
