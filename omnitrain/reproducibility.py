@@ -118,17 +118,42 @@ class _PythonGenerator:
         random.seed(seed)
 
 
+def _find_flag() -> Any:
+    """Return the flag of numpy's legacy generator that says whether a normal number is in store; None if not found.
+
+    It stands in the generator's object before that number, which is looked for there. Asking numpy takes as long as
+    asking for the whole state.
+    """
+    generator: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+    if sys.implementation.name != "cpython":
+        return None
+    before, number = generator.get_state(legacy=False), 1.2345678901234567e-89
+    try:
+        generator.set_state({**before, "has_gauss": 1, "gauss": number})
+        content = bytes((ctypes.c_char * generator.__sizeof__()).from_address(id(generator)))
+        place = content.find(struct.pack("=ixxxxd", 1, number))
+        if place < 0:
+            return None
+        flag = ctypes.c_int32.from_address(id(generator) + place)
+        generator.set_state({**before, "has_gauss": 0, "gauss": 0.0})
+        return flag if flag.value == 0 else None
+    finally:
+        generator.set_state(before)
+
+
 class _NumpyGenerator:
     """numpy's legacy generator. Reading or setting its whole state takes 25 microseconds, so its memory is looked at.
 
     `ctypes.state_address` (public) points to the Mersenne Twister's 624 words of 32 bits and its position. Not in
     there is the normal number that `randn` may have in store for its next call; with one, the whole state is used.
+    Whether there is one has to be asked for each time: a generator that is seeded anew comes to the same words without.
     """
 
     def __init__(self) -> None:
         self._bit_generator: Any = None
         self._memory: Any = None
         self._known: tuple[Any, Any] = (None, None)
+        self._in_store = _find_flag()
 
     def _peek(self) -> Any:
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -136,25 +161,26 @@ class _NumpyGenerator:
             self._bit_generator, self._memory = bit_generator, None
             if isinstance(bit_generator, np.random.MT19937):
                 self._memory = (ctypes.c_uint32 * 625).from_address(bit_generator.ctypes.state_address)
-        return repr(np.random.get_state(legacy=False)) if self._memory is None else bytes(self._memory)
+        if self._memory is None or self._in_store is None:
+            return repr(np.random.get_state(legacy=False)), True
+        return bytes(self._memory), bool(self._in_store.value)
 
     def mark(self) -> Any:
         peek = self._peek()
-        if self._known[0] != peek or self._known[1]["has_gauss"]:
+        if self._known[0] != peek or peek[1]:
             self._known = (peek, np.random.get_state(legacy=False))
         return self._known
 
     def moved(self, mark: Any) -> bool:
-        peek, state = mark
-        return self._peek() != peek or (state["has_gauss"] and not np.random.get_state(legacy=False)["has_gauss"])
+        return self._peek() != mark[0]
 
     def restore(self, mark: Any) -> None:
-        peek, state = mark
-        if self._memory is None or state["has_gauss"]:
+        (words, has_more), state = mark
+        if has_more:
             np.random.set_state(state)
         else:
             np.random.seed(0)  # drops the number in store
-            ctypes.memmove(self._memory, peek, len(peek))
+            ctypes.memmove(self._memory, words, len(words))
 
     def seed(self, seed: int) -> None:
         # The upper half: numpy and torch run the same Mersenne Twister, so that the same 32 bits as torch's would give

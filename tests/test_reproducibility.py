@@ -234,3 +234,25 @@ def test_nondeterministic_kernels_are_forbidden_inside_only(monkeypatch: pytest.
             raise KeyError
         assert not torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a setting of the user's own stays
+
+
+def test_a_normal_number_in_store_is_kept_though_the_words_were_seen_without_one() -> None:
+    def state_after(seed: int, draw: Callable[[], Any]) -> dict[str, Any]:
+        np.random.seed(seed)
+        draw()
+        return np.random.get_state(legacy=False)  # type: ignore[return-value]
+
+    def words_after(seed: int, draw: Callable[[], Any]) -> tuple[Any, ...]:
+        state = state_after(seed, draw)["state"]
+        return (*state["key"].tolist(), state["pos"])
+
+    # two numbers take as many words as a pair of normal ones, of which one is stored, unless a pair is rejected
+    uniform, normal = (lambda: np.random.rand(2)), np.random.randn
+    seed = next(seed for seed in range(50) if words_after(seed, uniform) == words_after(seed, normal))
+    state_after(seed, uniform)
+    without = NUMPY.mark()
+    stored = state_after(seed, normal)["gauss"]
+    assert NUMPY.moved(without)
+    with isolated_rng():
+        np.random.rand(3)
+    assert np.random.randn() == stored
