@@ -206,7 +206,9 @@ class Settings:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Return the settings that a caller's arguments mean, with what None stands for filled in."""
-        filled = {name: value for name, value in given.items() if value is not None or name not in NONE_IS_DEFAULT}
+        filled: dict[str, Any] = {
+            name: value for name, value in given.items() if value is not None or name not in NONE_IS_DEFAULT
+        }
         if all(given.get(name) is None for name in ("epochs", "max_steps", "max_duration")):
             filled["epochs"] = DEFAULT_EPOCHS
         return cls(**filled)
