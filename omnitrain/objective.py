@@ -237,8 +237,9 @@ class Objective:
         Raises:
             ObjectiveError: If it is not among them.
         """
-        known = ["loss", *names]
-        self.key(dict.fromkeys([f"eval_{name}" for name in known] + [f"eval_{s}_{n}" for s in sets for n in known], 0))
+        known, sets = ["loss", *names], list(sets)
+        plain = ["loss"] if sets else known  # over named sets nothing but the loss is averaged
+        self.key(dict.fromkeys([f"eval_{name}" for name in plain] + [f"eval_{s}_{n}" for s in sets for n in known], 0))
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Return whether `value` is strictly better; what is not finite never is, and loses to all that is."""

@@ -173,6 +173,7 @@ class Settings:
     patience: int | None = None
     delta: float = 0.0
     early_stopper: Callable[[int, float], bool] | None = None
+    sanity: bool = True
     # cadence
     eval_steps: int | str | Duration | None = None
     eval_on_start: bool = False
@@ -231,7 +232,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
             "keep_every")  # fmt: skip
 NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
-SWITCHES = ("shuffle", "pin_memory", "eval_on_start", "load_best_at_end", "overwrite", "save_required",
+SWITCHES = ("shuffle", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite", "save_required",
             "save_only_model", "async_save", "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {

@@ -68,6 +68,8 @@ class Loader:
     name: str = "the data"
     counts_samples = True
     deals_samples = False
+    samples_iterated: int = 0
+    """Samples that `iter()` gave since `set_epoch`, as in a loop of the user's own."""
     _epoch = 0
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
@@ -86,15 +88,21 @@ class Loader:
         """Return the samples of this process's micro-batch, `turn` batches behind a position; None if unknown."""
         return None
 
+    def first_batch(self) -> Iterator[Counted]:
+        """Yield the first batch of epoch 0, and no other; the next pass begins at the beginning again."""
+        return itertools.islice(self.counted(0), 1)
+
     def close(self) -> None:
         """End worker processes, if there are any; the next pass starts new ones."""
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next pass over the loader is."""
-        self._epoch = epoch
+        self._epoch, self.samples_iterated = epoch, 0
 
     def __iter__(self) -> Iterator[Any]:
-        return self.batches(self._epoch)
+        for batch, samples in self.counted(self._epoch):
+            self.samples_iterated += samples
+            yield batch
 
 
 def end_workers(*loaders: Any) -> None:
@@ -187,7 +195,13 @@ class MapLoader(Loader):
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, without reading what is before."""
-        requests = self.sampler.batches(epoch, position)
+        return self._read(epoch, self.sampler.batches(epoch, position))
+
+    def first_batch(self) -> Iterator[Counted]:
+        """Yield the first batch of epoch 0; workers read no other ahead."""
+        return self._read(0, itertools.islice(self.sampler.batches(0), 1))
+
+    def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[Counted]:
         if self._workers is not None:
             self._requests.pending = ((epoch, indices) for indices in requests)
             yield from start_workers(self._workers)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +17,7 @@ from torch.utils.data import default_convert
 
 from omnitrain.data.collation import IGNORED_LABEL, tensors_in
 from omnitrain.data.loaders import Loader
-from omnitrain.errors import DataError
+from omnitrain.errors import DataError, OmnitrainError
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
@@ -23,7 +25,17 @@ from omnitrain.run.suspects import suspects
 from omnitrain.scoring import Scorer, to_numpy
 from omnitrain.units import StepOutput
 
-__all__ = ["Evaluation", "Predictions", "evaluating", "words_for"]
+__all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating", "words_for"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_LONG_S = 60.0
+"""Seconds after which an evaluation of unknown length is told of."""
+
+
+class Inconclusive(Exception):
+    """What fails on the first batch of a set may be right on all of it, such as a ranking of one class."""
+
 
 Scores = TypeVar("Scores")
 
@@ -78,7 +90,9 @@ class Evaluation:
         self.feed = feed
         self.scorer = scorer
 
-    def evaluate(self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool]) -> dict[str, float] | None:
+    def evaluate(
+        self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
+    ) -> dict[str, float] | None:
         """Return `<prefix>_loss` and the metrics of a loader, or of a dict of them; None if a signal cut it short.
 
         Named sets give `<prefix>_<name>_loss` and so on, and `<prefix>_loss` is the mean of their losses.
@@ -87,13 +101,18 @@ class Evaluation:
             loader: The loader, or loaders by name.
             prefix: What the names of the results begin with.
             is_interrupted: Asked before each batch, with its number, whether to end here.
+            only_first: Whether only the first batch of each set is evaluated.
+
+        Raises:
+            Inconclusive: The first batch cannot be scored, and all of the set perhaps can.
         """
         if not isinstance(loader, Mapping):
-            result = self._run(loader, is_interrupted, keeps=self.scorer.keeps_predictions, named=words_for(prefix))
+            keeps = self.scorer.keeps_predictions
+            result = self._run(loader, is_interrupted, keeps, words_for(prefix), only_first)
             return None if result is None else {f"{prefix}_{key}": value for key, value in result.metrics.items()}
         named: dict[str, float] = {}
         for name, one in loader.items():
-            metrics = self.evaluate(one, f"{prefix}_{name}", is_interrupted)
+            metrics = self.evaluate(one, f"{prefix}_{name}", is_interrupted, only_first)
             if metrics is None:
                 return None
             named |= metrics
@@ -117,7 +136,12 @@ class Evaluation:
         return self.hooks.backend.forward(self.hooks._forward, batch)
 
     def _run(
-        self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, named: str = ""
+        self,
+        loader: Loader,
+        is_interrupted: Callable[[int], bool],
+        keeps: bool,
+        named: str = "",
+        only_first: bool = False,
     ) -> Predictions | None:
         """Run the model over a loader. Losses and streaming metrics are summed on the device.
 
@@ -126,6 +150,7 @@ class Evaluation:
             is_interrupted: Asked before each batch, with its number, whether to end here.
             keeps: Whether to keep outputs and labels as arrays.
             named: The set in words, if it is to be evaluated: then it must have a loss.
+            only_first: Whether to end after the first batch.
         """
         needs_loss = bool(named)
         hooks, scorer = self.hooks, self.scorer
@@ -134,8 +159,11 @@ class Evaluation:
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, number = 0.0, False, -1
         kept: list[tuple[Any, ...]] = []
+        batches = self.feed.in_step(loader, only_first)
         with evaluating(hooks):
-            for number, (batch, samples) in enumerate(self.feed.in_step(loader)):
+            for number, (batch, samples) in enumerate(
+                batches if loader.size is not None else _told_if_long(batches, named)
+            ):
                 if is_interrupted(number):
                     return None
                 counts = samples > 0  # else it is a stand-in
@@ -178,13 +206,23 @@ class Evaluation:
             labels, extra = (_join([one[i] for one in kept]) if keeps else None for i in (1, 2))
             loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
             if needs_loss and not weights:
-                raise _nothing_to_evaluate(named, any(one[3] for one in sums))
+                error = _nothing_to_evaluate(named, any(one[3] for one in sums))
+                if only_first and number >= 0:
+                    raise Inconclusive from error
+                raise error
             metrics = {"loss": loss / weights} if weights else {}
             if any(one[2] for one in sums):
                 arrays = predictions, labels, extra
-                metrics |= ranks.on_main(
-                    "the metrics of an evaluation", lambda: _scored(loader, scorer.compute, *arrays)
-                )
+                try:
+                    metrics |= ranks.on_main(
+                        "the metrics of an evaluation", lambda: _scored(loader, scorer.compute, *arrays)
+                    )
+                except OmnitrainError:  # ours is of any number of batches
+                    raise
+                except Exception as error:
+                    if only_first:
+                        raise Inconclusive from error
+                    raise
         return Predictions(predictions, labels, metrics)
 
     def _seen(self, output: StepOutput) -> tuple[Any, Any] | None:
@@ -205,6 +243,19 @@ class Evaluation:
             return None
         predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
         return default_convert(predictions), default_convert(labels)
+
+
+def _told_if_long(batches: Iterable[Any], named: str) -> Iterator[Any]:
+    """Yield the batches of data of unknown length, which may have no end; say so once that may be the case."""
+    begin, limit = time.monotonic(), _LONG_S
+    for number, batch in enumerate(batches):
+        yield batch
+        if not number % 16 and (passed := time.monotonic() - begin) > limit:
+            limit = 2 * passed
+            logger.warning(
+                "%s goes on after %d batches and %d seconds, and its length is unknown. If it has no end, cut it, for "
+                "example with itertools.islice.", named[:1].upper() + named[1:] or "The data", number + 1, passed,
+            )  # fmt: skip
 
 
 def words_for(prefix: str) -> str:

@@ -175,9 +175,14 @@ class Feed:
 
     # --- evaluations
 
-    def in_step(self, loader: Loader) -> Iterator[Counted]:
-        """Yield the batches of an evaluation, as many as any rank has: data that end earlier go on as stand-ins."""
-        batches, ranks = loader.counted(0), self._ranks
+    def in_step(self, loader: Loader, only_first: bool = False) -> Iterator[Counted]:
+        """Yield the batches of an evaluation, as many as any rank has: data that end earlier go on as stand-ins.
+
+        Args:
+            loader: The loader.
+            only_first: Whether to yield the first batch alone.
+        """
+        batches, ranks = loader.first_batch() if only_first else loader.counted(0), self._ranks
         if isinstance(loader, MapLoader):  # whose batches are as many by themselves
             yield from self.until_signal(batches)
             return
@@ -190,7 +195,7 @@ class Feed:
             count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, own)
             done += int(samples)
             if not count:
-                if loader.size not in (None, done) and self._lifecycle.control.stop != "signal":
+                if not only_first and loader.size not in (None, done) and self._lifecycle.control.stop != "signal":
                     raise _other_count(done, loader.size)
                 return
             if empty or last is None:

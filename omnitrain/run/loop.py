@@ -19,10 +19,10 @@ from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.data.loaders import Loader, end_workers
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
-from omnitrain.events import Control
+from omnitrain.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
+from omnitrain.events import Algorithm, Control
 from omnitrain.precision import is_out_of_memory
-from omnitrain.run.evaluation import Evaluation, words_for
+from omnitrain.run.evaluation import Evaluation, Inconclusive, words_for
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
@@ -104,6 +104,9 @@ class Loop:
             lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save
             self.evaluate(counts=lifecycle.progress.step > 0)
             self.answer()
+        elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
+            self.rehearse_evaluation()
+            self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
         if self.has_epoch_to_end:  # a checkpoint on an epoch's last step comes before the epoch's end
             lifecycle.begin_epoch()
@@ -167,7 +170,7 @@ class Loop:
             raise ConfigError(
                 f"{type(hooks).__name__}._train_epoch must return the epoch's mean loss as a float, got {train_loss!r}."
             )
-        train_loss = float(train_loss)
+        train_loss = self._mean_over_ranks(float(train_loss))
         if not meter.weight and math.isfinite(train_loss):
             meter.add(torch.tensor(train_loss), 1)  # a loop of the user's own: its mean is what there is to log
         elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_own_epoch:
@@ -300,8 +303,7 @@ class Loop:
         try:
             metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
-            if is_out_of_memory(error):
-                error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")
+            _note_memory(error)
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
             add_place(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
             raise
@@ -323,6 +325,40 @@ class Loop:
         follows = hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing
         if hooks.lr_scheduler is not None and follows and math.isfinite(metrics[key]):
             hooks.lr_scheduler.step(metrics[key])
+
+    def rehearse_evaluation(self) -> None:
+        """Evaluate the first batch of each set for what it raises, which would else come after hours of training.
+
+        It leaves no trace: no event, no row, no random number, nothing for the best or for patience. What a batch does
+        not settle (a metric of a user's own may need all classes) is settled by the whole set.
+        """
+        evaluation, loader = self.evaluation, self.sets.eval
+        try:
+            try:
+                self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
+            except (Inconclusive, ObjectiveError) as error:
+                reason = error.__cause__ or error
+                logger.warning(
+                    "Before step 1 all of the evaluation set is evaluated, since its first batch cannot be scored by "
+                    "itself (%s: %s). `sanity=False` leaves that out.", type(reason).__name__, reason,
+                )  # fmt: skip
+                self._check(evaluation.evaluate(loader, "eval", self.is_interrupted))
+        except Exception as error:
+            _note_memory(error)
+            error.add_note(
+                "It was the rehearsal of evaluations before the first step; `sanity=False` leaves that out, and the "
+                "first evaluation would raise the same."
+            )
+            raise
+
+    def _check(self, metrics: Mapping[str, float] | None) -> None:
+        """Raise for metrics that a run could not go by; None are those of an evaluation that a signal cut short."""
+        if metrics is None:
+            return
+        if self.settings.on_nonfinite == "raise":
+            self._refuse_nonfinite(metrics)
+        if all(type(one).transform_metrics is Algorithm.transform_metrics for one in self.hooks.algorithms):
+            self.lifecycle.objective.key(metrics)
 
     def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:
         """Raise for a set whose loss is not finite, with its samples named."""
@@ -387,6 +423,22 @@ class Loop:
         """Whether the trainer's class has an epoch of its own."""
         return type(self.hooks)._train_epoch is not Hooks._train_epoch
 
+    def _mean_over_ranks(self, train_loss: float) -> float:
+        """Return the mean of what the ranks returned, weighted by the samples that each took from `train_loader`.
+
+        The loop of ours has exchanged it already.
+        """
+        if not self.has_own_epoch or self.ranks.world_size == 1:
+            return train_loss
+        samples = getattr(self.sets.train, "samples_iterated", 0)
+        weighted = train_loss * samples if samples else 0.0
+        done, total, samples, plain = self.ranks.sum(
+            "the mean loss of an epoch", self.step.loss.weight, weighted, samples, train_loss
+        )
+        if done:
+            return train_loss
+        return total / samples if samples else plain / self.ranks.world_size
+
     @contextlib.contextmanager
     def _counting_steps_of_others(self) -> Iterator[None]:
         """Count the optimizer steps of a `_train_epoch` of the user's own, which does not count them itself."""
@@ -408,3 +460,9 @@ class Loop:
                 handle.remove()
         if progress.step == before:
             progress.step += taken[0]
+
+
+def _note_memory(error: Exception) -> None:
+    """Name the remedy where the memory of a device has ended in an evaluation."""
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")

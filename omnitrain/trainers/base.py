@@ -151,6 +151,7 @@ class BaseTrainer(Hooks, ABC):
         patience: int | None = None,
         delta: float = 0.0,
         early_stopper: Callable[[int, float], bool] | None = None,
+        sanity: bool = True,
         # cadence
         eval_steps: int | str | Duration | None = None,
         eval_on_start: bool = False,
@@ -219,6 +220,7 @@ class BaseTrainer(Hooks, ABC):
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.
             delta: What an improvement must exceed to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            sanity: Whether a batch of each evaluation set is run and scored before step 1, for errors alone.
             eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.
             save_steps: Interval of checkpoints: steps or a duration; None is each epoch, if `save_dir` is set.

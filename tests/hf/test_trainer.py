@@ -390,7 +390,7 @@ def test_the_best_checkpoint_is_the_best_by_the_metrics_own_direction(
     scores = iter([0.9, 0.2, 0.5, 0.5, 0.5])
     trainer = make(
         Model(), Keyed(), arguments(load_best_model_at_end=True, metric_for_best_model=metric, save_total_limit=1),
-        eval_dataset=Keyed(4), compute_metrics=lambda _: {metric: next(scores)},
+        eval_dataset=Keyed(4), compute_metrics=lambda _: {metric: next(scores)}, sanity=False,
     )  # fmt: skip
     metrics = trainer.train()
     assert metrics["best_step"] == best and metrics["best_checkpoint"] == f"checkpoint-{best:06d}"
@@ -897,8 +897,8 @@ def test_other_settings_are_refused_naming_both_values(arguments: Any) -> None:
 def test_saving_the_best_only_keeps_the_best_and_the_last(arguments: Any, tmp_path: Path) -> None:
     scores = iter([0.5, 0.4, 0.9, 0.8, 0.7])
     args = arguments(save_strategy="best", metric_for_best_model="accuracy", load_best_model_at_end=True)
-    trainer = make(Model(), Keyed(), args, eval_dataset=Keyed(4), compute_metrics=lambda _: {"accuracy": next(scores)})
-    trainer.train()
+    metrics = {"compute_metrics": lambda _: {"accuracy": next(scores)}, "sanity": False}
+    make(Model(), Keyed(), args, eval_dataset=Keyed(4), **metrics).train()
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
         "checkpoint-000002", "checkpoint-000006", "checkpoint-000010",
     ]  # fmt: skip
@@ -907,7 +907,8 @@ def test_saving_the_best_only_keeps_the_best_and_the_last(arguments: Any, tmp_pa
 def test_transformers_state_in_a_checkpoint_knows_the_best_one(arguments: Any, tmp_path: Path) -> None:
     scores = iter([0.5, 0.9, 0.4, 0.3, 0.2])
     args = arguments(metric_for_best_model="accuracy", load_best_model_at_end=True)
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), compute_metrics=lambda _: {"accuracy": next(scores)}).train()
+    metrics = {"compute_metrics": lambda _: {"accuracy": next(scores)}, "sanity": False}
+    make(Model(), Keyed(), args, eval_dataset=Keyed(4), **metrics).train()
     for step in (4, 8):
         state = json.loads((tmp_path / "run" / f"checkpoint-{step:06d}" / "trainer_state.json").read_text())
         assert (state["best_metric"], state["best_global_step"]) == (0.9, 4)

@@ -10,11 +10,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Sentences, Tagger, rows, t16
+from recipes import Sentences, Tagger, Trace, rows, same, t16
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from omnitrain import AccelerateTrainer, DataError, HFTrainer, NonFiniteError, StepOutput, Trainer
+from omnitrain import (
+    AccelerateTrainer,
+    Callback,
+    DataError,
+    HFTrainer,
+    NonFiniteError,
+    ObjectiveError,
+    StepOutput,
+    Trainer,
+)
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
@@ -285,3 +294,191 @@ def test_an_evaluation_set_without_a_label_that_counts_is_refused() -> None:
     data.labels[:] = -100
     with pytest.raises(DataError, match="nothing to evaluate in the evaluation set: none of its labels counts"):
         train(Trainer, Tagger(), Sentences(8), data)
+
+
+# The rehearsal before the first step
+
+
+class Watch(Callback):
+    """Writes down the step and the event of everything that callbacks are told."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_start(self, trainer: Any) -> None:
+        self.steps += 1
+
+
+def classes(size: int = 16, dtype: torch.dtype = torch.long) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(size, 4, generator=generator), (torch.arange(size) % 3).to(dtype))
+
+
+def crashing(y_true: Any, y_pred: Any) -> dict[str, float]:
+    raise KeyError("no such thing")
+
+
+class Nameless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, topic: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, topic), "logits": logits}
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a metric that crashes": ({"compute_metrics": crashing}, KeyError, "no such thing"),
+    "a metric that is no number": ({"compute_metrics": lambda p: {"m": "high"}}, DataError, "'m' is no number"),
+    "another metric to go by": (
+        {"compute_metrics": lambda p: {"hits": 1.0}, "optimization_metric": "accuracy"}, ObjectiveError, "'hits'"
+    ),
+    "labels out of range": (
+        {"eval_dataset": TensorDataset(torch.randn(8, 4), torch.full((8,), 7)), "compute_metrics": "accuracy",
+         "loss_fn": lambda outputs, labels: F.cross_entropy(outputs, labels.clamp(max=2))},
+        DataError, "8 labels are outside 0..2",
+    ),
+    "labels of another shape": (
+        {"eval_dataset": TensorDataset(torch.randn(8, 4), torch.zeros(8, 2).long()), "compute_metrics": "accuracy",
+         "loss_fn": lambda outputs, labels: outputs.sum() * 0}, DataError, "cannot score",
+    ),
+    "a NaN": (
+        {"eval_dataset": TensorDataset(torch.full((8, 4), float("nan")), torch.zeros(8).long())}, NonFiniteError, "0, 1"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_an_evaluation_would_raise_is_raised_before_the_first_step(trainer_class: Any, case: str) -> None:
+    options, error, told = WRONG[case]
+    watch = Watch()
+    options = {"loss_fn": F.cross_entropy, "callbacks": [watch], "eval_dataset": classes(), **options}
+    with pytest.raises(error, match=told) as caught:
+        train(trainer_class, nn.Linear(4, 3), classes(), options.pop("eval_dataset"), **options)
+    assert watch.steps == 0
+    assert any("rehearsal of evaluations before the first step" in note for note in caught.value.__notes__)
+    with pytest.raises(error, match=told):
+        train(trainer_class, nn.Linear(4, 3), classes(), WRONG[case][0].get("eval_dataset", classes()),
+              **{name: value for name, value in options.items() if name != "eval_dataset"}, sanity=False)  # fmt: skip
+    assert watch.steps == 2
+
+
+def test_a_metric_is_no_mean_over_named_sets_which_is_told_at_construction(trainer_class: Any) -> None:
+    with pytest.raises(ObjectiveError, match=r"'accuracy'.*not among the metrics: 'loss', .*'web_accuracy'"):
+        train(
+            trainer_class, nn.Linear(4, 3), classes(), {"dev": classes(), "web": classes()}, loss_fn=F.cross_entropy,
+            compute_metrics="accuracy", optimization_metric="accuracy",
+        )  # fmt: skip
+
+
+def test_every_named_set_is_rehearsed(trainer_class: Any) -> None:
+    watch, bad = Watch(), TensorDataset(torch.randn(8, 5), torch.zeros(8).long())
+    with pytest.raises(RuntimeError, match="shapes"):
+        train(
+            trainer_class, nn.Linear(4, 3), classes(), {"dev": classes(), "web": bad}, loss_fn=F.cross_entropy,
+            callbacks=[watch],
+        )  # fmt: skip
+    assert watch.steps == 0
+
+
+def test_a_metric_that_needs_more_than_a_batch_is_asked_for_the_whole_set(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = []
+
+    def needs_all(y_true: Any, y_pred: Any) -> dict[str, float]:
+        sizes.append(len(y_true))
+        if len(set(y_true)) < 3:
+            raise ValueError("a class is missing")
+        return {"agreement": float((y_true == y_pred).mean())}
+
+    x, y = classes(12).tensors
+    subject = train(
+        Trainer, nn.Linear(4, 3), classes(), TensorDataset(x, y.sort().values), loss_fn=F.cross_entropy, epochs=1,
+        compute_metrics=needs_all, optimization_metric="agreement", optimization_direction="max", eval_batch_size=4,
+    )  # fmt: skip
+    assert sizes == [4, 12, 12] and len(subject.metrics["valid"]) == 1
+    assert "(ValueError: a class is missing)" in caplog.text
+
+
+class Counted(Dataset[Any]):
+    """Rows that write down which of them were read, and draw random numbers on the way."""
+
+    def __init__(self, size: int) -> None:
+        self.data, self.read = rows(size), []
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        x, y = self.data[index]
+        return x + 0.1 * torch.randn(4, dtype=torch.float64), y
+
+
+def test_the_rehearsal_leaves_no_trace(trainer_class: Any) -> None:
+    def history(sanity: bool) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+        trace, valid = Trace(), Counted(10)
+        subject = train(
+            trainer_class, model, Counted(12), valid, loss_fn=F.mse_loss, callbacks=[trace], patience=1, log_steps=1,
+            batch_size=4, epochs=3, learning_rate=0.05, sanity=sanity, compute_metrics=["mse"], load_best_at_end=False,
+        )  # fmt: skip
+        logs = [{key: value for key, value in row.items() if "per_second" not in key} for row in trace.logs]
+        return list(model.state_dict().values()), trace.events, logs, subject.metrics.to_dict(), valid.read
+
+    with_it, without = history(True), history(False)
+    assert same(with_it[0], without[0])
+    assert with_it[1:4] == without[1:4]
+    # the first of four is read twice, since it was then noticed that it draws random numbers
+    assert len(with_it[4]) == len(without[4]) + 4 and with_it[4][:4] == [0, 1, 2, 3]
+
+
+def test_a_resumed_run_is_rehearsed_too_and_goes_on_with_the_same_bits(trainer_class: Any, tmp_path: Path) -> None:
+    def trained(folder: Path, epochs: int, resume: Any = None, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = t16(dropout=0.3)
+        placed = {"device": "cpu"} if trainer_class is Trainer else {}
+        subject = trainer_class(
+            model, train_dataset=rows(24), eval_dataset=rows(10), loss_fn=F.mse_loss, epochs=epochs, progress_bar=False,
+            save_dir=folder, learning_rate=0.05, load_best_at_end=False, **placed, **options,
+        )  # fmt: skip
+        subject.train(resume)
+        return list(model.state_dict().values())
+
+    straight = trained(tmp_path / "a", 3, sanity=False)
+    trained(tmp_path / "b", 1)
+    with pytest.raises(KeyError):
+        trained(tmp_path / "b", 3, "auto", compute_metrics=crashing)
+    assert same(trained(tmp_path / "b", 3, "auto"), straight)
+
+
+def test_one_batch_is_read_also_by_workers(trainer_class: Any, tmp_path: Path) -> None:
+    class Noted(Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            with open(tmp_path / "read", "a") as file:
+                file.write(f"{index}\n")
+            return rows(40)[index]
+
+    train(
+        trainer_class, t16(), rows(8), Noted(), loss_fn=F.mse_loss, epochs=1, num_workers=2, eval_batch_size=4
+    )  # fmt: skip
+    read = [int(line) for line in (tmp_path / "read").read_text().split()]
+    assert sorted(read) == sorted([0, 1, 2, 3, *range(40)])
+
+
+def test_eval_on_start_needs_no_rehearsal() -> None:
+    valid = Counted(8)
+    train(Trainer, t16(), rows(8), valid, loss_fn=F.mse_loss, epochs=1, eval_on_start=True, eval_batch_size=8)
+    assert valid.read == list(range(8)) * 3  # once more, since it was noticed that it draws
+
+
+def test_an_evaluation_whose_end_is_unknown_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("omnitrain.run.evaluation._LONG_S", 0.0)
+    trainer(t16(), loss_fn=F.mse_loss).evaluate(Streamed(rows(8)))
+    assert "The evaluation set goes on after 1 batches and 0 seconds, and its length is unknown" in caplog.text
