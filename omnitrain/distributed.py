@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import io
 import itertools
 import json
 import logging
@@ -23,8 +24,9 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -75,6 +77,14 @@ class Ranks:
         """Return the result of `work` on the main rank; raise its error on all ranks."""
         return work()
 
+    def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
+        """Return the lists of all ranks in order on the main one, nothing on the others; empties `values`."""
+        return [values]
+
+    def share(self, what: str, value: T) -> T:
+        """Return what the main rank has of a tree of tuples, dicts and arrays."""
+        return value
+
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Broadcast a host tensor from the main rank, in place, and return it."""
         return tensor
@@ -86,6 +96,8 @@ class Ranks:
 
 
 _FIELDS = 20
+_PART = 1 << 24
+"""Bytes that travel at a time where what a rank has is sent in parts."""
 _POLL_INTERVAL = datetime.timedelta(seconds=1)
 _SETUP_TIMEOUT = datetime.timedelta(seconds=60)
 _ERROR_SYNC_S = 5.0
@@ -197,6 +209,48 @@ class ProcessRanks(Ranks):
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
+
+    def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
+        """Return the lists of all ranks in order on the main one, nothing on the others; empties `values`.
+
+        They travel in parts, so that no rank but the main one ever holds more than it had.
+        """
+        self._exchange(what)
+        found: list[list[T]] = [[] for _ in range(self.world_size)]
+        values.reverse()  # from whose end they are taken
+        while True:
+            own = [] if self.is_main else _next_part(values)
+            sizes = torch.zeros(self.world_size, dtype=torch.int64)
+            sizes[self.rank] = sum(map(len, own))
+            self._wait(dist.all_reduce(sizes, group=self._group, async_op=True), what)
+            if not sizes.any():
+                break
+            padded = torch.empty(int(sizes.max()), dtype=torch.uint8)
+            if own:
+                padded[: int(sizes[self.rank])] = torch.frombuffer(bytearray(b"".join(own)), dtype=torch.uint8)
+            parts = [torch.empty_like(padded) for _ in range(self.world_size)] if self.is_main else None
+            self._wait(dist.gather(padded, parts, dst=0, group=self._group, async_op=True), what)
+            for mine, part, size in zip(found, parts or (), sizes.tolist(), strict=False):
+                stream = io.BytesIO(part[:size].numpy().tobytes())
+                while stream.tell() < size:
+                    mine.append(pickle.load(stream))
+        if not self.is_main:
+            return []
+        found[self.rank] = values[::-1]
+        values.clear()
+        return found
+
+    def share(self, what: str, value: T) -> T:
+        """Return what the main rank has of a tree of tuples, dicts and arrays; large arrays travel uncopied."""
+        arrays: list[np.ndarray] = []
+        tree: Any = self.on_main(what, lambda: _without_arrays(value, arrays))
+        if not self.is_main:
+            tree = _with_arrays(tree, arrays)
+        for array in arrays:
+            flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+            for part in flat.split(_PART) if len(flat) else ():
+                self._wait(dist.broadcast(part, src=0, group=self._group, async_op=True), what)
+        return value if self.is_main else tree
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a contiguous host tensor with that of the main process, and return it."""
@@ -451,6 +505,42 @@ def _packed(value: Any) -> torch.Tensor:
 
 def _unpacked(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
+
+
+def _next_part(values: list[Any]) -> list[bytes]:
+    """Take values from the end of a list, until there is enough for one part, and return them packed."""
+    packed, size = [], 0
+    while values and size < _PART:
+        packed.append(pickle.dumps(values.pop()))
+        size += len(packed[-1])
+    return packed
+
+
+class _Blank(NamedTuple):
+    """Where an array was."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _without_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Return a tree with blanks in place of its arrays, which go to `arrays`."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        arrays.append(np.require(value, requirements=["C", "W"]))
+        return _Blank(value.shape, value.dtype.str)
+    if isinstance(value, dict):
+        return {key: _without_arrays(one, arrays) for key, one in value.items()}
+    return tuple(_without_arrays(one, arrays) for one in value) if type(value) is tuple else value
+
+
+def _with_arrays(tree: Any, arrays: list[np.ndarray]) -> Any:
+    """Return a tree with new arrays in place of its blanks, which go to `arrays` too."""
+    if isinstance(tree, _Blank):
+        arrays.append(np.empty(tree.shape, tree.dtype))
+        return arrays[-1]
+    if isinstance(tree, dict):
+        return {key: _with_arrays(one, arrays) for key, one in tree.items()}
+    return tuple(_with_arrays(one, arrays) for one in tree) if type(tree) is tuple else tree
 
 
 def is_of_connection(error: BaseException) -> bool:

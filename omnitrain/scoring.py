@@ -75,6 +75,8 @@ class Scorer:
         self._parts, self._functions = list(parts), list(functions)
         self.keeps_predictions: bool = bool(functions)
         """Whether `compute()` needs all predictions and labels: a plain function can be called only once."""
+        self.is_empty: bool = not parts and not functions
+        """Whether no metrics are asked for."""
         self.higher_is_better: dict[str, bool] = {}
         """The directions that are known, by metric name."""
         for part in parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
@@ -168,6 +168,7 @@ class Settings:
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     unit: Callable[..., Any] | None = None
     compute_metrics: Any = None
+    label_names: Sequence[str] | None = None
     optimization_metric: str = "loss"
     optimization_direction: Literal["max", "min"] | None = None
     patience: int | None = None
@@ -283,6 +284,13 @@ def _check_each(given: Mapping[str, Any]) -> None:
     for name in CALLABLE:
         if given[name] is not None and not callable(given[name]):
             raise ConfigError(f"`{name}` must be callable, got {given[name]!r}.")
+    names = given["label_names"]
+    is_list = isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names)
+    if names is not None and not is_list:
+        raise ConfigError(
+            f"`label_names` must be a list of the keys of labels, such as ['start_positions', 'end_positions'], got "
+            f"{names!r}."
+        )
     for name in ("learning_rate", "weight_decay", "delta"):
         value = given[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol, cast, runtime_checkable
@@ -97,14 +97,17 @@ class ModelUnit:
     Args:
         model: The bare module, looked at for its signature only; the model to run is an argument of the call.
         loss_fn: The user's loss.
+        label_names: The keys of a dict batch's labels, if they are not the usual ones.
 
     >>> unit = ModelUnit(nn.Linear(2, 1), nn.MSELoss())
     >>> unit(nn.Linear(2, 1), (torch.ones(3, 2), torch.ones(3, 1))).outputs.shape
     torch.Size([3, 1])
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, label_names: Sequence[str] = ()) -> None:
         self.loss_fn = loss_fn
+        self.label_names = label_names
+        self._label_keys = (*label_names, *LABEL_KEYS)
         self.model_loss: Callable[..., Any] | None = None
         model = unwrap(model)
         parameters = inspect.signature(model.forward).parameters.values()
@@ -133,7 +136,7 @@ class ModelUnit:
         Raises:
             DataError: If a loss is needed and cannot be found, or is no scalar.
         """
-        labels = labels_of(batch)
+        labels = labels_of(batch, self.label_names)
         needs_loss = torch.is_grad_enabled()
         if self.model_loss is not None:
             outputs = model(batch)
@@ -163,7 +166,7 @@ class ModelUnit:
 
     def _with_labels(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with its labels, if it has any, under the name that the model takes."""
-        for key in LABEL_KEYS:
+        for key in LABEL_KEYS if len(self.label_names) > 1 else self._label_keys:
             if key in batch and key not in self._names:
                 return {"labels" if name == key else name: value for name, value in batch.items()}
         return batch
@@ -172,10 +175,10 @@ class ModelUnit:
         """Return the entries of `batch` that the model is to see; with a `loss_fn` the labels are not among them."""
         fitting = {}
         for key, value in batch.items():
-            is_ours = self.loss_fn is not None and key in LABEL_KEYS and key not in self._needs
+            is_ours = self.loss_fn is not None and key in self._label_keys and key not in self._needs
             if not is_ours and (self._takes is None or key in self._takes):
                 fitting[key] = value
-            elif not is_ours and key not in self._told and not (key in LABEL_KEYS and self.loss_fn is not None):
+            elif not is_ours and key not in self._told and not (key in self._label_keys and self.loss_fn is not None):
                 self._told.add(key)
                 logger.warning("The batch's %r is not passed to the model: its forward() takes no such argument.", key)
         return fitting
@@ -265,14 +268,15 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"[:80]
 
 
-def count_labels(batch: Any, shifted: bool = False) -> int | None:
+def count_labels(batch: Any, shifted: bool = False, names: Sequence[str] = ()) -> int | None:
     """Return how many labels are not -100, where labels are integers of more than one dimension; else None.
 
     Args:
         batch: A batch on the host: counting on a device would wait for it.
         shifted: Count as causal language models do, whose first label has nothing to be predicted from.
+        names: The keys of labels, if they are not the usual ones.
     """
-    labels = labels_of(batch)
+    labels = labels_of(batch, names)
     if isinstance(batch, Mapping) and "shift_labels" in batch:
         labels, shifted = batch["shift_labels"], False
     if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point() or labels.is_complex():

@@ -32,6 +32,7 @@ DECIDING = (
     "grad_reduction",
     "loss_fn",
     "unit",
+    "label_names",
     "algorithms",
     "optimization_metric",
     "optimization_direction",

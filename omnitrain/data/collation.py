@@ -47,6 +47,7 @@ class Collator:
         padding_side: Where the padding goes.
         pad_value: For every key without an entry in `pad_values`.
         pad_values: Padding by key, for example `{"input_ids": tokenizer.pad_token_id}`.
+        label_names: Keys of labels beside the usual ones.
 
     >>> Collator()([{"ids": [1, 2, 3], "labels": [1]}, {"ids": [4], "labels": [2, 3]}])
     {'ids': tensor([[1, 2, 3],
@@ -59,6 +60,7 @@ class Collator:
     padding_side: str = "right"
     pad_value: float = 0
     pad_values: Mapping[str, float] = field(default_factory=dict)
+    label_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("truncation_side", "padding_side"):
@@ -135,7 +137,7 @@ class Collator:
         if self.max_length is not None:
             cut = slice(self.max_length) if self.truncation_side == "right" else slice(-self.max_length, None)
             tensors = [tensor[cut] for tensor in tensors]
-        value = self.pad_values.get(key, IGNORED_LABEL if key in LABEL_KEYS else self.pad_value)
+        value = self.pad_values.get(key, IGNORED_LABEL if key in (*LABEL_KEYS, *self.label_names) else self.pad_value)
         # An empty list says nothing about its type; torch takes it for float.
         dtypes = [tensor.dtype for tensor in tensors if len(tensor)] or [tensors[0].dtype]
         dtype = functools.reduce(torch.promote_types, dtypes)
@@ -173,11 +175,18 @@ def _named(key: str) -> str:
     return f"{key!r}: " if key else ""
 
 
-def labels_of(batch: Any) -> Any:
-    """Return the labels of a batch: the entry of a dict that is named so, the last entry of a tuple, or None."""
+def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:
+    """Return the labels of a batch: the entry of a dict that is named so, the last entry of a tuple, or None.
+
+    Args:
+        batch: The batch.
+        names: The keys of a dict's labels, if it has all of them; of several, a tuple is returned.
+    """
     if isinstance(batch, (tuple, list)):
         return batch[-1] if len(batch) > 1 else None
     if isinstance(batch, Mapping):
+        if names and all(name in batch for name in names):
+            return tuple(batch[name] for name in names) if len(names) > 1 else batch[names[0]]
         for key in LABEL_KEYS:
             if key in batch:
                 return batch[key]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, Loader, end_workers, make_loader, name_of_set
 from omnitrain.distributed import Ranks
 from omnitrain.settings import Settings
@@ -49,7 +50,7 @@ class Sets:
         self._sampling = sampling
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         self._loading = {
-            "collate": settings.data_collator,
+            "collate": settings.data_collator or Collator(label_names=settings.label_names or ()),
             "seed": settings.seed,
             "rank": ranks.rank,
             "world_size": ranks.world_size,

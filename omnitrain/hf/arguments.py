@@ -308,6 +308,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["load_best_at_end"] = args.load_best_model_at_end
     if args.run_name is not None and args.run_name != args.output_dir:
         found["trial_name"] = args.run_name
+    if args.label_names:
+        found["label_names"] = list(args.label_names)
     if args.disable_tqdm:
         found["progress_bar"] = False
     if args.dataloader_prefetch_factor is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from omnitrain.trainers.base import BaseTrainer
 __all__ = ["counting_loader", "without_unused_columns"]
 
 
-def without_unused_columns(dataset: Any, model: nn.Module, args: Any) -> Any:
+def without_unused_columns(dataset: Any, model: nn.Module, args: Any, label_names: Sequence[str] = ()) -> Any:
     """Return a Hugging Face dataset with the columns that the model takes; anything else as it is."""
     if args is not None and not args.remove_unused_columns:
         return dataset
@@ -27,8 +27,7 @@ def without_unused_columns(dataset: Any, model: nn.Module, args: Any) -> Any:
     taken = inspect.signature(unwrap(model).forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()) and "input_ids" not in taken:
         return dataset
-    named = (args and args.label_names) or ()
-    kept = {*taken, "label", "labels", "label_ids", *named}
+    kept = {*taken, "label", "labels", "label_ids", *label_names}
     return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
 
 

@@ -6,7 +6,7 @@ The evaluation loop itself is in `run/evaluation.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,9 @@ class HFEvaluation(Evaluation):
         # without labels a model of pairs cannot run forward, but it can generate
         needs_forward = generation is None or labels_of(batch) is not None
         output = super().output_of(batch) if needs_forward else StepOutput(None)
-        names = self._engine().label_names
-        if isinstance(batch, Mapping) and self._says_labels and all(name in batch for name in names):
-            labels = tuple(batch[name] for name in names)  # as of answers: where they begin, where they end
-            output.labels = labels if len(labels) != 1 else next(iter(labels))
+        names = self._label_names
+        if isinstance(batch, Mapping) and names and all(name in batch for name in names):
+            output.labels = labels_of(batch, names)
         if generation is not None:
             synced = backend.sharding is not None
             output.outputs, output.labels = generation.answers(unwrap(backend.model), batch, output.labels, synced)
@@ -86,10 +85,13 @@ class HFEvaluation(Evaluation):
         return found or None
 
     @property
-    def _says_labels(self) -> bool:
-        """Whether the names of the labels say more than ours: there are several, or the user gave them."""
-        said = self._training_args is not None and self._training_args.label_names
-        return bool(said) or len(self._engine().label_names) > 1
+    def _label_names(self) -> Sequence[str]:
+        """The keys of labels where they say more than ours: the user's, or several that transformers finds.
+
+        Of answers to questions, these are where they begin and where they end.
+        """
+        found = self._engine().label_names
+        return self.hooks.settings.label_names or (found if len(found) > 1 else ())
 
     @property
     def _generation_in_use(self) -> Generation | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
 
@@ -159,6 +159,7 @@ class HFTrainer(BaseTrainer):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         unit: Callable[..., Any] | None = None,
         compute_metrics: Any = None,
+        label_names: Sequence[str] | None = None,
         optimization_metric: str = "loss",
         optimization_direction: Literal["max", "min"] | None = None,
         patience: int | None = None,
@@ -234,6 +235,7 @@ class HFTrainer(BaseTrainer):
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            label_names: The keys of a dict batch that are its labels; of several, labels are a tuple. None is "labels"
             optimization_metric: What evaluations are judged by; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.
@@ -380,13 +382,12 @@ class HFTrainer(BaseTrainer):
         return None if args is None or args.data_seed in (None, args.seed) else args.data_seed
 
     def _make_sets(self) -> Sets:
-        args, model = self.training_args, self.model
+        args, model, labels = self.training_args, self.model, self.settings.label_names or ()
         sampling: dict[str, Any] = {} if self._order_seed is None else {"order_seed": self._order_seed}
         if args is not None and args.dataloader_drop_last:
             sampling["drop_last"] = True
-        sets = Sets(
-            self.settings, self.device, self.ranks, lambda data: without_unused_columns(data, model, args), **sampling
-        )
+        fitting = functools.partial(without_unused_columns, model=model, args=args, label_names=labels)
+        sets = Sets(self.settings, self.device, self.ranks, fitting, **sampling)
         if self._finds_batch_size:
             prepare_to_shrink(sets, self.world_size, "drop_last" in sampling)
         if sets.train is not None and (self._finds_batch_size or not isinstance(sets.train, MapLoader)):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_convert
 
-from omnitrain.data.collation import IGNORED_LABEL, tensors_in
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader
 from omnitrain.errors import DataError, OmnitrainError
 from omnitrain.reproducibility import isolated_rng
@@ -125,7 +125,8 @@ class Evaluation:
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in result.metrics.items()}
-        return Predictions(result.predictions, result.labels, metrics)
+        shared = result.predictions, result.labels
+        return Predictions(*self.hooks.ranks.share("the predictions of all samples", shared), metrics)
 
     def outside_run(self) -> AbstractContextManager[Any]:
         """Return the context of an evaluation that does not belong to a run."""
@@ -157,7 +158,7 @@ class Evaluation:
         scorer.reset()
         ranks, device = hooks.ranks, hooks.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        weights, has_labels, number = 0.0, False, -1
+        weights, has_labels, number, batch, output = 0.0, False, -1, None, StepOutput(None)
         kept: list[tuple[Any, ...]] = []
         batches = self.feed.in_step(loader, only_first)
         with evaluating(hooks):
@@ -201,15 +202,18 @@ class Evaluation:
                     scorer.merge(states)
                 if keeps:
                     kept = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else kept
-                    kept = _in_order(ranks.gather("the predictions of an evaluation", kept))
+                    kept = _in_order(ranks.gather_on_main("the predictions of an evaluation", kept))
             predictions = _join([one for one, *_ in kept], lambda: self.filler) if keeps else None
             labels, extra = (_join([one[i] for one in kept]) if keeps else None for i in (1, 2))
+            kept.clear()
             loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
             if needs_loss and not weights:
                 error = _nothing_to_evaluate(named, any(one[3] for one in sums))
                 if only_first and number >= 0:
                     raise Inconclusive from error
                 raise error
+            if needs_loss and not scorer.is_empty and not any(one[2] for one in sums):
+                raise self._nothing_to_score(named, batch, output)
             metrics = {"loss": loss / weights} if weights else {}
             if any(one[2] for one in sums):
                 arrays = predictions, labels, extra
@@ -225,6 +229,22 @@ class Evaluation:
                     raise
         return Predictions(predictions, labels, metrics)
 
+    def _nothing_to_score(self, named: str, batch: Any, output: StepOutput) -> DataError:
+        """Return the error for a set whose batches had nothing for the metrics, of which this is the last."""
+        begin = f"`compute_metrics` has nothing to score in {named}: "
+        if output.outputs is None and output.loss is not None:
+            return DataError(
+                f"{begin}only a loss comes of a batch. Return outputs beside the loss from the model, or give the unit "
+                "a method evaluate(batch) that returns StepOutput(loss, outputs, labels)."
+            )
+        keys = list(batch) if isinstance(batch, Mapping) else []
+        found = f"its batches have the keys {', '.join(map(repr, keys))}" if keys else "its batches have no labels"
+        usual = ", ".join(map(repr, self.hooks.settings.label_names or LABEL_KEYS))
+        return DataError(
+            f"{begin}{found}, and labels are looked for under {usual}. Name the keys of the labels, as in "
+            f"label_names={keys[-1:]!r}, or evaluate without metrics."
+        )
+
     def _seen(self, output: StepOutput) -> tuple[Any, Any] | None:
         """Return the outputs and labels of a batch as metrics that stream are to see them, if it has both."""
         if output.labels is None or output.outputs is None:
@@ -238,8 +258,8 @@ class Evaluation:
         own = [] if seen is None else [to_numpy(seen)]
         if loader.deals_samples:
             own = [row for batch in own for row in _rows(batch)]
-        parts = _in_order(self.hooks.ranks.gather("a batch of an evaluation", own))
-        if not self.hooks.ranks.is_main or not parts:
+        parts = _in_order(self.hooks.ranks.gather_on_main("a batch of an evaluation", own))
+        if not parts:
             return None
         predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
         return default_convert(predictions), default_convert(labels)
@@ -334,7 +354,8 @@ def _in_order(shares: list[list[Any]]) -> list[Any]:
 def _aligned(output: StepOutput, shifted: bool) -> tuple[Any, Any]:
     """Return scores and the labels they predict; a causal language model predicts each label one place before it."""
     scores, labels = output.outputs, output.labels
-    if shifted and isinstance(scores, torch.Tensor) and scores.ndim == labels.ndim + 1:
+    tensors = isinstance(scores, torch.Tensor) and isinstance(labels, torch.Tensor)
+    if shifted and tensors and scores.ndim == labels.ndim + 1:
         return scores[:, :-1], labels[:, 1:]
     return scores, labels
 

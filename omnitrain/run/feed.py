@@ -53,6 +53,7 @@ class Feed:
         self._lifecycle = lifecycle
         self._ranks = ranks
         self._reduction = settings.grad_reduction
+        self._label_names = settings.label_names or ()
         self._groups: Iterator[list[Weighed]] | None = None
         """Where the next window comes from, if it may be read ahead."""
         self._ahead: list[Weighed] | Exception | None = None
@@ -161,7 +162,7 @@ class Feed:
         if self._reduction == "sum":
             return 1
         if isinstance(self._hooks.unit, ModelUnit):  # a unit of the user's own counts its targets, or means its samples
-            labels = count_labels(batch, self.shifts_labels)
+            labels = count_labels(batch, self.shifts_labels, self._label_names)
             if labels is not None:
                 return labels
             if self._reduction == "per-token-mean":

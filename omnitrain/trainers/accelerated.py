@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
 
@@ -94,6 +94,7 @@ class AccelerateTrainer(BaseTrainer):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         unit: Callable[..., Any] | None = None,
         compute_metrics: Any = None,
+        label_names: Sequence[str] | None = None,
         optimization_metric: str = "loss",
         optimization_direction: Literal["max", "min"] | None = None,
         patience: int | None = None,
@@ -169,6 +170,7 @@ class AccelerateTrainer(BaseTrainer):
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            label_names: The keys of a dict batch that are its labels; of several, labels are a tuple. None is "labels"
             optimization_metric: What evaluations are judged by; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -146,6 +146,7 @@ class BaseTrainer(Hooks, ABC):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         unit: Callable[..., Any] | None = None,
         compute_metrics: Any = None,
+        label_names: Sequence[str] | None = None,
         optimization_metric: str = "loss",
         optimization_direction: Literal["max", "min"] | None = None,
         patience: int | None = None,
@@ -215,6 +216,8 @@ class BaseTrainer(Hooks, ABC):
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            label_names: The keys of a dict batch that are its labels; of several, labels are a tuple. None is "labels"
+                and its like.
             optimization_metric: What evaluations are judged by; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.
@@ -305,7 +308,8 @@ class BaseTrainer(Hooks, ABC):
     def _take_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
         settings = self.settings
-        self.unit: Any = settings.unit if settings.unit is not None else ModelUnit(model, settings.loss_fn)
+        own = settings.unit
+        self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         self.backend: Backend = self._make_backend(model)
         self._sets = self._make_sets()
         self._assemble()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from omnitrain import (
     AccelerateTrainer,
     Callback,
+    ConfigError,
     DataError,
     HFTrainer,
     NonFiniteError,
@@ -482,3 +483,114 @@ def test_an_evaluation_whose_end_is_unknown_is_told_of(
     monkeypatch.setattr("omnitrain.run.evaluation._LONG_S", 0.0)
     trainer(t16(), loss_fn=F.mse_loss).evaluate(Streamed(rows(8)))
     assert "The evaluation set goes on after 1 batches and 0 seconds, and its length is unknown" in caplog.text
+
+
+# Labels under other keys
+
+
+class Topics(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, *keys: str) -> None:
+        self.data, self.keys = classes(12), keys
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x, y = self.data[index]
+        return {"x": x, **dict.fromkeys(self.keys, y)}
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class TwoTopics(Nameless):
+    def forward(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(x, first)
+
+
+def test_metrics_without_a_known_label_key_are_refused_with_the_keys_that_there_are(trainer_class: Any) -> None:
+    for metrics in ("accuracy", crashing):
+        with pytest.raises(DataError) as caught:
+            train(trainer_class, Nameless(), Topics("topic"), Topics("topic"), compute_metrics=metrics)
+        assert "its batches have the keys 'x', 'topic', and labels are looked for under 'labels'," in str(caught.value)
+        assert "label_names=['topic']" in str(caught.value)
+
+
+def test_labels_are_found_under_the_names_that_are_given(trainer_class: Any) -> None:
+    found = []
+    for key in ("labels", "topic"):
+        subject = train(
+            trainer_class, Plain(), Topics(key), Topics(key), compute_metrics="accuracy", loss_fn=F.cross_entropy,
+            label_names=None if key == "labels" else ["topic"], epochs=1,
+        )  # fmt: skip
+        found.append(subject.metrics["valid"][0])
+    assert found[0] == found[1] and "eval_accuracy" in found[0]
+
+
+def test_several_labels_are_a_tuple(trainer_class: Any) -> None:
+    def compute(eval_pred: Any) -> dict[str, float]:
+        first, second = eval_pred.label_ids
+        return {"agreement": float((first == second).mean()), "hits": float((eval_pred[0].argmax(-1) == first).mean())}
+
+    names = ["first", "second"]
+    subject = train(
+        trainer_class, TwoTopics(), Topics(*names), Topics(*names), compute_metrics=compute, label_names=names, epochs=1
+    )
+    assert subject.metrics["valid"][0]["eval_agreement"] == 1.0
+    labels = subject.predict(Topics(*names)).labels
+    assert [one.shape for one in labels] == [(12,), (12,)]
+
+
+def test_a_loss_function_gets_several_labels_as_a_tuple() -> None:
+    def loss(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
+        return F.cross_entropy(outputs, labels[0]) + F.cross_entropy(outputs, labels[1])
+
+    names = ["first", "second"]
+    subject = train(Trainer, Plain(), Topics(*names), Topics(*names), loss_fn=loss, label_names=names, epochs=1)
+    one, two = (subject.evaluate(Topics(*names))["eval_loss"] for _ in range(2))
+    assert one == two > 0
+
+
+def test_a_unit_that_gives_no_outputs_is_refused_where_metrics_are_asked_for() -> None:
+    model = nn.Linear(4, 3)
+
+    def unit(batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(DataError, match=r"only a loss comes of a batch.*evaluate\(batch\)"):
+        train(Trainer, model, classes(), classes(), unit=unit, compute_metrics="accuracy")
+
+
+def test_label_names_of_the_training_arguments_agree_with_ours(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(str(tmp_path), label_names=["topic"], use_cpu=True, report_to="none")
+    assert HFTrainer(Nameless(), args, Topics("topic")).settings.label_names == ["topic"]
+    with pytest.raises(ConfigError, match="label_names"):
+        HFTrainer(Nameless(), args, Topics("topic"), label_names=["other"])
+    with pytest.raises(ConfigError, match="must be a list of the keys of labels"):
+        Trainer(Nameless(), Topics("topic"), label_names="topic")
+
+
+def test_sequences_of_labels_of_any_name_are_padded_as_labels() -> None:
+    class Ragged(Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"ids": torch.arange(index + 1), "tags": torch.arange(index + 1)}
+
+    class Tags(Tagger):
+        def forward(self, ids: torch.Tensor, tags: torch.Tensor) -> Any:
+            return super().forward(ids, tags)
+
+    subject = trainer(Tags(), label_names=["tags"], eval_batch_size=4, compute_metrics="accuracy")
+    whole = subject.evaluate(Ragged())
+    assert whole == pytest.approx(trainer(Tags(), label_names=["tags"], eval_batch_size=1,
+                                          compute_metrics="accuracy").evaluate(Ragged()))  # fmt: skip
