@@ -232,7 +232,7 @@ def test_patience_counts_evaluations_in_a_row_without_a_gain(trainer_class: Any,
     scores = iter([0.5, 0.6, 0.6, 0.55, 0.61, 0.6, 0.6, 0.6, 0.6, 0.6])
     trainer = run(
         trainer_class, t16(), rows(8), eval_dataset=rows(4), epochs=10, batch_size=8, patience=patience,
-        compute_metrics=lambda _: {"accuracy": next(scores)}, optimization_metric="accuracy",
+        compute_metrics=lambda _: {"accuracy": next(scores)}, optimization_metric="accuracy", sanity=False,
     )  # fmt: skip
     assert trainer.progress.epoch == {1: 3, 2: 4, 3: 8}[patience]
     assert trainer.metrics["stop_reason"] == "early_stopping"
