@@ -2,7 +2,8 @@
 
 `Ranks` is a single process: every result is its own. `ProcessRanks` uses torch.distributed. Every exchange carries the
 name of the call it belongs to, so ranks that make different calls (a call made on one rank only) notice at once and
-raise a `DistributedError` instead of waiting for each other forever. Collectives of the model do not belong here.
+raise a `DistributedError` instead of waiting for each other forever. Collectives of the model do not belong here, but
+each rank posts where it is, so that one for which the others wait there is noticed too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
 import pickle
 import signal
@@ -31,8 +33,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from omnitrain import signals
 from omnitrain.errors import DistributedError
 from omnitrain.events import STOP_REASONS, Control, first_reason
+from omnitrain.stalls import Post, Stall, Stalls, in_words
 
 __all__ = ["ProcessRanks", "Ranks", "is_of_connection"]
 
@@ -41,8 +45,24 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 T = TypeVar("T")
 
 
+_POLL_INTERVAL = datetime.timedelta(seconds=1)
+_QUIET_S = 30.0
+"""Seconds without progress after which a rank is reported."""
+_TIMEOUT_S = 1800.0
+"""Seconds without progress after which a run on several processes ends, unless its trainer says otherwise."""
+_BUSY_SHARE = 0.02
+"""The use of a processor that counts as progress, where a file or a metric may take long and nothing counts."""
+_COUNTED = ("data", "step", "evaluation")
+"""Places in which batches are counted, so that the use of a processor says nothing: NCCL waits in a loop."""
+
+
 class Ranks:
     """The ranks of a run, seen from one of them; here it is the only one.
+
+    Attributes:
+        place: What this rank is doing, in one word, while it is in a call of the trainer.
+        step: The number of the step that it is at.
+        moves: Counts what it has done; to be counted up where a place may last long.
 
     >>> ranks = Ranks()
     >>> ranks.sum("weights", 3.0, 4.0), ranks.gather("names", "a"), ranks.on_main("a sum", lambda: 1 + 1)
@@ -51,6 +71,15 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
+    place: str = ""
+    step: int = 0
+    moves: int = 0
+    _beat: int = 0
+    _is_waiting: bool = False
+    _limit: float = math.inf
+    """Seconds without progress of any rank after which the present call ends."""
+    _processor_s: float = 0.0
+    """The time on processors that this process had used at its latest post."""
 
     @property
     def is_main(self) -> bool:
@@ -90,15 +119,85 @@ class Ranks:
         return tensor
 
     @contextlib.contextmanager
-    def calling(self, what: str) -> Iterator[None]:
-        """Enter a call that all ranks must make; an error inside ends it on all of them."""
-        yield
+    def calling(self, what: str, timeout: float | None = None) -> Iterator[None]:
+        """Enter a call that all ranks must make; an error inside ends it on all of them.
+
+        Args:
+            what: The name of the call.
+            timeout: Seconds without progress after which it ends; None is 30 minutes on several ranks, and never on
+                one.
+        """
+        if self.place:  # a call inside of another one, which is watched already
+            with self.at(what):
+                yield
+            return
+        self._limit, ended = timeout or math.inf, threading.Event()
+        watch = threading.Thread(target=self._watch_itself, args=(ended,), name="omnitrain-watch", daemon=True)
+        watch.start()
+        try:
+            with self.at(what):
+                yield
+        finally:
+            ended.set()
+            watch.join()
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Be in a place inside, as the other ranks see it."""
+        before, self.place = self.place, place
+        if not before:
+            self.step = 0
+        try:
+            yield
+        finally:
+            self.place = before
+
+    # --- ranks that make no progress
+
+    def _watch_itself(self, ended: threading.Event) -> None:
+        """Report this process where it makes no progress, and end it after the limit."""
+        stalls = Stalls()
+        for passed in _looks(ended):
+            lines = stalls.look({0: self._post()}, passed)
+            if found := self._judge(stalls, lines):
+                sys.stdout.flush()
+                print(f"omnitrain.errors.DistributedError: {self._text_of(found)}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _post(self) -> Post:
+        """Return what other ranks are to know of this one now."""
+        self._beat += 1
+        used, before = time.process_time(), self._processor_s
+        self._processor_s = used
+        is_busy = used - before >= _BUSY_SHARE * _POLL_INTERVAL.total_seconds()
+        if is_busy and self.place not in _COUNTED and not self._is_waiting:
+            self.moves += 1
+        return Post(self._beat, self.place, self.step, self.moves, self._is_waiting)
+
+    def _judge(self, stalls: Stalls, lines: Sequence[str]) -> list[Stall]:
+        """Log what there is to tell of ranks that make no progress, and return those on whose account the run ends."""
+        lines = [*lines, *map(in_words, stalls.due(_QUIET_S))]
+        for line in lines if self._tells(stalls) else ():
+            logger.warning("%s", line)
+        found = stalls.found(self._limit)
+        return found if all(stall.may_end for stall in found) else []
+
+    def _tells(self, stalls: Stalls) -> bool:
+        """Return whether it is this rank that tells of others."""
+        return True
+
+    def _text_of(self, found: Sequence[Stall]) -> str:
+        """Return the message of the error that ends the run on account of these ranks."""
+        whole = "" if self.world_size == 1 else f" on all {self.world_size} processes"
+        return (
+            f"{' '.join(map(in_words, found))} No progress for `timeout={self._limit:g}` seconds ends the run{whole}. "
+            "Start it again with resume_from='auto', or with a longer `timeout` if a part of it takes as long."
+        )
 
 
 _FIELDS = 20
 _PART = 1 << 24
 """Bytes that travel at a time where what a rank has is sent in parts."""
-_POLL_INTERVAL = datetime.timedelta(seconds=1)
 _SETUP_TIMEOUT = datetime.timedelta(seconds=60)
 _ERROR_SYNC_S = 5.0
 """Seconds that a failed rank waits for the others to raise the same error."""
@@ -106,6 +205,16 @@ _GRACE_S = 3.0
 """Seconds that a rank has to notice by itself that another has failed, before it is ended."""
 _EXIT_WAIT_S = 3.0
 """Seconds that a rank waits for the others at the end of the program."""
+_LOOK_S = 3.0
+"""Seconds without progress of this rank after which it looks at the others."""
+_READ_A_SECOND = 32
+"""How many posts of others a rank reads in a second, at most, once there are more of them."""
+_UNHANDLED_S = 1.0
+"""Seconds that the main thread has to handle a signal before another thread does."""
+_MUTE_S = 10.0
+"""Seconds without an answer after which the store is not asked any more."""
+_SIGNALLED_S = 10.0
+"""Seconds without a sign of life of a rank for which a rank that got a signal still waits."""
 _AT_THE_END = "the end of the program"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _made = itertools.count()
@@ -143,20 +252,32 @@ class ProcessRanks(Ranks):
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self._world, self._process = dist.group.WORLD, os.getpid()
-        self._group: Any = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT)
-        # `_wait` detects failures, so waiting itself has no limit: the main rank may hash a checkpoint for an hour.
-        distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
         store = distributed_c10d._get_default_store()  # the one place that all ranks can surely reach
         with contextlib.suppress(RuntimeError):  # a connection of our own: a stuck collective may hold the other
             store = store.clone()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
+        self._limit = _TIMEOUT_S
+        self._store.set(f"post/{self.rank}", json.dumps(self._post()))
+        self._group: Any = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT)  # after it all have posted
+        # `_wait` detects failures, so waiting itself has no limit: the main rank may hash a checkpoint for an hour.
+        distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
         self._survived = 0
         """How many errors all ranks raised alike and survived; the number of the next error in the store."""
-        self._report_read: tuple[int, dict[str, Any]] | None = None
-        """The failure report of another rank, and what `_survived` was then."""
+        self._report_read: tuple[int, dict[str, Any], bool] | None = None
+        """The failure report of another rank, what `_survived` was then, and whether that rank has given up."""
         self._has_failed = self._ends = False
+        self._has_left = False
+        """Whether a rank has reached the end of the program, as far as the store was read."""
+        self._stalls, self._judging = Stalls(), threading.Lock()
+        self._posts: dict[int, Post] = {0: Post(0, "", 0, 0, False)}
+        """The latest posts that were read."""
+        self._unanswered = 0.0
+        """Seconds since the store has answered."""
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._watch_for_failures, name="omnitrain-watch", daemon=True)
+        # Two threads: the store may be in a process that is stopped, and then asking it never ends.
+        self._posting = threading.Thread(target=self._keep_posting, name="omnitrain-post", daemon=True)
+        self._watch = threading.Thread(target=self._keep_watching, name="omnitrain-watch", daemon=True)
+        self._posting.start()
         self._watch.start()
         atexit.register(self._at_exit)
 
@@ -265,6 +386,7 @@ class ProcessRanks(Ranks):
         """Start an exchange, and return what waits for its end, at most so many seconds, and returns the sums."""
         if self._ends:
             raise DistributedError(f"{what}: this run has ended by an error on one of its ranks. Start it again.")
+        self.moves += 1
         # The first row is this rank's. gloo gathers such few numbers in half the time in which it adds them up.
         board = torch.zeros(self.world_size + 1, _FIELDS, dtype=torch.float64)
         numbers, code = board.numpy(), _code(what)
@@ -281,27 +403,32 @@ class ProcessRanks(Ranks):
 
     def _wait(self, work: Any, what: str, seconds: float | None = None) -> None:
         """Wait for an exchange as long as no rank has failed, or at most so many seconds."""
-        begin = time.monotonic()
+        begin, self._is_waiting = time.monotonic(), True
         # Kept until the next one: freed by gloo's thread at the very end of the program, it would abort the process.
         self._latest = work
-        while True:
-            start = time.monotonic()
-            try:
-                work.wait(_POLL_INTERVAL)
-                return
-            except RuntimeError as error:
-                now = time.monotonic()
-                if now - start < 0.9 * _POLL_INTERVAL.total_seconds():
-                    raise self._lost(error, what) from error
-                if seconds is not None and now - begin >= seconds:
-                    raise TimeoutError(what) from error
-                if seconds is None and (self._failure() is not None or self._has_exited()):
-                    raise self._lost(error, what) from error
+        try:
+            while True:
+                start = time.monotonic()
+                try:
+                    work.wait(_POLL_INTERVAL)
+                    return
+                except RuntimeError as error:
+                    now = time.monotonic()
+                    if now - start < 0.9 * _POLL_INTERVAL.total_seconds():
+                        raise self._lost(error, what) from error
+                    if seconds is not None and now - begin >= seconds:
+                        raise TimeoutError(what) from error
+                    if seconds is None and (self._failure() is not None or self._has_left):
+                        raise self._lost(error, what) from error
+                    if seconds is None and signals.handled() and (found := self._left_behind()):
+                        raise DistributedError(self._text_at_signal(signals.handled(), found)) from error
+        finally:
+            self._is_waiting = False
 
     # --- errors
 
     @contextlib.contextmanager
-    def calling(self, what: str) -> Iterator[None]:
+    def calling(self, what: str, timeout: float | None = None) -> Iterator[None]:
         """Enter a call that all ranks must make; an error on one of them ends it on all.
 
         An error that all of them raise alike, such as a loss that is not finite, leaves them able to go on.
@@ -309,8 +436,18 @@ class ProcessRanks(Ranks):
         Raises:
             DistributedError: If another rank made another call, or failed; its error is in the message.
         """
-        try:
+        with contextlib.ExitStack() as place:
+            if not self.place:
+                self._limit = timeout or _TIMEOUT_S
+            place.enter_context(self.at(what))
+            place.enter_context(self._ending(what))
             self._exchange(what)
+            yield
+
+    @contextlib.contextmanager
+    def _ending(self, what: str) -> Iterator[None]:
+        """End a call on all ranks if there is an error in it on this one."""
+        try:
             yield
         except DistributedError:
             self._ends = True
@@ -344,6 +481,8 @@ class ProcessRanks(Ranks):
 
         Otherwise a rank that stopped waiting and one that came a little late would disagree.
         """
+        if self._is_mute:
+            return "alone"
         try:
             return self._store.compare_set(f"verdict/{self._survived}", "", verdict).decode()
         except RuntimeError:
@@ -353,23 +492,33 @@ class ProcessRanks(Ranks):
         """Report to the other ranks that this one has failed; the first report counts."""
         self._has_failed = True
         text = "".join(traceback.format_exception(error))
-        report = {"rank": self.rank, "what": what, "error": f"{type(error).__name__}: {error}", "traceback": text}
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(f"failure/{self._survived}", "", json.dumps(report))
+        self._send_report({"what": what, "error": f"{type(error).__name__}: {error}", "traceback": text})
+
+    def _send_report(self, report: dict[str, Any]) -> None:
+        if not self._is_mute:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(f"failure/{self._survived}", "", json.dumps({"rank": self.rank, **report}))
+
+    def _read_failure(self) -> None:
+        """Look whether another rank has reported a failure, and whether it still waits for the others to raise it."""
+        survived, keys = self._survived, [f"{name}/{self._survived}" for name in ("failure", "verdict")]
+        if self._is_mute:
+            return
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
+            report = json.loads(self._store.get(keys[0])) if self._store.check(keys[:1]) else None
+            if report is not None and (report["rank"] != self.rank or "stall" in report):
+                given_up = self._store.check(keys[1:]) and self._store.get(keys[1]) != b"common"
+                self._report_read = survived, report, given_up
 
     def _failure(self) -> dict[str, Any] | None:
-        """Return the failure report of another rank, if there is one."""
-        survived, key = self._survived, f"failure/{self._survived}"
-        if self._report_read is None or self._report_read[0] != survived:
-            self._report_read = None
-            with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
-                report = json.loads(self._store.get(key)) if self._store.check([key]) else None
-                if report is not None and report["rank"] != self.rank:
-                    self._report_read = survived, report
-        return None if self._report_read is None else self._report_read[1]
+        """Return the failure report of another rank, if one has been read."""
+        read = self._report_read
+        return None if read is None or read[0] != self._survived else read[1]
 
     def _error_from(self, report: dict[str, Any]) -> DistributedError:
         self._ends = True
+        if "stall" in report:
+            return DistributedError(report["stall"])
         return DistributedError(
             f"Rank {report['rank']} failed in {report['what']}, and so the run ends on all {self.world_size} "
             f"processes: {report['error']}\n--- rank {report['rank']}\n{report['traceback']}---"
@@ -378,6 +527,7 @@ class ProcessRanks(Ranks):
     def _lost(self, error: BaseException, what: str) -> DistributedError:
         """Return the error for a rank that is gone; it has reported its failure, unless it was killed."""
         self._ends = True
+        self._read_failure()
         report = self._failure()
         if report is not None:
             return self._error_from(report)
@@ -394,13 +544,15 @@ class ProcessRanks(Ranks):
     def _disagreement(self, what: str) -> DistributedError:
         """Return an error that lists the call of every rank. All notice together, so all write theirs down."""
         self._ends = True
+        self._read_failure()
         report = self._failure()
         if report is not None:
             return self._error_from(report)
         if self._has_failed:
             return DistributedError(what)  # the others went on, and learn of this error from its report
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"at/{self.rank}", what)
+            if not self._is_mute:
+                self._store.set(f"at/{self.rank}", what)
         end, at = time.monotonic() + _EXIT_WAIT_S, self._places_of_ranks()
         while len(at) < self.world_size and time.monotonic() < end:
             time.sleep(0.02)
@@ -417,7 +569,7 @@ class ProcessRanks(Ranks):
         """Return the calls that ranks have written down, by rank."""
         at = {}
         with contextlib.suppress(RuntimeError):
-            for rank in range(self.world_size):
+            for rank in range(0 if self._is_mute else self.world_size):
                 if self._store.check([f"at/{rank}"]):
                     at[rank] = self._store.get(f"at/{rank}").decode()
         return at
@@ -425,29 +577,120 @@ class ProcessRanks(Ranks):
     def _has_exited(self) -> bool:
         """Return whether a rank reached the end of the program and stopped waiting for the others."""
         with contextlib.suppress(RuntimeError):
-            return bool(self._store.check(["left"]))
-        return False
+            self._has_left = self._has_left or (not self._is_mute and bool(self._store.check(["left"])))
+        return self._has_left
 
-    # --- the watching thread, and the end of the program
+    # --- the threads
 
-    def _watch_for_failures(self) -> None:
-        """End this process if another rank has failed and this one is stuck in a collective."""
-        while not self._closing.wait(_POLL_INTERVAL.total_seconds()) and not self._ends:
-            report, survived = self._failure(), self._survived
-            if report is None or not self._has_given_up(survived):
+    def _keep_posting(self) -> None:
+        """Post where this rank is, read whether another one has failed, and judge the others while this one waits."""
+        still, unread = 0.0, 0.0
+        own = self._post()
+        for passed in _looks(self._closing):
+            before, own = own, self._post()
+            still = still + passed if own[1:] == before[1:] else 0.0
+            unread += passed
+            try:
+                self._store.set(f"post/{self.rank}", json.dumps(own))
+                self._read_failure()
+                self._has_exited()
+                # Nobody reads what nobody waits for: with many ranks it would be a lot.
+                looks = still >= min(_LOOK_S, self._limit / 2) or self._stalls.has_told
+                if looks and unread >= self.world_size / _READ_A_SECOND:
+                    self._read_posts(range(self.world_size))
+                    self._judge_all(unread)
+                    unread = 0.0
+                elif not looks:
+                    self._read_posts([0])
+                    self._stalls, unread = self._stalls.begun_anew(), 0.0
+                self._unanswered = 0.0
+            except RuntimeError:  # it has gone with the process that had it
+                if self._report_read is not None:
+                    self._report_read = *self._report_read[:2], True
+
+    def _read_posts(self, ranks: Sequence[int]) -> None:
+        keys = [f"post/{rank}" for rank in ranks]
+        extended = self._store.has_extended_api()  # type: ignore[attr-defined]
+        found = self._store.multi_get(keys) if extended else [self._store.get(key) for key in keys]
+        self._posts |= {rank: Post(*json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
+
+    def _judge_all(self, passed: float, posts: dict[int, Post] | None = None) -> None:
+        """Report ranks that make no progress, and end the run if that has lasted too long."""
+        with self._judging:
+            lines = self._stalls.look(self._posts if posts is None else posts, passed)
+            found = self._judge(self._stalls, lines)
+        if found and not self._ends and self._failure() is None:
+            report = {"what": found[0].post.place, "error": "no progress", "stall": self._text_of(found)}
+            self._send_report({**report, "traceback": ""})
+            self._settle_verdict("alone")
+            self._read_failure()
+            if self._failure() is None:  # the store does not answer
+                self._report_read = self._survived, {"rank": found[0].rank, **report}, True
+
+    def _tells(self, stalls: Stalls) -> bool:
+        return self._is_mute or stalls.first_alive(min(_QUIET_S, 5.0)) == self.rank
+
+    @property
+    def _is_mute(self) -> bool:
+        """Whether the store does not answer: the process that has it is stopped, or gone."""
+        return self._unanswered >= _MUTE_S
+
+    def _keep_watching(self) -> None:
+        """End this process if another rank has failed, or a signal has come, and it is stuck in a collective."""
+        since = 0.0
+        for passed in _looks(self._closing):
+            if self._ends:
+                return
+            self._unanswered += passed
+            if self._is_mute:
+                is_store_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+                others = {0: self._posts[0]} if is_store_there and self.rank else {}
+                self._judge_all(passed, {**others, self.rank: self._post()})
+            self._leave_at_signal()
+            read = self._report_read
+            if read is None or read[0] != self._survived or not read[2]:
+                since = 0.0
                 continue
-            logger.error("Rank %d failed in %s: %s", report["rank"], report["what"], report["error"])
-            if self._closing.wait(_GRACE_S) or self._ends or survived != self._survived:
-                continue
-            self._end_now(self._error_from(report))
+            if not since and "stall" not in read[1]:
+                logger.error("Rank %d failed in %s: %s", read[1]["rank"], read[1]["what"], read[1]["error"])
+            since += passed
+            if since > _GRACE_S and not self._ends:
+                self._end_now(self._error_from(read[1]))
 
-    def _has_given_up(self, survived: int) -> bool:
-        """Return whether the failed rank no longer waits for the others to raise the same error."""
-        key = f"verdict/{survived}"
-        try:
-            return bool(self._store.check([key])) and self._store.get(key) != b"common"
-        except RuntimeError:
-            return True
+    def _left_behind(self) -> list[Stall]:
+        """Return the ranks for which one that got a signal does not wait any more."""
+        with self._judging:
+            found = self._stalls.found(_SIGNALLED_S)
+            if not found or not (all(stall.is_silent for stall in found) or self._stalls.are_told(found)):
+                return []
+        return found
+
+    def _leave_at_signal(self) -> None:
+        """End this process where a signal has come, and the main thread cannot handle it."""
+        unhandled = signals.unhandled()
+        if not unhandled or time.monotonic() - unhandled[-1][1] < _UNHANDLED_S:
+            return
+        number, found = unhandled[0][0], self._left_behind()
+        if any(signals.is_second(*one) for one in unhandled):
+            text = f"{signal.Signals(number).name} once more: this rank leaves at once."
+        elif found:
+            text = self._text_at_signal(number, found)
+        else:
+            return
+        sys.stdout.flush()
+        print(text, file=sys.stderr, flush=True)
+        self._report_failure(self.place, SystemExit(128 + number))
+        self._settle_verdict("alone")
+        self._keep_store_for_others()
+        os._exit(128 + number)
+
+    def _text_at_signal(self, number: int, found: Sequence[Stall]) -> str:
+        return (
+            f"{' '.join(map(in_words, found))} {signal.Signals(number).name} ends rank {self.rank} before its step is "
+            "done, which needs all ranks: the latest checkpoint counts."
+        )
+
+    # --- the end of the program
 
     def _end_now(self, error: DistributedError) -> None:
         sys.stdout.flush()
@@ -458,6 +701,10 @@ class ProcessRanks(Ranks):
     def _at_exit(self) -> None:
         """At the end of the program, make sure that no other rank waits for this one."""
         self._closing.set()
+        if not self._is_mute and os.getpid() == self._process:
+            self._posting.join(2 * _POLL_INTERVAL.total_seconds())
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"post/{self.rank}", json.dumps(self._post()._replace(has_ended=True)))
         if os.getpid() != self._process or dist.group.WORLD is not self._world:
             return  # a forked process, or the user has destroyed the group
         if self._ends:
@@ -479,6 +726,8 @@ class ProcessRanks(Ranks):
 
     def _keep_store_for_others(self) -> None:
         """After an error, keep the store alive, if this process hosts it, until the others have read the report."""
+        if self._is_mute:
+            return
         with contextlib.suppress(RuntimeError):
             self._store.set(f"parted/{self.rank}", "")
             end = time.monotonic() + _EXIT_WAIT_S
@@ -497,6 +746,16 @@ class ProcessRanks(Ranks):
             copy = RuntimeError(f"{type(error).__name__}: {error}")
         copy.add_note(f"Raised on rank {self.rank}, in {what}:\n{''.join(traceback.format_exception(error))}")
         return copy
+
+
+def _looks(ended: threading.Event) -> Iterator[float]:
+    """Yield about once a second how long this process has run since; a stop of the process itself does not count."""
+    interval = _POLL_INTERVAL.total_seconds()
+    last = time.monotonic()
+    while not ended.wait(interval):
+        now = time.monotonic()
+        yield min(now - last, 2 * interval)
+        last = now
 
 
 def _packed(value: Any) -> torch.Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "describe_data",
     "refuse_assignment",
     "resolve_accumulation",
+    "seconds_of",
     "takes_arguments",
 ]
 
@@ -199,6 +200,7 @@ class Settings:
     deterministic: bool = False
     on_nonfinite: Literal["raise", "skip", "warn"] = "raise"
     detect_anomaly: bool = False
+    timeout: float | str | Duration | None = None
     callbacks: Iterable[Callback] = ()
     algorithms: Iterable[Algorithm] = ()
     progress_bar: bool | None = None
@@ -303,6 +305,8 @@ def _check_each(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`patience` must be a positive integer or None, got {patience!r}. Leave it out to train all epochs."
         )
+    if given["timeout"] is not None:
+        seconds_of("timeout", given["timeout"])
     scale = given["fp16_loss_scale"]
     if not isinstance(scale, (tuple, list)) or len(scale) != 2 or not 0 < scale[1] <= scale[0] < math.inf:
         raise ConfigError(f"`fp16_loss_scale` must be (initial, minimum) with 0 < minimum <= initial, got {scale!r}.")
@@ -376,6 +380,18 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"`{name}={given[name]!r}` needs a place for checkpoints. Pass `save_dir`, or leave `{name}` out."
                 )
+
+
+def seconds_of(name: str, value: Any) -> float:
+    """Return the seconds of an argument that is a length of time: a number of seconds, or such as "10m".
+
+    Raises:
+        ConfigError: If it is no such length.
+    """
+    length = Duration.parse(value, "s", name)
+    if length.unit != "s":
+        raise ConfigError(f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {str(length)!r}.")
+    return float(length.value)
 
 
 def resolve_accumulation(settings: Settings, world_size: int) -> int:

@@ -10,23 +10,16 @@ import logging
 import os
 import signal
 import threading
-import time
 from types import FrameType
 from typing import Any
 
+from omnitrain import signals
 from omnitrain.events import Callback, TrainerLike
+from omnitrain.signals import error_of
 
-__all__ = ["Interrupt", "error_of"]
+__all__ = ["Interrupt"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
-
-ECHO_SECONDS = 0.5
-"""The same signal once more within this time is the same request, sent to the process and to its group."""
-
-
-def error_of(number: int) -> BaseException:
-    """Return what ends a program as this signal does: KeyboardInterrupt, or exit code 128 + number."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + (number or signal.SIGTERM))
 
 
 class Interrupt(Callback):
@@ -43,8 +36,6 @@ class Interrupt(Callback):
         self._previous: dict[int, Any] = {}
         self._trainer: TrainerLike | None = None
         self._process = 0
-        self._noted = (0, 0.0)
-        """The first signal, and when it came."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Install the handlers."""
@@ -55,9 +46,12 @@ class Interrupt(Callback):
             self._previous[number] = signal.signal(number, self._note)
         if trainer.save_dir is not None and hasattr(signal, "SIGUSR1"):
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_checkpoint)
+        signals.listen()
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Put the earlier handlers back."""
+        if self._previous:
+            signals.stop_listening()
         for number in list(self._previous):
             self._put_back(number)
         self._trainer = None
@@ -75,12 +69,12 @@ class Interrupt(Callback):
         if os.getpid() != self._process:
             self._leave_to_parent(number)
             return
-        if self.error is not None and number == self._noted[0] and time.monotonic() - self._noted[1] < ECHO_SECONDS:
+        if not signals.handle(number):
             return
         error = error_of(number)
         if self.error is not None or self._trainer is None:
             raise error
-        self.error, self._noted = error, (number, time.monotonic())
+        self.error = error
         self._trainer.control.signal = number
         self._trainer.control.stop = "signal"
         self._let_workers_die()

@@ -97,8 +97,11 @@ class Checkpointer:
         Args:
             history: The lifecycle's state to keep instead of the present one.
         """
-        if self.store is None:
-            return
+        if self.store is not None:
+            with self._run.ranks.at("save"):
+                self._save(self.store, history)
+
+    def _save(self, store: Store, history: dict[str, Any] | None) -> None:
         self.await_background()
         lifecycle, ranks = self._lifecycle, self._run.ranks
         lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
@@ -108,10 +111,10 @@ class Checkpointer:
             self._in_flight = snapshot, None
             if ranks.is_main:
                 copy = snapshot.on_host(self._host_copies)
-                self._in_flight = copy, self._background.submit(self._write_here, self.store, copy, state.whole)
+                self._in_flight = copy, self._background.submit(self._write_here, store, copy, state.whole)
             return
         try:
-            path = self._write(self.store, snapshot)
+            path = self._write(store, snapshot)
         except CheckpointError as error:
             self._report_failed_save(error)
         else:
@@ -288,8 +291,9 @@ class Checkpointer:
             raise ConfigError(
                 f"`resume_from={str(which)!r}` looks into `save_dir`, which is not given. Pass it, or a path."
             )
-        store = self.store or Store(Path(which).parent)
-        found = self._run.ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
+        store, ranks = self.store or Store(Path(which).parent), self._run.ranks
+        with ranks.at("load"):
+            found = ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
         if not weights_suffice and found is not None and found[1].get("only_model"):
             raise CheckpointError(
                 f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
@@ -333,7 +337,8 @@ class Checkpointer:
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Put the run back to a checkpoint, but for its random numbers."""
-        self._contents.restore(folder, content, changed)
+        with self._run.ranks.at("load"):
+            self._contents.restore(folder, content, changed)
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self._credited_step = -1 if resets_best else content["credited_step"]
         # the first checkpoints of format 1 lack it: each of them has the score of the evaluation before it
@@ -374,7 +379,8 @@ class Checkpointer:
             if place is None:
                 return
             folder, content = place
-            self._contents.restore_weights(folder, content)
+            with ranks.at("load"):
+                self._contents.restore_weights(folder, content)
         except (CheckpointError, OSError) as error:  # the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return

@@ -312,6 +312,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["label_names"] = list(args.label_names)
     if args.disable_tqdm:
         found["progress_bar"] = False
+    if args.ddp_timeout != 1800 and args.world_size > 1:  # which is ours too
+        found["timeout"] = args.ddp_timeout
     if args.dataloader_prefetch_factor is not None:
         found["prefetch_factor"] = args.dataloader_prefetch_factor
     return found

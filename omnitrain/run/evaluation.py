@@ -161,10 +161,10 @@ class Evaluation:
         weights, has_labels, number, batch, output = 0.0, False, -1, None, StepOutput(None)
         kept: list[tuple[Any, ...]] = []
         batches = self.feed.in_step(loader, only_first)
-        with evaluating(hooks):
-            for number, (batch, samples) in enumerate(
-                batches if loader.size is not None else _told_if_long(batches, named)
-            ):
+        batches = batches if loader.size is not None else _told_if_long(batches, named)
+        with evaluating(hooks), ranks.at("evaluation"):
+            for number, (batch, samples) in enumerate(batches):
+                ranks.moves += 1
                 if is_interrupted(number):
                     return None
                 counts = samples > 0  # else it is a stand-in
@@ -218,9 +218,10 @@ class Evaluation:
             if any(one[2] for one in sums):
                 arrays = predictions, labels, extra
                 try:
-                    metrics |= ranks.on_main(
-                        "the metrics of an evaluation", lambda: _scored(loader, scorer.compute, *arrays)
-                    )
+                    with ranks.at("metrics"):
+                        metrics |= ranks.on_main(
+                            "the metrics of an evaluation", lambda: _scored(loader, scorer.compute, *arrays)
+                        )
                 except OmnitrainError:  # ours is of any number of batches
                     raise
                 except Exception as error:

@@ -74,19 +74,21 @@ class Feed:
         # a sample's random numbers are its own, so only those of data by index may be read before their time
         self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
         self._ahead, self._totals_ahead = None, ()
+        ranks, progress = self._ranks, self._lifecycle.progress
         while True:
+            ranks.place, ranks.step = "data", progress.step + progress.skipped_steps + 1
             try:
                 group, self._ahead = self._ahead if self._ahead is not None else next(groups, []), None
                 if isinstance(group, Exception):
                     raise group
             except Exception as error:
-                progress = self._lifecycle.progress
-                step, rank = progress.step + 1, self._ranks.rank
-                add_place(error, f"the data of step {step} (epoch {progress.epoch + 1}), rank {rank}")
+                place = f"the data of step {progress.step + 1} (epoch {progress.epoch + 1}), rank {ranks.rank}"
+                add_place(error, place)
                 raise
             last = group[-1] if group else last
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
+            ranks.place = "step"
             if window is None:
                 self._groups = None
                 if loader.size not in (None, done):
@@ -100,10 +102,12 @@ class Feed:
         """Read the next window at the end of a step, and return what the other ranks are to know of it."""
         if self._groups is None or self._ahead is not None:
             return ()
+        self._ranks.place = "data"
         try:
             self._ahead = next(self._groups, [])
         except Exception as error:  # of the next step: what this one asked for comes first
             self._ahead = error
+        self._ranks.place = "step"
         return () if isinstance(self._ahead, Exception) else _part(self._ahead)
 
     def take_totals(self, totals: Sequence[float]) -> None:
@@ -149,6 +153,7 @@ class Feed:
         if hooks.device.type == "cuda" and type(hooks)._prepare_batch is Hooks._prepare_batch:
             pairs = copied_ahead(batches, hooks.device)
         for (batch, samples), (ready, _) in pairs:
+            self._ranks.moves += 1
             if samples:
                 yield ready, hooks._weigh(batch), samples, count_tokens(batch)
             else:

@@ -449,9 +449,14 @@ class Loop:
         if isinstance(self.sets.train, Loader):
             self.sets.train.set_epoch(progress.epoch)
         before, taken = progress.step, [0]
+
+        def count(*_: Any) -> None:
+            taken[0] += 1
+            self.ranks.moves += 1
+
         handles = [
             optimizer.register_step_pre_hook(lambda *_: self.hooks.backend.check_reduced()),
-            optimizer.register_step_post_hook(lambda *_: taken.append(taken.pop() + 1)),
+            optimizer.register_step_post_hook(count),
         ]
         try:
             yield

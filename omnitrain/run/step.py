@@ -156,6 +156,7 @@ class Step:
         """Run the next micro-batch forward; return its part of the window's loss, or None without a backward pass."""
         turn, last = self._turn, self.is_last
         self._turn += 1
+        self._ranks.moves += 1
         try:
             return self._loss_of(batch, self._window.weights[turn], last)
         except Exception as error:

@@ -124,6 +124,7 @@ class AccelerateTrainer(BaseTrainer):
         deterministic: bool = False,
         on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
         detect_anomaly: bool = False,
+        timeout: float | str | Duration | None = None,
         callbacks: Iterable[Callback] = (),
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
@@ -196,6 +197,7 @@ class AccelerateTrainer(BaseTrainer):
             deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
             on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
+            timeout: Time without any progress that ends the run: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None is a live bar on a terminal and plain lines elsewhere; True and False always, never.

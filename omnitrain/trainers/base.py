@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.defaults import default_callbacks
-from omnitrain.callbacks.interrupt import error_of
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import InitialOptions
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
@@ -25,7 +24,7 @@ from omnitrain.checkpoint.store import Store
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
-from omnitrain.errors import CheckpointError, ConfigError, add_place
+from omnitrain.errors import CheckpointError, ConfigError, DistributedError, add_place
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
@@ -53,8 +52,10 @@ from omnitrain.settings import (
     describe_data,
     refuse_assignment,
     resolve_accumulation,
+    seconds_of,
     takes_arguments,
 )
+from omnitrain.signals import error_of
 from omnitrain.units import ModelUnit
 
 __all__ = ["BaseTrainer"]
@@ -177,6 +178,7 @@ class BaseTrainer(Hooks, ABC):
         deterministic: bool = False,
         on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
         detect_anomaly: bool = False,
+        timeout: float | str | Duration | None = None,
         callbacks: Iterable[Callback] = (),
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
@@ -244,6 +246,7 @@ class BaseTrainer(Hooks, ABC):
             deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
             on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
+            timeout: Time without any progress that ends the run: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None is a live bar on a terminal and plain lines elsewhere; True and False always, never.
@@ -289,6 +292,7 @@ class BaseTrainer(Hooks, ABC):
         self.compute_metrics, self.scorer = settings.compute_metrics, make_scorer(settings.compute_metrics)
         self.save_dir = None if settings.save_dir is None else Path(settings.save_dir)
         self.store = None if self.save_dir is None else Store(self.save_dir)
+        self._timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)
         for algorithm in self.algorithms:
@@ -423,7 +427,11 @@ class BaseTrainer(Hooks, ABC):
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
             KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
         """
-        with self.ranks.calling("train()"), isolated_rng(self.device), self._checkpointer.locked():
+        with (
+            self.ranks.calling("train()", self._timeout),
+            isolated_rng(self.device),
+            self._checkpointer.locked(),
+        ):
             if self.train_loader is None and not self._loop.has_own_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
@@ -451,6 +459,9 @@ class BaseTrainer(Hooks, ABC):
                     progress = self.progress
                     add_place(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
                 self.lifecycle.failed(error)
+                if isinstance(error, DistributedError) and self.control.signal:
+                    logger.error("%s", error)
+                    raise error_of(self.control.signal) from error
                 raise
             finally:
                 self._step.guard.release(self.optimizer)
@@ -513,7 +524,7 @@ class BaseTrainer(Hooks, ABC):
         loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
-        with self.ranks.calling("evaluate()"):
+        with self.ranks.calling("evaluate()", self._timeout):
             return self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
 
     def test(self, dataset: Any = None) -> dict[str, float]:
@@ -521,7 +532,7 @@ class BaseTrainer(Hooks, ABC):
         loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
-        with self.ranks.calling("test()"):
+        with self.ranks.calling("test()", self._timeout):
             metrics = self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, "test", stop))
         progress = self._checkpointer.weights_from or self.progress
         row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
@@ -536,14 +547,14 @@ class BaseTrainer(Hooks, ABC):
             raise ConfigError(
                 f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
             )
-        with self.ranks.calling("predict()"):
+        with self.ranks.calling("predict()", self._timeout):
             return self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
 
     # --- saving and loading
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
-        with self.ranks.calling("save_model()"):
+        with self.ranks.calling("save_model()", self._timeout):
             return state.save_weights(self.model, Path(path), overwrite, self.backend.model_tensors(), self.ranks)
 
     def save_checkpoint(self) -> Path:
@@ -553,7 +564,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If there is no `save_dir`.
             CheckpointError: If it cannot be written; earlier ones are untouched.
         """
-        with self.ranks.calling("save_checkpoint()"):
+        with self.ranks.calling("save_checkpoint()", self._timeout):
             return self._checkpointer.save_now()
 
     def load_checkpoint(self, path: str | Path) -> Path:
@@ -562,7 +573,7 @@ class BaseTrainer(Hooks, ABC):
         Raises:
             CheckpointError: If it is missing, damaged, or of another model or optimizer.
         """
-        with self.ranks.calling("load_checkpoint()"):
+        with self.ranks.calling("load_checkpoint()", self._timeout):
             folder, content = self._checkpointer.find(path) or (None, None)
             if folder is None or content is None:
                 raise CheckpointError(f"{str(path)!r} holds no checkpoint.")

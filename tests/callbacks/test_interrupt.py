@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("omnitrain.callbacks.interrupt.time", clock)
+    monkeypatch.setattr("omnitrain.signals.time", clock)
     return clock
 
 

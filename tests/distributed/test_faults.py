@@ -739,7 +739,7 @@ def test_background_saves_under_ddp_are_whole_and_leave_no_thread(outcomes: dict
     found = results(outcomes, "background ddp")
     assert found["names"] == [f"checkpoint-{step:06d}" for step in (3, 6, 9, 12, 15, 16)]
     assert found["weights"][0] == found["weights"][1]
-    assert found["threads"] == ["MainThread", "omnitrain-watch"]
+    assert found["threads"] == ["MainThread", "omnitrain-post", "omnitrain-watch"]
 
 
 def test_background_saves_of_sharded_weights_are_refused(outcomes: dict[str, list[Outcome]]) -> None:
