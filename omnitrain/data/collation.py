@@ -32,12 +32,25 @@ LABEL_KEYS = ("labels", "label", "label_ids", "targets", "target")
 """The keys under which a dict batch may hold its labels, in the order they are looked for."""
 
 
+SEQUENCE_KEYS = frozenset(
+    [
+        *LABEL_KEYS, "input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask",
+        "decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "input_values", "input_features",
+    ]
+)  # fmt: skip
+"""The keys whose entries are sequences, along the first dimension, whatever they are made of."""
+
+
 @dataclass(slots=True)
 class Collator:
     """Stacks samples into a batch; sequences of unequal length are cut and padded.
 
-    Samples are dicts, tuples, tensors, arrays, numbers or lists of numbers. Only the first dimension may differ in
-    length. Labels are padded with -100 (as int64, where their own type has no negative numbers), everything else with
+    Samples are dicts, tuples, tensors, arrays, numbers or lists of numbers. A sequence is what has one dimension and
+    holds integers, and whatever has a name that is known for it: labels, and what transformers' models take, such as
+    `input_ids` and `input_values`. A key in `pad_values` is one too. Everything else must be of one shape, as a zero
+    in an image or a measurement would be taken for data.
+
+    Labels are padded with -100 (as int64, where their own type has no negative numbers), everything else with
     `pad_value`. Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict; a list with
     tensors, arrays or dicts in it counts as a tuple.
 
@@ -46,7 +59,7 @@ class Collator:
         truncation_side: "right" cuts the end off, "left" the beginning.
         padding_side: Where the padding goes.
         pad_value: For every key without an entry in `pad_values`.
-        pad_values: Padding by key, for example `{"input_ids": tokenizer.pad_token_id}`.
+        pad_values: Padding by key, for example `{"input_ids": tokenizer.pad_token_id}`; such a key is a sequence.
         label_names: Keys of labels beside the usual ones.
 
     >>> Collator()([{"ids": [1, 2, 3], "labels": [1]}, {"ids": [4], "labels": [2, 3]}])
@@ -73,12 +86,14 @@ class Collator:
         """Return the batch of `samples`."""
         first = samples[0]
         if isinstance(first, Mapping):
-            for sample in samples:
+            for place, sample in enumerate(samples):
                 if sample.keys() != first.keys():
+                    lacking = first.keys() - sample.keys()
                     raise DataError(
                         "The samples of one batch have different keys: "
-                        f"{', '.join(map(repr, sample.keys() ^ first.keys()))} is missing in one of them; the first "
-                        f"has {', '.join(map(repr, first))}. Give every sample the same keys, or pass `data_collator`."
+                        f"{', '.join(map(repr, sorted(lacking or sample.keys() - first.keys(), key=str)))} is missing "
+                        f"in entry {place if lacking else 0} of the batch, and entry {0 if lacking else place} has it. "
+                        "Give every sample the same keys, or pass `data_collator`."
                     )
             return {key: self._stack([sample[key] for sample in samples], key) for key in first}
         if isinstance(first, tuple) or (isinstance(first, list) and _is_record(first)):
@@ -101,12 +116,14 @@ class Collator:
             if all(value.shape == first.shape for value in values) and self.max_length is None:
                 return torch.from_numpy(_native(np.stack(values)))
             tensors = [torch.from_numpy(_native(value)) for value in values]
-        elif isinstance(first, (bool, int, float, np.number, np.bool_)):
+        elif isinstance(first, _NUMBERS):
             try:
                 return torch.tensor(values)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                odd = [place for place, value in enumerate(values) if not isinstance(value, _NUMBERS)]
+                where = f" (entry {odd[0]} of the batch is {str(values[odd[0]])[:40]!r})" if odd else ""
                 raise DataError(
-                    f"Cannot make a tensor of {_named(key)}{str(list(values))[:80]}: {error}. "
+                    f"Cannot make a tensor of {_named(key)}{str(list(values))[:80]}{where}: {error}. "
                     "Give every sample a number there, or pass `data_collator`."
                 ) from error
         elif isinstance(first, tuple) and _is_record(first):
@@ -125,20 +142,33 @@ class Collator:
             return torch.stack(tensors)  # type: ignore[arg-type]
         return self._pad(list(tensors), key)
 
+    def _are_sequences(self, tensors: list[torch.Tensor], key: str) -> bool:
+        """Whether these may be cut and padded in their first dimension."""
+        if not all(tensor.ndim for tensor in tensors):
+            return False
+        if key in SEQUENCE_KEYS or key in self.pad_values:
+            return True
+        # an empty list says nothing about its type; torch takes it for float
+        integers = [not (tensor.is_floating_point() or tensor.is_complex()) or not len(tensor) for tensor in tensors]
+        return all(integers) and all(tensor.ndim == 1 for tensor in tensors)
+
     def _pad(self, tensors: list[torch.Tensor], key: str) -> torch.Tensor:
-        if len({(tensor.ndim, tensor.shape[1:]) for tensor in tensors}) > 1:
-            raise DataError(
-                f"Cannot put {_named(key)}samples of shapes {[tuple(tensor.shape) for tensor in tensors]} into one "
-                "batch: only the first dimension may differ. Make the others equal in the dataset, or pass "
-                "`data_collator`."
-            )
-        if tensors[0].ndim == 0:
+        first, is_sequence = tensors[0], self._are_sequences(tensors, key)
+        for place, tensor in enumerate(tensors):
+            if tensor.ndim != first.ndim or tensor.shape[is_sequence:] != first.shape[is_sequence:]:
+                padded = f"`Collator(pad_values={{{key!r}: 0}})`" if key else "dicts with `Collator(pad_values={...})`"
+                raise DataError(
+                    f"Cannot put {_named(key)}entry {place} of the batch, of shape {tuple(tensor.shape)}, and entry 0, "
+                    f"of shape {tuple(first.shape)}, into one batch. Make them equal in the dataset, or pass "
+                    "`data_collator`. Only sequences of integers, and entries of known names such as 'input_ids', are "
+                    f"padded, and only in their first dimension; {padded} pads others."
+                )
+        if not is_sequence:
             return torch.stack(tensors)
         if self.max_length is not None:
             cut = slice(self.max_length) if self.truncation_side == "right" else slice(-self.max_length, None)
             tensors = [tensor[cut] for tensor in tensors]
         value = self.pad_values.get(key, IGNORED_LABEL if key in (*LABEL_KEYS, *self.label_names) else self.pad_value)
-        # An empty list says nothing about its type; torch takes it for float.
         dtypes = [tensor.dtype for tensor in tensors if len(tensor)] or [tensors[0].dtype]
         dtype = functools.reduce(torch.promote_types, dtypes)
         if value < 0 and not dtype.is_signed:
@@ -149,6 +179,9 @@ class Collator:
             length = len(tensor)
             row[slice(length) if self.padding_side == "right" else slice(len(row) - length, None)] = tensor
         return padded
+
+
+_NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def _is_record(value: Sequence[Any]) -> bool:

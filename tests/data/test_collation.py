@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnitrain.data.collation import Collator, count_samples, labels_of, move_to_device
+from omnitrain.data.loaders import make_loader
 from omnitrain.errors import ConfigError, DataError
 
 collate = Collator()
@@ -99,7 +101,7 @@ def test_arrays_may_lie_in_memory_as_they_like(array: np.ndarray, ragged: bool) 
     array.setflags(write=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        batch = collate([array, array[:4] if ragged else array])
+        batch = collate([{"input_values": one} for one in (array, array[:4] if ragged else array)])["input_values"]
     assert batch[0].tolist() == array.tolist()
     assert batch[1, :4].tolist() == array[:4].tolist()
 
@@ -119,7 +121,7 @@ def test_dicts_become_a_dict_and_nested_ones_too() -> None:
 
 
 def test_tuples_become_a_tuple_and_nested_ones_too() -> None:
-    batch = collate([((torch.ones(2), np.ones(1)), 1), ((torch.ones(2), np.ones(3)), 0)])
+    batch = collate([((torch.ones(2), np.ones(1, int)), 1), ((torch.ones(2), np.ones(3, int)), 0)])
     assert type(batch) is tuple
     (first, second), labels = batch
     assert (first.shape, second.tolist(), labels.tolist()) == ((2, 2), [[1, 0, 0], [1, 1, 1]], [1, 0])
@@ -168,8 +170,54 @@ def test_an_empty_sequence_does_not_make_integers_floats(values: list[list[int]]
 
 
 def test_integers_and_floats_of_unequal_length_become_floats() -> None:
-    assert collate([[1, 2], [1.5]]).tolist() == [[1.0, 2.0], [1.5, 0.0]]
-    assert collate([[1.5], [1, 2]]).tolist() == [[1.5, 0.0], [1.0, 2.0]]
+    def padded(*values: Any) -> Any:
+        return collate([{"input_values": value} for value in values])["input_values"].tolist()
+
+    assert padded([1, 2], [1.5]) == [[1.0, 2.0], [1.5, 0.0]]
+    assert padded([1.5], [1, 2]) == [[1.5, 0.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ([torch.ones(3, 4, 4), torch.ones(1, 4, 4)], "pixels"),
+        ([np.ones((3, 4, 4), np.uint8), np.ones((1, 4, 4), np.uint8)], "pixels"),
+        ([[1.5, 2.5], [1.5]], "x"),
+        ([[1.5, 2.5], []], "x"),
+        ([torch.ones(5), torch.ones(4)], ""),
+        ([np.ones((2, 3), int), np.ones((1, 3), int)], "x"),
+    ],
+    ids=["channels", "channels as integers", "measurements", "nothing measured", "no key", "table of integers"],
+)
+@pytest.mark.parametrize("max_length", [None, 8])
+def test_what_is_no_sequence_is_never_padded(values: list[Any], key: str, max_length: int | None) -> None:
+    shapes = [tuple(torch.as_tensor(value).shape) for value in (values[1], values[0])]
+    words = (
+        f"{f'{key!r}: ' if key else ''}entry 1 of the batch, of shape {shapes[0]}, and entry 0, of shape {shapes[1]}"
+    )
+    with pytest.raises(DataError, match=re.escape(words)):
+        Collator(max_length=max_length)([{key: value} for value in values] if key else values)
+
+
+def test_what_is_no_sequence_is_never_cut() -> None:
+    assert Collator(max_length=2)([torch.ones(4), torch.ones(4)]).shape == (2, 4)
+    assert Collator(max_length=2)([{"x": torch.ones(3, 4)}])["x"].shape == (1, 3, 4)
+
+
+def test_known_names_and_those_with_a_padding_are_sequences_of_anything() -> None:
+    batch = collate([{"input_features": torch.ones(2, 3)}, {"input_features": torch.ones(1, 3)}])
+    assert batch["input_features"].sum(-1).tolist() == [[3, 3], [3, 0]]
+    audio = Collator(pad_values={"audio": -1.0})([{"audio": [0.5]}, {"audio": [0.5, 0.25]}])["audio"]
+    assert audio.tolist() == [[0.5, -1.0], [0.5, 0.25]]
+
+
+@pytest.mark.parametrize("field", ["missing", "None"])
+def test_a_row_with_a_missing_field_is_named_with_the_field(field: str) -> None:
+    rows: list[dict[str, Any]] = [{"x": [1.0, 2.0], "age": 3} for _ in range(6)]
+    rows[4] = {"x": [1.0, 2.0]} if field == "missing" else {"x": [1.0, 2.0], "age": None}
+    with pytest.raises(DataError, match=r"'age'.*entry 4 of the batch") as caught:
+        next(make_loader(rows, 6, name="train_dataset").batches(0))
+    assert "sample 4" in "".join(caught.value.__notes__)
 
 
 def test_each_key_may_have_its_own_padding() -> None:
@@ -235,9 +283,9 @@ def test_padding_is_what_one_would_do_by_hand(
         ([{"x": {"a": 1}}, {"x": {"b": 1}}], "different keys"),
         ([(1, 2), (1,)], "unequal lengths: 2, 1"),
         ([(torch.ones(2), 1), (torch.ones(2), 1, 2)], "unequal lengths: 2, 3"),
-        ([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], r"'x': samples of shapes \[\(2, 3\), \(2, 4\)\]"),
-        ([torch.ones(2), torch.tensor(1.0)], r"shapes \[\(2,\), \(\)\]"),
-        ([torch.tensor(1.0), torch.ones(2)], r"shapes \[\(\), \(2,\)\]"),
+        ([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], r"'x': entry 1 of the batch, of shape \(2, 4\)"),
+        ([torch.ones(2), torch.tensor(1.0)], r"entry 1 of the batch, of shape \(\), and entry 0, of shape \(2,\)"),
+        ([torch.tensor(1.0), torch.ones(2)], r"entry 1 of the batch, of shape \(2,\), and entry 0, of shape \(\)"),
         ([{"y": 1}, {"y": None}], r"'y': \[1, None\]"),
         ([{"y": 1}, {"y": "a"}], r"'y': \[1, 'a'\]"),
         ([2**70, 1], str(2**70)),

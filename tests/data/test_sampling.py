@@ -196,7 +196,7 @@ def test_a_collator_of_the_users_own_sees_the_samples_of_tensors(kind: str) -> N
 
 
 def test_a_collator_with_a_maximum_length_cuts_tensors_too() -> None:
-    batch = Fetch({"ids": torch.ones(4, 6)}, Collator(max_length=3), 0)(0, np.array([0, 1]))
+    batch = Fetch({"ids": torch.ones(4, 6, dtype=torch.int64)}, Collator(max_length=3), 0)(0, np.array([0, 1]))
     assert batch["ids"].shape == (2, 3)
 
 
