@@ -37,6 +37,7 @@ from transformers import DataCollatorWithFlattening
 
 from omnitrain import AccelerateTrainer, Callback, DataError, HFTrainer, NonFiniteError, Trainer
 from omnitrain.data.sampling import EpochSampler
+from omnitrain.run import lifecycle
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
@@ -668,3 +669,35 @@ def test_a_limit_that_is_given_lifts_the_default_of_three_epochs(
     assert trainer.total_steps == trainer.progress.step == steps
     assert trainer.metrics["stop_reason"] == reason
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0  # the schedule is of the same length
+
+
+def test_rates_leave_out_what_is_spent_in_evaluations_and_saves(
+    trainer_class: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: now[0])
+
+    class Slow(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            now[0] += 1
+            if trainer.progress.step == 4:
+                trainer.evaluate()
+                trainer.save_checkpoint()
+
+        def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+            now[0] += 100
+
+        def state_dict(self) -> dict[str, Any]:
+            now[0] += 1000
+            return {}
+
+    def scored(y_true: Any, y_pred: Any) -> float:
+        now[0] += 10
+        return 1.0
+
+    trace = Trace()
+    run(
+        trainer_class, t16(), rows(48), trace, Slow(), epochs=1, batch_size=4, log_steps=3, eval_dataset=rows(4),
+        eval_steps=2, eval_on_start=True, compute_metrics=scored, save_dir=tmp_path, save_steps=5,
+    )  # fmt: skip
+    assert [row["samples_per_second"] for row in trace.logs] == pytest.approx([4, 4, 4, 4])

@@ -146,7 +146,7 @@ class Collator:
         """Whether these may be cut and padded in their first dimension."""
         if not all(tensor.ndim for tensor in tensors):
             return False
-        if key in SEQUENCE_KEYS or key in self.pad_values:
+        if key in SEQUENCE_KEYS or key in self.pad_values or key in self.label_names:
             return True
         # an empty list says nothing about its type; torch takes it for float
         integers = [not (tensor.is_floating_point() or tensor.is_complex()) or not len(tensor) for tensor in tensors]

@@ -6,9 +6,10 @@ end_train` in the order that `Event` prints. Nothing here trains, evaluates or s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ class Lifecycle:
         self.is_epoch_complete = True
         """Whether the data of the running epoch ran out."""
         self.logged_at: tuple[int, float, int, int] = (0, 0.0, 0, 0)
-        """Steps, seconds, samples and tokens of the run at the latest log."""
+        """Steps, seconds, samples and tokens of the run at the latest log; evaluations and saves since then move the
+        seconds on, so that they are no part of the time in between."""
+        self._is_aside = False
         self.stop: str = ""
         """Why the run ends, once all ranks have agreed that it does."""
         self.signal: int = 0
@@ -142,6 +145,20 @@ class Lifecycle:
         now = time.perf_counter()
         self.progress.seconds += now - self._clock
         self._clock = now
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave what is done inside out of the time between two logs, which rates are computed from."""
+        if self._is_aside:
+            yield
+            return
+        start, self._is_aside = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+            step, seconds, samples, tokens = self.logged_at
+            self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
     # --- epochs and steps
 

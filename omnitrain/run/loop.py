@@ -102,7 +102,8 @@ class Loop:
         self.agree("the beginning of the run")
         if lifecycle.owes_evaluation and lifecycle.stop != "signal":
             lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save
-            self.evaluate(counts=lifecycle.progress.step > 0)
+            with lifecycle.aside():
+                self.evaluate(counts=lifecycle.progress.step > 0)
             self.answer()
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
             self.rehearse_evaluation()
@@ -195,10 +196,12 @@ class Loop:
         has_time = lifecycle.stop != "signal"
         at_a_limit = lifecycle.stop in ("epochs", "max_steps", "max_duration")
         if at_a_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
-            self.evaluate()
-        if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
-            checkpointer.save(history)
-        checkpointer.await_background()
+            with lifecycle.aside():
+                self.evaluate()
+        with lifecycle.aside():
+            if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
+                checkpointer.save(history)
+            checkpointer.await_background()
         if not lifecycle.is_epoch_complete and lifecycle.progress.samples_in_epoch:
             lifecycle.add_epoch_row(self._epoch_row(self.step.loss.mean()))
         if has_time and lifecycle.logged_at[0] < lifecycle.progress.step:
@@ -220,11 +223,13 @@ class Loop:
         if asked.log:
             self.log()
         if asked.evaluate and lifecycle.evaluated_step != lifecycle.progress.step:
-            self.evaluate()
-            asked.save |= self.agree("the end of an evaluation", "save").save
+            with lifecycle.aside():
+                self.evaluate()
+                asked.save |= self.agree("the end of an evaluation", "save").save
         if asked.save and lifecycle.saved_at != lifecycle.progress.position:
-            self.checkpointer.save()
-            self.agree("the end of a save")
+            with lifecycle.aside():
+                self.checkpointer.save()
+                self.agree("the end of a save")
         self.checkpointer.await_background(wait=False)
 
     @property
@@ -288,7 +293,7 @@ class Loop:
             KeyboardInterrupt: If a signal has cut it short.
         """
         try:
-            with self.evaluation.outside_run():
+            with self.lifecycle.aside(), self.evaluation.outside_run():
                 result = work(self.is_interrupted)
         finally:
             end_workers(loader)

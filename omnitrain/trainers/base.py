@@ -564,7 +564,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If there is no `save_dir`.
             CheckpointError: If it cannot be written; earlier ones are untouched.
         """
-        with self.ranks.calling("save_checkpoint()", self._timeout):
+        with self.ranks.calling("save_checkpoint()", self._timeout), self.lifecycle.aside():
             return self._checkpointer.save_now()
 
     def load_checkpoint(self, path: str | Path) -> Path:
