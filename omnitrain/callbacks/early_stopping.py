@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback, TrainerLike
 
 __all__ = ["EarlyStopping"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class EarlyStopping(Callback):
@@ -18,7 +23,8 @@ class EarlyStopping(Callback):
 
     Args:
         patience: Evaluations without a gain that are one too many; None never stops.
-        stopper: Called after each evaluation with the step and the objective's value; True ends the run.
+        stopper: Called after each evaluation with the step and the objective's value; True ends the run. What its
+            `state_dict()` returns, if it has one, is kept in checkpoints, and `load_state_dict` gets it back.
 
     >>> EarlyStopping(patience=3).patience
     3
@@ -38,6 +44,12 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """End a resumed run at once that patience has ended already."""
+        has_attributes = bool(getattr(self.stopper, "__dict__", None)) and not inspect.isroutine(self.stopper)
+        if trainer.save_dir is not None and has_attributes and not self._keeps_state:
+            logger.warning(
+                "The early stopper %s has attributes, but no `state_dict()` and `load_state_dict(state)`: what it has "
+                "counted starts over if the run is resumed.", type(self.stopper).__name__,
+            )  # fmt: skip
         if self._has_run_out(trainer) and not trainer.control.stop:
             trainer.stop("early_stopping")
 
@@ -48,6 +60,19 @@ class EarlyStopping(Callback):
             stops = self.stopper(trainer.progress.step, metrics[trainer.objective.key(metrics)]) or stops
         if stops:
             trainer.stop("early_stopping")
+
+    @property
+    def _keeps_state(self) -> bool:
+        return all(callable(getattr(self.stopper, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stopper, if it keeps one."""
+        return {"stopper": self.stopper.state_dict()} if self._keeps_state else {}  # type: ignore[union-attr]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give the stopper its state back."""
+        if self._keeps_state:
+            self.stopper.load_state_dict(state["stopper"])  # type: ignore[union-attr]
 
     def _has_run_out(self, trainer: TrainerLike) -> bool:
         return self.patience is not None and trainer.objective.evaluations_without_gain >= self.patience

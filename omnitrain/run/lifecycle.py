@@ -226,8 +226,10 @@ class Lifecycle:
     def state_dict(self) -> dict[str, Any]:
         """Return progress, objective, history and the callbacks' states as JSON types."""
         self.tick()
+        names = [type(callback).__qualname__ for callback in self.callbacks]
         states = [
-            {"callback": type(callback).__qualname__, "state": callback.state_dict()} for callback in self.callbacks
+            {"callback": name, "turn": names[:number].count(name), "state": callback.state_dict()}
+            for number, (name, callback) in enumerate(zip(names, self.callbacks, strict=True))
         ]
         return {
             "progress": self.progress.state_dict(),
@@ -260,7 +262,9 @@ class Lifecycle:
         waiting = list(self.callbacks)
         for entry in state["callbacks"]:
             name = entry["callback"]
-            heir = next((callback for callback in waiting if type(callback).__qualname__ == name), None)
+            # those without a state have no entry, so that others of their class count on
+            alike = [callback for callback in self.callbacks if type(callback).__qualname__ == name]
+            heir = next((one for one in alike[entry.get("turn", 0) :] if one in waiting), None)
             if heir is None:
                 logger.warning("The checkpoint has the state of a callback %s, which is not among the callbacks.", name)
                 continue
