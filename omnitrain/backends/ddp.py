@@ -6,6 +6,7 @@ A single process under accelerate is the same with nothing to average.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -18,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.state import model_tensors
 from omnitrain.distributed import Ranks
-from omnitrain.errors import DistributedError
+from omnitrain.errors import ConfigError, DistributedError
 from omnitrain.units import StepOutput
 
-__all__ = ["DDP", "Runner", "run_through", "start_from_main"]
+__all__ = ["DDP", "Runner", "fill_from_main", "run_through", "start_from_main"]
 
 Output = TypeVar("Output")
 
@@ -77,6 +78,8 @@ class DDP(Backend):
         self.accelerator = accelerator
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
+        if self.ranks.world_size > 1:
+            fill_from_main(self.model, self.ranks)
         model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         if self.ranks.world_size == 1 or not trains:
@@ -116,8 +119,71 @@ class DDP(Backend):
 
 
 def start_from_main(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the weights of the main one, as DDP does when it wraps a model."""
+    """Give every rank the weights of the main one, as DDP does when it wraps a model.
+
+    Ranks whose weights are on the meta device, which has no memory, are given some: one process a machine need read a
+    model's files. What each rank sees of its own model decides nothing, or some would wait for others.
+
+    Raises:
+        ConfigError: If it is the main rank whose weights are on the meta device.
+        DistributedError: If the models of the ranks differ.
+    """
+    if _is_empty_anywhere(_held(model), ranks):
+        fill_from_main(model, ranks)
+        return
     for tensor in model_tensors(model).values():
-        if tensor.device.type != "meta" and tensor.numel():
-            with torch.no_grad():
-                tensor.copy_(ranks.broadcast(tensor.detach().cpu().contiguous()))
+        if tensor.numel():
+            _take_from_main(tensor, ranks)
+
+
+def fill_from_main(model: nn.Module, ranks: Ranks) -> None:
+    """Give weights and buffers that any rank has on the meta device those of the main one, on all ranks."""
+    held = _held(model)
+    empty = ranks.gather("the tensors on the meta device", [name for name, one in held if one.device.type == "meta"])
+    if not any(empty):
+        return
+    if empty[0]:
+        raise ConfigError(
+            f"{len(empty[0])} tensors of the main rank's model are on the meta device, {empty[0][0]!r} for instance, "
+            "so there are no weights to begin with. Make the model outside of `torch.device('meta')` there; the other "
+            "ranks may have it on the meta device."
+        )
+    for _, tensor in held:
+        if tensor.device.type == "meta":
+            # swapped, so that whoever holds the parameter, an optimizer for instance, holds the filled one
+            torch.utils.swap_tensors(tensor, _like(tensor))
+        if tensor.numel():
+            _take_from_main(tensor, ranks)
+
+
+def _held(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _is_empty_anywhere(held: list[tuple[str, torch.Tensor]], ranks: Ranks) -> bool:
+    """Return whether a rank has weights on the meta device; refuse models that differ."""
+    shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in held]
+    is_empty = any(one.device.type == "meta" for _, one in held)
+    everywhere = ranks.gather("the shapes of the weights", (shapes, is_empty))
+    for rank, (other, _) in enumerate(everywhere):
+        first = next((pair for pair in itertools.zip_longest(everywhere[0][0], other) if pair[0] != pair[1]), None)
+        if first is not None:
+            raise DistributedError(
+                f"The models of the ranks differ: where rank 0 has {_described(first[0])}, rank {rank} has "
+                f"{_described(first[1])}. Make the same model on every rank."
+            )
+    return any(empty for _, empty in everywhere)
+
+
+def _described(entry: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "nothing" if entry is None else f"{entry[0]!r} of shape {entry[1]} and {entry[2]}"
+
+
+def _take_from_main(tensor: torch.Tensor, ranks: Ranks) -> None:
+    with torch.no_grad():
+        tensor.copy_(ranks.broadcast(tensor.detach().cpu().contiguous()))
