@@ -615,6 +615,97 @@ def test_a_schedule_that_looks_at_gradients_finds_them(trainer_class: Any) -> No
     assert seen == [True, True]
 
 
+# --- modes of modules
+
+
+class WithNorm(nn.Module):
+    """A BatchNorm between two layers, with dropout after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.dropout = nn.Dropout(0.3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(self.norm(self.first(x))))
+
+
+def modes(model: nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def test_a_module_that_the_user_put_into_evaluation_mode_stays_in_it(
+    trainer_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer: Any) -> None:
+            seen.append(modes(trainer.model))
+
+    model = WithNorm()
+    model.norm.eval()
+    before, statistics = modes(model), model.norm.running_mean.clone()
+    with caplog.at_level("INFO", "omnitrain"):
+        run(
+            trainer_class, model, rows(12), Look(), loss_fn=F.mse_loss, epochs=2, batch_size=4, eval_dataset=rows(4),
+            eval_steps=2, gradient_accumulation_steps=2, load_best_at_end=False,
+        )  # fmt: skip
+    assert seen == [before] * 4
+    assert modes(model) == before
+    assert torch.equal(model.norm.running_mean, statistics)
+    told = [record.getMessage() for record in caplog.records if "evaluation mode stay" in record.getMessage()]
+    assert len(told) == 1
+    assert "norm" in told[0]
+
+
+def test_modes_that_a_callback_sets_between_epochs_stay(trainer_class: Any) -> None:
+    class Freeze(Callback):
+        def on_epoch_end(self, trainer: Any) -> None:
+            trainer.model.norm.eval()
+            kept.append(trainer.model.norm.running_mean.clone())
+
+    kept: list[torch.Tensor] = []
+    model = WithNorm()
+    run(trainer_class, model, rows(12), Freeze(), loss_fn=F.mse_loss, epochs=3, batch_size=4)
+    assert torch.equal(kept[0], kept[2])
+
+
+def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_trained(trainer_class: Any) -> None:
+    def losses(prepare: Any) -> list[dict[str, float]]:
+        model = WithNorm()
+        prepare(model)
+        trainer = run(trainer_class, model, rows(12), loss_fn=F.mse_loss, epochs=2, batch_size=4)
+        assert all(modes(model).values())
+        return trainer.metrics["train_metrics_history"]
+
+    assert losses(lambda model: model.eval()) == losses(lambda model: None)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_part_that_from_pretrained_left_in_evaluation_mode_trains_unless_it_is_frozen(
+    trainer_class: Any, frozen: bool
+) -> None:
+    class Composed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = bert().eval()  # as from_pretrained returns it
+            self.encoder.requires_grad_(not frozen)
+            self.head = nn.Linear(3, 3).double()
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.head(self.encoder(input_ids).logits)
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    model = Composed()
+    run(trainer_class, model, Tokens(8, "classes"), epochs=1, batch_size=4)
+    assert model.encoder.training is (not frozen)
+    assert model.training
+    assert model.head.training
+
+
 # --- random numbers of the program
 
 

@@ -253,10 +253,10 @@ class Engine(Searching):
         if step.is_empty:
             return total
         if not self.by_window:
-            with owner._accumulating(last=step.is_last):
+            with owner._accumulating(last=step.is_last), _keeping_modes(model):
                 return super().training_step(model, inputs, num_items_in_batch)
         for batch in inputs:
-            with owner._accumulating(last=step.is_last):
+            with owner._accumulating(last=step.is_last), _keeping_modes(model):
                 total += super().training_step(model, batch, num_items_in_batch)
         return total
 
@@ -396,6 +396,19 @@ class Engine(Searching):
             checkpointer.restore_random_numbers(*checkpointer.resumed)
 
 
+@contextlib.contextmanager
+def _keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Keep transformers' step, which calls `model.train()`, from putting all modules into training."""
+    own = vars(model).get("train")
+    vars(model)["train"] = lambda mode=True: model
+    try:
+        yield
+    finally:
+        del vars(model)["train"]
+        if own is not None:
+            vars(model)["train"] = own
+
+
 class Bridge(transformers.TrainerCallback):
     """Their events onto our lifecycle, our requests onto their flags. Comes before the user's callbacks."""
 
@@ -419,7 +432,6 @@ class Bridge(transformers.TrainerCallback):
         engine.has_ended = False
         owner.lifecycle.begin_epoch()
         owner.lifecycle.is_epoch_complete = True
-        owner.backend.wrapped.train()
         owner._step.begin_epoch()
         engine.start_windows()
         return control

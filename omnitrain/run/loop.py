@@ -131,7 +131,6 @@ class Loop:
     def train_epoch(self, epoch: int) -> float:
         """Train on the data of an epoch, or the rest of it, and return its mean loss."""
         hooks, lifecycle = self.hooks, self.lifecycle
-        hooks.backend.wrapped.train()
         self.step.begin_epoch()
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
         for window in self.feed.until_signal(windows):

@@ -33,6 +33,27 @@ __all__ = ["Step"]
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 
+def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that its user has put into evaluation mode.
+
+    A whole model in evaluation mode says nothing: so does `from_pretrained` leave it, of which training is expected.
+    The same goes for a part that has `from_pretrained`, unless all of it is frozen.
+    """
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        trains = any(one.requires_grad for one in module.parameters())
+        if not module.training and trains and hasattr(type(module), "from_pretrained"):
+            return
+        found.extend([] if module.training else [module])
+        for child in module.children():
+            look(child)
+
+    if model.training:
+        look(model)
+    return found
+
+
 class Step:
     """Trains on one window at a time.
 
@@ -83,6 +104,10 @@ class Step:
         """Whether a step may turn out to be skipped, so that its loss has to be taken back."""
         self._is_first = True
         """Whether this is the first step of a run, in which it is seen that something is trained at all."""
+        self._is_in_training = False
+        """Whether the model was put into training in this run."""
+        self._evaluating: list[nn.Module] = []
+        """The modules that the user has put into evaluation mode, and that stay in it."""
         self._left_out: list[str] = []
         """The parameters that require a gradient and are in no group of the optimizer, of which the user was told."""
         self._tell_unit: Callable[[int], None] | None = None
@@ -98,7 +123,10 @@ class Step:
             )
         optimizer.zero_grad()
         self._is_first = True
-        self.begin_epoch()
+        self._is_in_training = False
+        self._evaluating = kept_in_evaluation(self._backend.model)
+        self._backend.collect_parameters()
+        self._tell_of_left_out()
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
@@ -107,7 +135,33 @@ class Step:
 
     def begin_epoch(self) -> None:
         """Get ready for an epoch, between which a callback may have frozen or unfrozen layers."""
+        self._put_into_training()
         self._backend.collect_parameters()
+        self._tell_of_left_out()
+
+    def _put_into_training(self) -> None:
+        """Put the model into training at the beginning of a run; later on its modes are the user's.
+
+        Should the whole of it be in evaluation mode at the beginning of a later epoch, it is put back.
+        """
+        model, wrapped = self._backend.model, self._backend.wrapped
+        if self._is_in_training and wrapped.training and model.training:
+            return
+        if not self._is_in_training and model.training:  # callbacks may have changed modes since
+            self._evaluating = kept_in_evaluation(model)
+        wrapped.train()
+        for module in self._evaluating:
+            module.training = False
+        if self._evaluating and not self._is_in_training:
+            names = [name for name, one in model.named_modules() if one in self._evaluating]
+            logger.info(
+                "Modules that are in evaluation mode stay in it while the rest trains: %s%s. Call train() on them "
+                "before the run, if they are to train.", ", ".join(names[:3]), ", ..." if len(names) > 3 else "",
+            )  # fmt: skip
+        self._is_in_training = True
+
+    def _tell_of_left_out(self) -> None:
+        """Warn of parameters that require a gradient and are in no group of the optimizer, once."""
         left_out = self._backend.parameters_without_group()
         if set(left_out) - set(self._left_out):
             logger.warning(
