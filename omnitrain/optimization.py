@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,19 +23,66 @@ __all__ = [
     "build_scheduler",
     "follows_evaluations",
     "fused_adamw",
-    "import_by_path",
+    "import_class",
+    "optimizer_class",
 ]
 
 
-def import_by_path(path: str, name: str) -> Any:
-    """Return the object at a dotted path such as "torch.optim.SGD"; `name` is the argument it was given for."""
+def import_class(path: str, wanted: type, name: str) -> Any:
+    """Return the class at a dotted path such as "torch.optim.SGD", before anything of it is called.
+
+    Importing a module runs it, so this is done for packages of optimizers and for what the program has imported.
+
+    Args:
+        path: The path.
+        wanted: What it must be a subclass of.
+        name: The argument it was given for.
+
+    Raises:
+        ConfigError: If it is none, or of a package that the program has not imported.
+    """
     module, _, attribute = path.rpartition(".")
+    package = module.partition(".")[0]
+    if package not in _PACKAGES and package not in sys.modules:
+        raise ConfigError(
+            f"`{name}={path[:200]!r}` is in no package that is imported. Import {package!r} before, or pass the class."
+        )
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"`{name}={path!r}` cannot be imported: {error}. Give a dotted path such as 'torch.optim.SGD'."
+            f"`{name}={path[:200]!r}` cannot be imported: {error}. Give a dotted path such as 'torch.optim.SGD'."
         ) from error
+    if not isinstance(found, type) or not issubclass(found, wanted):
+        raise ConfigError(
+            f"`{name}={path[:200]!r}` is no subclass of {wanted.__module__}.{wanted.__name__}. Give the path of one, "
+            "or pass a function itself."
+        )
+    return found
+
+
+_PACKAGES = ("torch", "transformers", "bitsandbytes", "torchao", "torch_optimizer", "pytorch_optimizer", "timm", "apex")
+"""Packages of optimizers and schedules, which are imported for a path."""
+
+
+def optimizer_class(spec: str) -> Any:
+    """Return the optimizer for a short name ("adamw", "SGD") or a dotted path.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if "." in spec:
+        return import_class(spec, torch.optim.Optimizer, "optimizer")
+    named = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
+    named = {name: value for name, value in named.items() if issubclass(value, torch.optim.Optimizer)}
+    named.pop("optimizer", None)
+    found = named.get(spec.lower().replace("_", "").replace("-", ""))
+    if found is None:
+        raise ConfigError(
+            f"`optimizer` must be one of {', '.join(map(repr, sorted(named)))}, a dotted path, an optimizer, a class "
+            f"or a callable of the parameters, got {spec[:200]!r}.{did_you_mean(spec.lower(), named)}"
+        )
+    return found
 
 
 def build_optimizer(
@@ -45,7 +93,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `spec` names, over the parameters of `model` that require gradients.
 
-    A class, or the dotted path of one, gets `lr` and `weight_decay` where it takes them. Any other callable gets the
+    A class, its dotted path or short name gets `lr` and `weight_decay` where it takes them. Any other callable gets the
     parameters and nothing else. None is AdamW, fused where device and dtypes allow.
 
     Raises:
@@ -59,11 +107,12 @@ def build_optimizer(
     if hasattr(spec, "param_groups"):
         optimizer: Any = spec
     else:
-        factory: Any = import_by_path(spec, "optimizer") if isinstance(spec, str) else spec
-        if not callable(factory):
+        factory: Any = optimizer_class(spec) if isinstance(spec, str) else spec
+        is_other_class = isinstance(factory, type) and not callable(getattr(factory, "step", None))
+        if not callable(factory) or is_other_class or isinstance(factory, nn.Module):
             raise ConfigError(
-                "`optimizer` must be an optimizer, a class, a dotted path or a callable of the parameters, "
-                f"got {spec!r}."
+                "`optimizer` must be an optimizer, its class, a name, a dotted path or a callable of the parameters, "
+                f"got {spec!r:.200}."
             )
         options: dict[str, Any] = {}
         if inspect.isclass(factory):
@@ -152,6 +201,8 @@ def build_scheduler(
         ConfigError: If the name is unknown, the length of the run is needed but unknown, the instance belongs
             to another optimizer, or `warmup_steps` would have no effect.
     """
+    if isinstance(spec, str) and "." in spec:
+        spec = import_class(spec, LRScheduler, "lr_scheduler")
     if spec is None or isinstance(spec, str):
         name = spec or ("constant_with_warmup" if warmup_steps else None)
         return None if name is None else _named_schedule(name, optimizer, warmup_steps, total_steps)
@@ -162,11 +213,25 @@ def build_scheduler(
         )
     scheduler = spec
     if isinstance(spec, type) or not callable(getattr(spec, "step", None)):
-        if not callable(spec):
+        is_other_class = isinstance(spec, type) and not callable(getattr(spec, "step", None))
+        if not callable(spec) or is_other_class or isinstance(spec, nn.Module):
             raise ConfigError(
-                f"`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got {spec!r}."
+                f"`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got {spec!r:.200}."
             )
-        scheduler = spec(optimizer)
+        try:
+            scheduler = spec(optimizer)
+        except TypeError as error:
+            if not isinstance(spec, type):
+                raise
+            raise ConfigError(
+                f"`lr_scheduler={spec.__name__}` needs more than the optimizer: {error}. Pass a function: "
+                f"lr_scheduler=lambda optimizer: {spec.__name__}(optimizer, ...)."
+            ) from error
+        if not callable(getattr(scheduler, "step", None)):
+            raise ConfigError(
+                f"`lr_scheduler` must give a scheduler when called with the optimizer, got {scheduler!r:.200}. "
+                "Return the scheduler from it."
+            )
     owner = getattr(scheduler, "optimizer", optimizer)
     if owner is not optimizer:
         raise ConfigError(
@@ -189,7 +254,7 @@ def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, to
     if name not in known:
         raise ConfigError(
             f"`lr_scheduler` must be one of {', '.join(map(repr, known))}, a scheduler or a callable of the optimizer, "
-            f"got {name!r}.{did_you_mean(name, known)}"
+            f"got {name[:200]!r}.{did_you_mean(name, known)}"
         )
     shape = SCHEDULES.get(name)
     if total is None and shape is not _constant and name != "inverse_sqrt":

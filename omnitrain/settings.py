@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
+from omnitrain.errors import ConfigError, DataError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
 from omnitrain.vocabulary import advice
 
@@ -26,10 +27,14 @@ __all__ = [
     "ScheduleName",
     "Settings",
     "change_setting",
+    "check_list",
     "check_settings",
+    "check_switch",
+    "check_type",
     "describe",
     "describe_data",
     "refuse_assignment",
+    "refuse_class",
     "resolve_accumulation",
     "seconds_of",
     "takes_arguments",
@@ -72,7 +77,16 @@ def takes_arguments(constructor: Constructor) -> Constructor:
     def declared(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in [name for name in kwargs if name not in known]:
             _refuse(type(self), name, kwargs.pop(name), known)
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        try:
+            given = dict(signature.bind(self, *args, **kwargs).arguments)
+        except TypeError as error:
+            by_position = [
+                name for name in known if signature.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            ]
+            raise TypeError(
+                f"{type(self).__name__}(): {error}. By position it takes {', '.join(by_position)}, in this order; pass "
+                "the others by name."
+            ) from None
         del given["self"]
         fixed = frozenset(known) - MAY_BE_ASSIGNED
         for name in fixed & vars(self).keys():
@@ -235,6 +249,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
             "keep_every")  # fmt: skip
 NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
+MOST = {"seed": 2**64 - 1}
+"""The largest integers there may be, where it is not what Python can count to."""
 SWITCHES = ("shuffle", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite", "save_required",
             "save_only_model", "async_save", "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
@@ -261,31 +277,86 @@ def check_settings(settings: Settings) -> None:
     _check_pairs(given)
 
 
+def refuse_class(name: str, value: Any) -> None:
+    """Raise ConfigError for a class where an instance is wanted.
+
+    Args:
+        name: The argument.
+        value: What was given for it, or one of a list of them.
+    """
+    if isinstance(value, type):
+        raise ConfigError(f"`{name}` takes instances, got the class {value.__name__}. Pass {value.__name__}(...).")
+
+
+def check_list(name: str, value: Any) -> None:
+    """Raise ConfigError for a value that is no list of instances."""
+    refuse_class(name, value)
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ConfigError(f"`{name}` must be a list of instances, got {_shown(value)}.")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Raise ConfigError for a value that is neither True nor False, nor None."""
+    if not isinstance(value, (bool, type(None))):
+        raise ConfigError(f"`{name}` must be True or False, got {_shown(value)}.")
+
+
+def check_type(name: str, value: Any, *wanted: type) -> None:
+    """Raise ConfigError for a value that is of none of these types, nor None."""
+    if value is not None and not isinstance(value, wanted):
+        names = " or ".join(one.__name__ for one in wanted)
+        raise ConfigError(f"`{name}` must be an instance of {names}, got {_shown(value)}.")
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    """Return whether it is a number that a float can hold; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    """Return a value as an error shows it, however long it is."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, int) and abs(value) > 10**40:
+        return "a number of more than 40 digits"  # Python refuses to write one of thousands
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _check_each(given: Mapping[str, Any]) -> None:
     for name, choices in CHOICES.items():
-        if given[name] not in choices:
+        if not isinstance(given[name], (str, type(None))) or given[name] not in choices:
             raise ConfigError(
-                f"`{name}` must be one of {', '.join(map(repr, choices))}, got {given[name]!r}."
+                f"`{name}` must be one of {', '.join(map(repr, choices))}, got {_shown(given[name])}."
                 f"{did_you_mean(str(given[name]), filter(None, choices))}"
             )
     for names, least, words in ((POSITIVE, 1, "a positive integer"), (NOT_NEGATIVE, 0, "an integer of at least 0")):
         for name in names:
             value = given[name]
             if value is not None and (not _is_integer(value) or value < least):
-                raise ConfigError(f"`{name}` must be {words}, got {value!r}.")
+                raise ConfigError(f"`{name}` must be {words}, got {_shown(value)}.")
+            if value is not None and value > MOST.get(name, sys.maxsize):
+                raise ConfigError(
+                    f"`{name}` must be {words}, at most {MOST.get(name, sys.maxsize)}, got {_shown(value)}."
+                )
     for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
         if given[name] is None:
             raise ConfigError(f"`{name}` must be an integer, got None. Leave it out for its default.")
     for name in SWITCHES:
-        if not isinstance(given[name], (bool, type(None))):
-            raise ConfigError(f"`{name}` must be True or False, got {given[name]!r}.")
+        check_switch(name, given[name])
     for name in CALLABLE:
+        refuse_class(name, given[name])
         if given[name] is not None and not callable(given[name]):
-            raise ConfigError(f"`{name}` must be callable, got {given[name]!r}.")
+            raise ConfigError(f"`{name}` must be callable, got {_shown(given[name])}.")
     names = given["label_names"]
     is_list = isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names)
     if names is not None and not is_list:
@@ -293,13 +364,17 @@ def _check_each(given: Mapping[str, Any]) -> None:
             f"`label_names` must be a list of the keys of labels, such as ['start_positions', 'end_positions'], got "
             f"{names!r}."
         )
+    for name in ("callbacks", "algorithms"):
+        check_list(name, given[name])
+    metric = given["optimization_metric"]
+    if not isinstance(metric, str) or not metric:
+        raise ConfigError(f"`optimization_metric` must be the name of a metric, got {_shown(metric)}.")
     for name in ("learning_rate", "weight_decay", "delta"):
-        value = given[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {value!r}.")
+        if not _is_finite(given[name]) or given[name] < 0:
+            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {_shown(given[name])}.")
     norm = given["max_grad_norm"]
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 < norm < math.inf):
-        raise ConfigError(f"`max_grad_norm` must be a positive number or None, got {norm!r}. None does not clip.")
+    if norm is not None and (not _is_finite(norm) or norm <= 0):
+        raise ConfigError(f"`max_grad_norm` must be a positive number or None, got {_shown(norm)}. None does not clip.")
     patience = given["patience"]
     if patience is not None and (not _is_integer(patience) or patience < -1 or patience == 0):
         raise ConfigError(
@@ -308,14 +383,24 @@ def _check_each(given: Mapping[str, Any]) -> None:
     if given["timeout"] is not None:
         seconds_of("timeout", given["timeout"])
     scale = given["fp16_loss_scale"]
-    if not isinstance(scale, (tuple, list)) or len(scale) != 2 or not 0 < scale[1] <= scale[0] < math.inf:
-        raise ConfigError(f"`fp16_loss_scale` must be (initial, minimum) with 0 < minimum <= initial, got {scale!r}.")
+    is_pair = isinstance(scale, (tuple, list)) and len(scale) == 2 and all(map(_is_finite, scale))
+    if not is_pair or not 0 < scale[1] <= scale[0]:
+        words = "(initial, minimum) with 0 < minimum <= initial"
+        raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_shown(scale)}.")
 
 
 def _check_data(given: Mapping[str, Any]) -> None:
     for kind in ("train", "eval", "test"):
         if given[f"{kind}_dataset"] is not None and given[f"{kind}_loader"] is not None:
             raise ConfigError(f"`{kind}_dataset` and `{kind}_loader` are both given. Pass one of them.")
+        loader = given[f"{kind}_loader"]
+        for one in loader.values() if isinstance(loader, dict) and kind != "train" else [loader]:
+            is_loader_like = hasattr(type(one), "__iter__") and not isinstance(one, (str, bytes, type))
+            if one is not None and (not is_loader_like or hasattr(one, "__next__")):
+                raise DataError(
+                    f"`{kind}_loader` must be iterable any number of times, as a DataLoader is, got {_shown(one)}. "
+                    "A generator is used up after one epoch: wrap it in a class with __iter__."
+                )
     has_eval = given["eval_dataset"] is not None or given["eval_loader"] is not None
     for name, off in NEEDS_EVALUATION.items():
         if not has_eval and given[name] not in off:

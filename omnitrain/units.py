@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ __all__ = [
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 LossFunction = Callable[[Any, Any], Tensor]
+Batch = TypeVar("Batch", contravariant=True)
 
 
 @dataclass(slots=True)
@@ -65,22 +66,22 @@ class StepOutput:
 
 
 @runtime_checkable
-class TrainUnit(Protocol):
+class TrainUnit(Protocol[Batch]):
     """A user's own step: `unit(batch)` returns a mean loss, or (sum of losses, number of targets).
 
     A method `set_step_nr(step)` is called before each step, counted from 1, if there is one.
     """
 
-    def __call__(self, batch: Any) -> Tensor | tuple[Tensor, int | Tensor | None]:
+    def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, int | Tensor | None]:
         """Return the loss of `batch`, a batch on the device."""
         ...
 
 
 @runtime_checkable
-class EvalUnit(Protocol):
+class EvalUnit(Protocol[Batch]):
     """A unit that also says what metrics are to look at."""
 
-    def evaluate(self, batch: Any) -> StepOutput:
+    def evaluate(self, batch: Batch) -> StepOutput:
         """Return loss, outputs and labels of an evaluation batch; called without gradients."""
         ...
 
@@ -146,11 +147,25 @@ class ModelUnit:
             if self.loss_fn is None:
                 loss = _loss_in(outputs)
             else:
-                loss = self.loss_fn(outputs, labels) if needs_loss or labels is not None else None
+                loss = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
         scores = _scores_in(outputs, loss)
         if needs_loss or loss is not None:
             loss = self._checked(loss, outputs)
         return StepOutput(loss, scores, labels)
+
+    def _loss_of(self, outputs: Any, labels: Any, batch: Any) -> Any:
+        assert self.loss_fn is not None
+        try:
+            return self.loss_fn(outputs, labels)
+        except Exception as error:
+            if labels is not None:
+                raise
+            keys = f"the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _describe(batch)
+            raise DataError(
+                f"`loss_fn` got labels=None, as no labels were found in the batch, and failed: {error} The batch has "
+                f"{keys}; labels are the last entry of a tuple, or stand under one of {', '.join(LABEL_KEYS)}. Rename "
+                "them in the dataset or the `data_collator`."
+            ) from error
 
     def _call(self, model: Any, batch: Any) -> Any:
         if isinstance(batch, (tuple, list)):

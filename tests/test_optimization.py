@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from omnitrain.errors import ConfigError, MissingExtraError
-from omnitrain.optimization import SCHEDULES, build_optimizer, build_scheduler, import_by_path
+from omnitrain.optimization import SCHEDULES, build_optimizer, build_scheduler, import_class
 
 
 class AnyOptions(torch.optim.AdamW):
@@ -125,10 +125,10 @@ def test_an_optimizer_of_part_of_the_model_is_taken() -> None:
     "spec, words",
     [
         ("torch.optim.AdamV", r"`optimizer='torch.optim.AdamV'` cannot be imported"),
-        ("adamw", r"`optimizer='adamw'` cannot be imported.*'torch.optim.SGD'"),
-        ("no_such_package.AdamW", "cannot be imported: No module named"),
-        ("", "cannot be imported"),
-        (3, "`optimizer` must be an optimizer, a class.* got 3"),
+        ("adamx", r"`optimizer` must be one of .*'adamw'.* got 'adamx'. Did you mean 'adam"),
+        ("no_such_package.AdamW", "is in no package that is imported. Import 'no_such_package' before"),
+        ("", "`optimizer` must be one of .* got ''"),
+        (3, "`optimizer` must be an optimizer, its class.* got 3"),
         (lambda parameters: None, "must give an optimizer.* got None"),
         (torch.optim.LBFGS, "LBFGS.*needs a closure"),
         (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "SGD.*holds none of the model's parameters"),
@@ -146,7 +146,7 @@ def test_a_model_with_nothing_to_train_is_refused(model: nn.Module) -> None:
 
 
 def test_a_path_may_lead_to_any_object() -> None:
-    assert import_by_path("torch.nn.Linear", "model") is nn.Linear
+    assert import_class("torch.nn.Linear", nn.Module, "model") is nn.Linear
 
 
 # Schedules
@@ -299,3 +299,19 @@ def test_the_signature_of_a_stepped_optimizer_is_still_known(model: nn.Module) -
     StepLR(optimizer, 1)  # replaces optimizer.step
     assert "closure" in inspect.signature(optimizer.step).parameters
     assert build_optimizer(optimizer, model, 1e-3, 0.0) is optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("adamw", "AdamW"), ("AdamW", "AdamW"), ("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adagrad", "Adagrad")],
+)
+def test_a_short_name_is_the_class_of_torch(model: nn.Module, name: str, kind: str) -> None:
+    optimizer = build_optimizer(name, model, 0.25, 0.5)
+    assert type(optimizer) is getattr(torch.optim, kind)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.25, 0.5)
+
+
+def test_a_path_is_not_called_unless_it_is_an_optimizer(model: nn.Module) -> None:
+    for path in ("os.system", "os.path.join", "subprocess.Popen", "builtins.eval"):
+        with pytest.raises(ConfigError, match="no subclass of"):
+            build_optimizer(path, model, 0.25, 0.0)

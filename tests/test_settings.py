@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, DataError, HFTrainer, ObjectiveError, Trainer
+from omnitrain import AccelerateTrainer, Algorithm, Callback, ConfigError, DataError, HFTrainer, ObjectiveError, Trainer
 
 
 class Stream(IterableDataset[Any]):
@@ -169,6 +169,25 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
         "scheduler_interval='epoch'.*follows evaluations",
     ),
     "loss scale upside down": ({"fp16_loss_scale": (1.0, 2.0)}, ConfigError, "fp16_loss_scale"),
+    "seed that no generator takes": ({"seed": 2**64}, ConfigError, f"seed.*at most {2**64 - 1}"),
+    "a model's class": ({"model": torch.nn.Linear}, ConfigError, r"model.*the class Linear.*Linear\(\.\.\.\)"),
+    "a loss's class": (
+        {"loss_fn": torch.nn.CrossEntropyLoss},
+        ConfigError,
+        r"loss_fn.*CrossEntropyLoss\(\.\.\.\)",
+    ),
+    "a path of a function": ({"optimizer": "os.system"}, ConfigError, "os.system.*no subclass of torch.optim"),
+    "a path of another class": ({"optimizer": "pathlib.Path"}, ConfigError, "pathlib.Path.*no subclass"),
+    "a path that was not imported": ({"optimizer": "antigravity.Optimizer"}, ConfigError, "antigravity.*imported"),
+    "a path of a schedule that is none": ({"lr_scheduler": "os.system"}, ConfigError, "os.system.*LRScheduler"),
+    "a short name that is misspelt": ({"optimizer": "adamww"}, ConfigError, "'sgd'.*adamww.*Did you mean 'adamw'"),
+    "a schedule that needs more": (
+        {"lr_scheduler": CosineAnnealingLR},
+        ConfigError,
+        "Cosine.*T_max.*lambda",
+    ),
+    "a metric that is no name": ({"optimization_metric": 3, **EVAL}, ConfigError, "optimization_metric.*3"),
+    "callbacks that are no list": ({"callbacks": 7}, ConfigError, "callbacks.*list.*7"),
     "seed that is no integer": ({"seed": "x"}, ConfigError, "seed.*'x'"),
     "shuffling a loader": ({"train_dataset": None, "train_loader": loader(), "shuffle": False}, ConfigError, "shuffle"),
     "global batch of a loader": (
@@ -245,6 +264,28 @@ def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
     options = {"train_dataset": rows(8), "loss_fn": F.mse_loss, "progress_bar": False, "epochs": 1, **options}
     placed = {"device": "cpu"} if trainer_class is Trainer else {}
     return trainer_class(model or t16(), **{**placed, **options})
+
+
+def test_none_means_the_default(trainer_class: Any) -> None:
+    trainer = quiet(trainer_class, callbacks=None, algorithms=None, optimization_metric=None, eval_dataset=rows(4))
+    assert trainer.algorithms == []
+    assert trainer.objective.metric == "loss"
+    trainer.train()
+
+
+@pytest.mark.parametrize("argument", ["callbacks", "algorithms"])
+def test_a_class_in_a_list_of_instances_is_named(trainer_class: Any, argument: str) -> None:
+    mine = type("Mine", (Callback if argument == "callbacks" else Algorithm,), {})
+    with pytest.raises(ConfigError, match=rf"`{argument}` takes instances, got the class Mine. Pass Mine\(\.\.\.\)"):
+        quiet(trainer_class, **{argument: [mine]})
+
+
+def test_datasets_by_position_beside_named_training_arguments_are_told_apart(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match=r"HFTrainer\(\): multiple values for argument 'training_args'.*by name"):
+        HFTrainer(t16(), rows(8), rows(4), training_args=args)  # type: ignore[arg-type]
 
 
 def test_assigning_a_setting_is_refused_with_the_remedy(trainer_class: Any) -> None:
@@ -359,3 +400,10 @@ def test_training_arguments_under_both_names_are_refused(tmp_path: Path) -> None
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ConfigError, match="`args` and `training_args`"):
         quiet(HFTrainer, args=args, training_args=args)
+
+
+def test_a_parallelism_that_accelerate_refuses_here_is_an_error_of_ours() -> None:
+    from accelerate.utils import ParallelismConfig
+
+    with pytest.raises(ConfigError, match="`parallelism_config` cannot be used here"):
+        quiet(AccelerateTrainer, parallelism_config=ParallelismConfig(dp_replicate_size=2))

@@ -546,3 +546,22 @@ def test_as_many_labels_are_counted_as_transformers_trainer_counts(hf: Any, tmp_
 
 def test_models_that_are_not_transformers_do_not_shift() -> None:
     assert not shifts_labels(Scores())
+
+
+def test_a_unit_may_name_the_type_of_its_batches() -> None:
+    class Own(TrainUnit[dict[str, torch.Tensor]]):
+        def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return batch["x"].sum()
+
+    assert isinstance(Own(), TrainUnit)
+
+
+def test_a_loss_without_labels_names_the_keys_that_there_are() -> None:
+    unit = ModelUnit(nn.Linear(4, 1), F.mse_loss)
+    with pytest.raises(DataError, match=r"labels=None.*the keys 'input', 'answer'; labels .* one of labels, label"):
+        unit(nn.Linear(4, 1), {"input": torch.ones(2, 4), "answer": torch.ones(2, 1)})
+
+
+def test_a_loss_that_needs_no_labels_works_without() -> None:
+    unit = ModelUnit(nn.Linear(4, 1), lambda outputs, labels: outputs.mean())
+    assert unit(nn.Linear(4, 1), {"input": torch.ones(2, 4)}).loss is not None

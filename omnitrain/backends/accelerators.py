@@ -19,7 +19,7 @@ from omnitrain.distributed import ProcessRanks, Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
 from omnitrain.rendezvous import init_method
-from omnitrain.settings import Settings
+from omnitrain.settings import Settings, check_type
 
 __all__ = [
     "adopt_precision",
@@ -67,6 +67,7 @@ def make_accelerator(
     except ImportError:
         raise MissingExtraError("AccelerateTrainer", "accelerate") from None
 
+    check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
     _check_dimensions(parallelism_config)
     # One trainer after another, each with its own settings; the processes stay.
     kind = PartialState._shared_state.get("distributed_type")
@@ -102,6 +103,13 @@ def make_accelerator(
         )
         if wants_fsdp and not has_gpu:
             _shard_on_cpu(accelerator, fsdp_plugin, precision)
+    except ValueError as error:
+        if parallelism_config is None:
+            raise
+        raise ConfigError(
+            f"`parallelism_config` cannot be used here: {error} Its sizes multiply to the number of processes, which "
+            "train on GPUs; leave it out elsewhere."
+        ) from error
     finally:  # accelerate leaves word there of what it made; a later trainer in this process may want something else
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
@@ -167,6 +175,10 @@ def is_set(name: str) -> bool:
 
 
 def _check_dimensions(parallelism_config: Any) -> None:
+    if parallelism_config is not None:
+        from accelerate.utils import ParallelismConfig  # from accelerate 1.10 on
+
+        check_type("parallelism_config", parallelism_config, ParallelismConfig)
     for name in ("tp_size", "cp_size", "sp_size"):
         size = getattr(parallelism_config, name, 1) or 1
         if size > 1:

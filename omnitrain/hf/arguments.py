@@ -408,6 +408,8 @@ def engine_arguments(
     }
     for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)
+    # with it transformers seeds the program when its Trainer is made, and can do so only below that; we seed the run
+    engine.seed = engine.seed % 2**32 if isinstance(engine.seed, int) else 0
     engine.eval_strategy = engine.logging_strategy = IntervalStrategy.NO
     engine.save_strategy = SaveStrategy.NO
     return engine

@@ -48,7 +48,15 @@ from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run import hooks
-from omnitrain.settings import Nothing, PrecisionName, ScheduleName, takes_arguments
+from omnitrain.settings import (
+    Nothing,
+    PrecisionName,
+    ScheduleName,
+    check_list,
+    check_type,
+    refuse_class,
+    takes_arguments,
+)
 from omnitrain.trainers.base import BaseTrainer
 from omnitrain.units import StepOutput, without_effect
 
@@ -224,7 +232,7 @@ class HFTrainer(BaseTrainer):
             epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
-            optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
+            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is AdamW, fused.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
@@ -275,6 +283,10 @@ class HFTrainer(BaseTrainer):
 
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         model, training_args = given.pop("model", None), given.pop("training_args", None)
+        for name, value in (("training_args", training_args), ("args", given.get("args"))):
+            is_data = name == "training_args" and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
+            if isinstance(value, (str, bytes, type)) or not is_data:
+                check_type(name, value, transformers.TrainingArguments)
         if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
             # HFTrainer(model, train_dataset, eval_dataset): by position, as with the other trainers
             names = ("train_dataset", "eval_dataset", "test_dataset")
@@ -285,7 +297,10 @@ class HFTrainer(BaseTrainer):
         if training_args is not None and called_args is not None:
             raise ConfigError("`args` and `training_args` are two names for one thing. Leave one of them out.")
         training_args = training_args if training_args is not None else called_args
-        callbacks = self._given_callbacks = list(given.pop("callbacks", None) or ())
+        callbacks = given.pop("callbacks", None)
+        callbacks = () if callbacks is None else callbacks
+        check_list("callbacks", callbacks)
+        callbacks = self._given_callbacks = list(callbacks)
         if self._trial is not None and training_args is not None:
             searching: Any = self._trial.engine.owner
             training_args, callbacks = self._trial.arguments(training_args), searching._given_callbacks
@@ -326,6 +341,8 @@ class HFTrainer(BaseTrainer):
                     "`loss_fn` and `compute_loss_func` are two names for one thing. Leave one of them out."
                 )
             given["loss_fn"] = lambda outputs, labels: loss(outputs, labels, num_items_in_batch=None)
+        if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+            raise ConfigError(f"`optimizers` must be a pair of optimizer and schedule, got {optimizers!r:.200}.")
         adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), given, "`optimizers`")
         if self.training_args is not None:
             adopt_arguments(self.training_args, given)
@@ -347,6 +364,8 @@ class HFTrainer(BaseTrainer):
                 (own if isinstance(callback, Callback) else self._foreign).append(callback)
         for callback in self._foreign:
             kind = callback if isinstance(callback, type) else type(callback)
+            if issubclass(kind, Callback):
+                refuse_class("callbacks", callback)
             if not issubclass(kind, transformers.TrainerCallback):
                 raise ConfigError(
                     f"`callbacks` must hold callbacks of omnitrain or of transformers, got {callback!r}. "

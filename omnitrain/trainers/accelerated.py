@@ -26,7 +26,7 @@ from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.precision import precision_name
-from omnitrain.settings import Nothing, PrecisionName, ScheduleName, describe, takes_arguments
+from omnitrain.settings import Nothing, PrecisionName, ScheduleName, check_switch, check_type, describe, takes_arguments
 from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["AccelerateTrainer"]
@@ -159,7 +159,7 @@ class AccelerateTrainer(BaseTrainer):
             epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
-            optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
+            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is AdamW, fused.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
@@ -211,12 +211,17 @@ class AccelerateTrainer(BaseTrainer):
         """
 
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
+        for name in ("find_unused_parameters", "gradient_checkpointing"):
+            check_switch(name, given.get(name))
+        check_type("deepspeed_config", given.get("deepspeed_config"), str, Path, Mapping)
         ways = {name: given.pop(name, None) for name in ("deepspeed_config", "fsdp_plugin", "accelerator")}
         parallelism, unused = given.pop("parallelism_config", None), given.pop("find_unused_parameters", False)
         chosen = [name for name, value in ways.items() if value is not None]
         if len(chosen) > 1:
             raise ConfigError(f"`{chosen[0]}` and `{chosen[1]}` exclude each other. Pass one of them.")
         accelerator = ways.pop("accelerator")
+        if accelerator is not None and not hasattr(accelerator, "mixed_precision"):
+            raise ConfigError(f"`accelerator` must be an accelerate.Accelerator, got {accelerator!r:.200}.")
         for name, value in {"parallelism_config": parallelism, "find_unused_parameters": unused or None}.items():
             if accelerator is not None and value is not None:
                 raise ConfigError(

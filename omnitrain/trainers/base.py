@@ -51,6 +51,7 @@ from omnitrain.settings import (
     describe,
     describe_data,
     refuse_assignment,
+    refuse_class,
     resolve_accumulation,
     seconds_of,
     takes_arguments,
@@ -206,7 +207,7 @@ class BaseTrainer(Hooks, ABC):
             epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
-            optimizer: An instance, a class or its dotted path, or a callable of the parameters; None is AdamW, fused.
+            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is AdamW, fused.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
@@ -271,6 +272,7 @@ class BaseTrainer(Hooks, ABC):
             ranks: The ranks of the run; None is this process alone.
         """
         model = given.pop("model")
+        refuse_class("model", model)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
         self.settings: Settings = Settings.of(given)
@@ -296,10 +298,13 @@ class BaseTrainer(Hooks, ABC):
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)
         for algorithm in self.algorithms:
+            refuse_class("algorithms", algorithm)
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
             refuse_dead_methods(algorithms=algorithm)
         self._callbacks = list(settings.callbacks)
+        for callback in self._callbacks:
+            refuse_class("callbacks", callback)
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None
         self.device: torch.device = self._choose_device(settings.device)

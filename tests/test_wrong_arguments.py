@@ -1,0 +1,118 @@
+"""Whatever is passed for an argument: it works, or an error of ours names the argument; nothing is written."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from marks import thinned
+from recipes import rows, t16
+from torch import nn
+
+from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
+from omnitrain.errors import OmnitrainError
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+NUMBERS: dict[str, Any] = {
+    "0": 0, "-1": -1, "-2": -2, "1": 1, "0.5": 0.5, "-0.5": -0.5, "nan": math.nan, "inf": math.inf, "-inf": -math.inf,
+    "2**63": 2**63, "2**64": 2**64, "10**400": 10**400, "1e308": 1e308, "1+1j": 1 + 1j, "True": True, "False": False,
+}  # fmt: skip
+OTHERS: dict[str, Any] = {
+    "None": None, "empty string": "", "word": "wrong", "path of a function": "os.system", "path of a module": "os.path",
+    "path of a class": "collections.OrderedDict", "dots": "...", "null": "a\0b", "bytes": b"x", "list": [], "tuple": (),
+    "dict": {}, "list of a number": [1], "list of None": [None], "dict of a number": {"a": 1}, "set": {1},
+    "object": object(), "class": Callback, "type": int, "a loss as a class": nn.CrossEntropyLoss, "module": math,
+    "tensor": torch.tensor([1.0, 2.0]), "generator": (x for x in [1]), "path": Path("nowhere"),
+    "a list of a class": [Callback], "a layer": nn.ReLU(), "device": torch.device("cpu"), "dtype": torch.float64,
+    "slice": slice(1),     "long string": "x" * 5000,
+}  # fmt: skip
+VALUES = NUMBERS | OTHERS
+SKIPPED = {
+    ("num_workers", "2**63"), ("num_workers", "2**64"), ("num_workers", "10**400"),  # would start so many
+    ("deepspeed_config", "dict"), ("deepspeed_config", "dict of a number"),  # needs processes
+}  # fmt: skip
+ALSO = {
+    "args": ["training_args"],
+    "training_args": ["train_dataset"],
+    "optimization_metric": ["optimization_direction"],
+}
+"""What an error may name instead."""
+OF_THE_USER = ("data_collator", "loss_fn", "unit", "compute_metrics", "early_stopper", "preprocess_logits_for_metrics")
+"""What is called with the user's data, and may raise what it likes there."""
+
+
+def arguments_of(kind: type) -> list[str]:
+    names = inspect.signature(kind.__init__).parameters
+    return [name for name in names if name not in ("self", "unknown", "save_dir")]
+
+
+def outcome(kind: Any, name: str, value: Any) -> str:
+    """Return "" if an argument is taken or refused well, else what went wrong."""
+    options: dict[str, Any] = {
+        "model": t16(), "train_dataset": rows(8), "eval_dataset": rows(4), "loss_fn": F.mse_loss, "progress_bar": False,
+        "batch_size": 4, "epochs": 1,
+    }  # fmt: skip
+    if kind is Trainer:
+        options["device"] = "cpu"
+    if name == "epochs":
+        options["max_steps"] = 2
+    if name in ("train_loader", "eval_loader"):
+        del options[name.replace("loader", "dataset")], options["batch_size"]
+    if name == "save_total_limit":
+        options["save_dir"] = "run"
+    doing = "constructed"
+    try:
+        trainer = kind(**{**options, name: value})
+        doing = "trained"
+        if not name.endswith(("_dataset", "_loader", "training_args")):
+            trainer.train()
+    except (OmnitrainError, TypeError) as error:
+        if doing == "trained" and name in OF_THE_USER:
+            return ""
+        ours = isinstance(error, OmnitrainError) or "omnitrain" in traceback_end(error)
+        named = any(one in str(error) for one in (name, *ALSO.get(name, ())))
+        if ours and (named or doing == "trained"):
+            return ""
+        return f"{doing}: {type(error).__name__} {str(error)[:150]!r}"
+    except Exception as error:
+        if doing == "trained" and name in OF_THE_USER:
+            return ""
+        return f"{doing}: raw {type(error).__name__} {str(error)[:150]!r} in {traceback_end(error)}"
+    return ""
+
+
+def traceback_end(error: BaseException) -> str:
+    """Return the file that an error comes from."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_filename
+
+
+CASES = [(kind, name) for kind in TRAINERS for name in arguments_of(TRAINERS[kind])]
+QUICK = [
+    (kind, name)
+    for kind, name in CASES
+    if name in {"native": ("seed", "optimizer", "callbacks"), "accelerate": ("accelerator",), "hf": ("args",)}[kind]
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), thinned(CASES, QUICK))
+@pytest.mark.filterwarnings("ignore")
+def test_any_value_of_an_argument_works_or_is_refused_by_name(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = {}
+    for shown, value in VALUES.items():
+        if (name, shown) not in SKIPPED:
+            found = outcome(TRAINERS[kind], name, value)
+            wrong |= {shown: found} if found else {}
+    assert not wrong
+    if name != "save_total_limit":
+        assert list(tmp_path.iterdir()) == []
