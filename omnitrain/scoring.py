@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.streaming import IGNORED, NamedMetrics, class_dimension, main_output
+from omnitrain.streaming import IGNORED, NamedMetrics, Scores, class_dimension, main_output
 
-__all__ = ["ByBatch", "EvalPrediction", "Scorer", "make_scorer", "to_numpy"]
+__all__ = ["ByBatch", "EvalPrediction", "Scorer", "make_scorer", "scores_for", "to_numpy"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -100,7 +100,7 @@ class Scorer:
             return
         if labels is None:
             raise DataError("`compute_metrics` needs labels, and this batch has none. Evaluate without metrics.")
-        if isinstance(labels, (tuple, list)) and len(labels) == 1:
+        if isinstance(labels, (tuple, list)) and len(labels) == 1 and not isinstance(labels[0], str):
             labels = labels[0]
         # Normal tensors inside inference mode, too: else the states could not be added to outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -146,7 +146,32 @@ class Scorer:
         return results
 
 
-def make_scorer(compute_metrics: Any) -> Scorer:
+def scores_for(loss_fn: Any, model: Any = None) -> Scores:
+    """Return what a loss of PyTorch, or a model of transformers, says of the scores that it is for.
+
+    >>> scores_for(torch.nn.BCEWithLogitsLoss())
+    Scores(are_probabilities=False, are_of_classes=False)
+    """
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if loss_fn is not None:
+        return _SCORES_OF.get(name, Scores())
+    config = getattr(model, "config", None)
+    if config is None or not type(model).__module__.startswith("transformers."):
+        return Scores()
+    return Scores(
+        are_probabilities=False, are_of_classes=getattr(config, "problem_type", None) != "multi_label_classification"
+    )
+
+
+_SCORES_OF = {
+    **dict.fromkeys(["BCEWithLogitsLoss", "binary_cross_entropy_with_logits"], Scores(False, False)),
+    **dict.fromkeys(["MultiLabelSoftMarginLoss", "multilabel_soft_margin_loss"], Scores(False, False)),
+    **dict.fromkeys(["BCELoss", "binary_cross_entropy"], Scores(True, False)),
+    **dict.fromkeys(["CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"], Scores(False, True)),
+}
+
+
+def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
     """Return the scorer for what a user passed as `compute_metrics`.
 
     * None: no metrics.
@@ -161,6 +186,8 @@ def make_scorer(compute_metrics: Any) -> Scorer:
       argument is named `y_score`, `y_prob` or `y_proba`. Token labels (integers of more than one dimension) are
       flattened to the positions whose label is not -100, with `y_pred` alike. All else comes as it is.
     * A list of these.
+
+    `scores` says how named metrics are to read the scores, where that is known.
 
     Raises:
         ConfigError: Something is none of these, a name is unknown, or two metrics have the same name.
@@ -179,7 +206,7 @@ def make_scorer(compute_metrics: Any) -> Scorer:
                 f"Two metrics in `compute_metrics` are named {name!r}. Ask for it once; torchmetrics can be renamed "
                 "with MetricCollection({'name': metric})."
             )
-    parts: list[_Part] = [NamedMetrics(names)] if names else []
+    parts: list[_Part] = [NamedMetrics(names, scores)] if names else []
     return Scorer([*parts, *metrics, *by_batch], functions)
 
 

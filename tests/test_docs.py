@@ -179,8 +179,9 @@ def names_table() -> str:
     kept = {
         "PairCounts": "counts of (label, prediction) pairs",
         "RankedScores": "one score and one label per sample",
-        "CrossEntropy": "one sum and one count",
+        "CrossEntropy": "sums and a count",
         "Moments": "moments of each output column",
+        "Pairs": "all labels and predictions",
     }
     lines = ["| names | better | what is kept |", "|---|---|---|"]
     for statistic, kinds in names._FAMILIES.items():
@@ -189,6 +190,7 @@ def names_table() -> str:
             if chosen:
                 lines.append(f"| {_listed(chosen)} | {better} | {kept[statistic.__name__]} |")
     lines.append("| `top<k>_accuracy`, for example `top5_accuracy` | higher | hits and a count |")
+    lines.append("| `f<beta>`, for example `f2` or `f0.5_macro` | higher | counts of (label, prediction) pairs |")
     aliases = ", ".join(f"`{alias}` = `{kind}`" for alias, kind in names._ALIASES.items())
     return "\n".join([*lines, "", f"The same by other names: {aliases}."])
 

@@ -5,6 +5,6 @@ remembered of the batches. Functions, torchmetrics and the `compute_metrics` arg
 """
 
 from omnitrain.streaming.names import NamedMetrics
-from omnitrain.streaming.reading import IGNORED, class_dimension, main_output
+from omnitrain.streaming.reading import IGNORED, Scores, class_dimension, main_output
 
-__all__ = ["IGNORED", "NamedMetrics", "class_dimension", "main_output"]
+__all__ = ["IGNORED", "NamedMetrics", "Scores", "class_dimension", "main_output"]

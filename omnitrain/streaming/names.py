@@ -6,6 +6,8 @@ A new name is one line in a table, if its family already remembers what it needs
 from __future__ import annotations
 
 import importlib.util
+import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +16,19 @@ from typing import Any, Protocol
 import torch
 
 from omnitrain.errors import ConfigError, DataError, MissingExtraError, did_you_mean
-from omnitrain.streaming.classification import COUNTED, CrossEntropy, PairCounts, RankedScores, TopHits
-from omnitrain.streaming.reading import IGNORED, Batch, Layout, main_output, quote
-from omnitrain.streaming.regression import REGRESSION, Moments
+from omnitrain.streaming.classification import (
+    COUNTED,
+    CrossEntropy,
+    PairCounts,
+    RankedScores,
+    TextPairs,
+    TopHits,
+    counted,
+)
+from omnitrain.streaming.reading import IGNORED, Batch, Layout, Scores, main_output, quote
+from omnitrain.streaming.regression import PAIRED, REGRESSION, Moments, Pairs
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Statistic(Protocol):
@@ -36,7 +48,7 @@ class Statistic(Protocol):
         """Take in the state of another process."""
         ...
 
-    def compute(self, kind: str) -> float | None:
+    def compute(self, kind: str, layout: Layout) -> float | None:
         """Return the result, or None if there was nothing to score."""
         ...
 
@@ -44,24 +56,46 @@ class Statistic(Protocol):
 _FAMILIES: dict[type[Statistic], Sequence[str]] = {
     PairCounts: list(COUNTED),
     RankedScores: ["roc_auc", "average_precision"],
-    CrossEntropy: ["log_loss", "perplexity"],
+    CrossEntropy: ["log_loss", "perplexity", "brier"],
     Moments: list(REGRESSION),
+    Pairs: list(PAIRED),
 }
 _ALIASES = {
     **{f"{kind}_score": kind for kind in ("accuracy", "balanced_accuracy", "f1", "precision", "recall", "jaccard")},
     **{f"{kind}_score": kind for kind in ("cohen_kappa", "r2", "explained_variance", "roc_auc", "average_precision")},
     "mcc": "matthews_corrcoef",
+    "acc": "accuracy",
+    "auc": "roc_auc",
+    "auroc": "roc_auc",
+    "auprc": "average_precision",
+    "pr_auc": "average_precision",
+    "iou": "jaccard",
+    "miou": "jaccard_macro",
+    "dice": "f1",
+    "sensitivity": "recall",
+    "cross_entropy": "log_loss",
+    "brier_score": "brier",
+    "brier_score_loss": "brier",
     "mean_squared_error": "mse",
     "root_mean_squared_error": "rmse",
     "mean_absolute_error": "mae",
     "mean_absolute_percentage_error": "mape",
     "pearsonr": "pearson",
+    "mean_squared_log_error": "msle",
+    "root_mean_squared_log_error": "rmsle",
+    "median_absolute_error": "medae",
+    "spearmanr": "spearman",
+    "kendalltau": "kendall",
 }
 _LOWER_IS_BETTER = {
     "hamming_loss",
     "zero_one_loss",
     "log_loss",
     "perplexity",
+    "brier",
+    "msle",
+    "rmsle",
+    "medae",
     "mse",
     "rmse",
     "mae",
@@ -86,16 +120,20 @@ def _look_up(name: str) -> _Named:
         return _Named(TopHits, found[1], 1, higher_is_better=True)
     plain = name.removeprefix("neg_")
     kind = _ALIASES.get(plain, plain)
+    if plain == name and counted(kind) is not None and kind not in COUNTED:  # f2, f0.5_macro
+        return _Named(PairCounts, kind, 1, higher_is_better=True)
     for statistic, kinds in _FAMILIES.items():
         if kind in kinds and (plain == name or kind in _LOWER_IS_BETTER):
-            if statistic in (PairCounts, RankedScores) and importlib.util.find_spec("sklearn") is None:
+            if statistic in (PairCounts, RankedScores, Pairs) and importlib.util.find_spec("sklearn") is None:
                 raise MissingExtraError(f"The metric {name!r}", "scikit-learn")
             return _Named(statistic, kind, 1 if plain == name else -1, plain != name or kind not in _LOWER_IS_BETTER)
     kinds = [kind for kinds in _FAMILIES.values() for kind in kinds]
+    near = " Say which, such as 'f2' or 'f0.5_macro'." if "fbeta" in name or "f_beta" in name else ""
     raise ConfigError(
-        f"`compute_metrics` knows no metric named {name!r}.{did_you_mean(name, [*kinds, *_ALIASES])} "
-        f"The names are {', '.join(kinds)} and top<k>_accuracy; scikit-learn's long names, and neg_ before an error or "
-        "a loss, work too. For any other metric pass a function f(y_true, y_pred) or a torchmetrics metric."
+        f"`compute_metrics` knows no metric named {name!r}.{near or did_you_mean(name, [*kinds, *_ALIASES])} "
+        f"The names are {', '.join(kinds)}, top<k>_accuracy and f<beta>, such as f2_macro; scikit-learn's long names, "
+        "and neg_ before an error or a loss, work too. For any other metric pass a function f(y_true, y_pred) or a "
+        "torchmetrics metric."
     )
 
 
@@ -112,7 +150,9 @@ class NamedMetrics:
     0.5
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], scores: Scores | None = None) -> None:
+        self._scores = scores or Scores()
+        self._told: set[str] = set()
         self._metrics = {name: _look_up(name) for name in names}
         self.names: list[str] = list(self._metrics)
         self.higher_is_better: dict[str, bool] = {
@@ -122,7 +162,8 @@ class NamedMetrics:
 
     def reset(self) -> None:
         """Forget all batches."""
-        self._layout = Layout()
+        self._layout = Layout(scores=self._scores)
+        self._texts = TextPairs()
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._waiting_kind: Any = None
         self._waiting_size = 0
@@ -133,11 +174,15 @@ class NamedMetrics:
 
     def update(self, outputs: Any, labels: Any) -> None:
         """Take in one batch, on its own device."""
-        outputs = main_output(outputs)
+        outputs = main_output(outputs) if not _is_text(outputs) else outputs
+        if _is_text(outputs) and _is_text(labels):
+            self._texts.update(outputs, labels)
+            return
         if not isinstance(outputs, torch.Tensor) or not isinstance(labels, torch.Tensor):
             raise DataError(
                 f"{quote(self.names)} needs tensors, got outputs of type {type(outputs).__name__} and labels of type "
-                f"{type(labels).__name__}. Pass a function f(eval_pred) as `compute_metrics`."
+                f"{type(labels).__name__}. Give labels as numbers (of text, predictions must be text too), or pass a "
+                "function f(eval_pred) as `compute_metrics`."
             )
         if labels.numel() == 0:
             return
@@ -175,34 +220,79 @@ class NamedMetrics:
         layout = self._layout
         return {
             "statistics": [statistic.state() for statistic in self._statistics.values()],
-            "layout": (layout.dim, layout.classes, int(layout.outside or 0)),
+            "layout": (layout.dim, layout.classes, layout.columns),
+            "counts": {name: int(getattr(layout, name)) for name in Layout.COUNTS},
+            "texts": self._texts.state(),
         }
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Take in the state of another process."""
         self._settle()
-        layout, (dim, classes, outside) = self._layout, state["layout"]
+        layout, (dim, classes, columns) = self._layout, state["layout"]
         if None not in (layout.classes, classes) and (layout.dim, layout.classes) != (dim, classes):
             raise DataError(
                 f"The processes disagree on the scores: {layout.classes} in dimension {layout.dim}, and {classes} "
                 f"in dimension {dim}. Give every process outputs of one shape, with the classes in the last dimension."
             )
-        outside = torch.tensor(outside) + (0 if layout.outside is None else layout.outside.cpu())
-        self._layout = Layout(layout.dim or dim, layout.classes or classes, outside)
+        if None not in (layout.columns, columns) and layout.columns != columns:
+            raise DataError(f"The processes disagree: {layout.columns} labels a sample, and {columns}.")
+        layout.dim, layout.classes = layout.dim or dim, layout.classes or classes
+        layout.columns = layout.columns or columns
+        layout.add(**state["counts"])
+        self._texts.merge(state["texts"])
         for statistic, other in zip(self._statistics.values(), state["statistics"], strict=True):
             statistic.merge(other)
 
     def compute(self) -> dict[str, float | None]:
         """Return the results, None for a name that had nothing to score."""
         self._settle()
+        if not self._texts.is_empty:
+            found = {name: self._texts.compute(name, metric.kind) for name, metric in self._metrics.items()}
+            return {name: None if value is None else self._metrics[name].sign * value for name, value in found.items()}
         layout = self._layout
-        if layout.outside is not None and (outside := int(layout.outside)):
+        if outside := int(layout.outside):
+            expected = f"0..{(layout.classes or 0) - 1}, though the model gives {layout.classes} class scores"
+            if layout.columns:
+                expected = "0 and 1, though the model gives one score for each label"
             raise DataError(
-                f"{outside} labels are outside 0..{(layout.classes or 0) - 1}, though the model gives "
-                f"{layout.classes} class scores. Use labels of 0 to C - 1, and {IGNORED} for what is to be ignored."
+                f"{outside} labels are outside {expected}. "
+                f"Use labels of 0 to C - 1, and {IGNORED} for what is to be ignored."
             )
+        has_nan = bool(int(layout.nan))
+        if has_nan:
+            self._tell("Some scores are NaN: metrics of classes are NaN too.")
         results: dict[str, float | None] = {}
         for name, metric in self._metrics.items():
-            value = self._statistics[metric.statistic].compute(metric.kind)
+            is_of_classes = metric.statistic in (PairCounts, TopHits)
+            value = math.nan if has_nan and is_of_classes else self._compute(metric)
             results[name] = None if value is None else metric.sign * value
+        self._tell_of_reading({metric.statistic for metric in self._metrics.values()})
         return results
+
+    def _compute(self, metric: _Named) -> float | None:
+        return self._statistics[metric.statistic].compute(metric.kind, self._layout)
+
+    def _tell_of_reading(self, used: set[type[Statistic]]) -> None:
+        """Say once how scores were read where only their values could tell."""
+        layout, known = self._layout, self._scores
+        thresholds = PairCounts in used and layout.columns is not None and not layout.is_one_hot
+        read_as_logits = CrossEntropy in used and (layout.columns is not None or layout.classes is not None)
+        if known.are_probabilities is None and (thresholds or read_as_logits) and layout.are_probabilities:
+            self._tell(
+                "All scores of the set are within 0 and 1%s, so metrics take them for probabilities, not for logits. A "
+                "loss of PyTorch as `loss_fn` would tell." % ("" if layout.columns else " and sum to one")
+            )
+        if known.are_of_classes is None and layout.columns and layout.columns > 1:
+            what = "one-hot: each sample has exactly one 1" if layout.is_one_hot else "several of each sample"
+            self._tell(
+                f"Metrics take the labels of 0 and 1 for {what}. A `loss_fn` of PyTorch would say which they are."
+            )
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
+
+
+def _is_text(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(one, str) for one in values)

@@ -6,6 +6,10 @@ Nothing here computes a metric, and nothing waits for the device.
   torch's `(N, C, L)`; where both of the last two would fit, the last dimension is the classes. The predicted
   class is the argmax. Integer outputs of the labels' shape are taken as predictions. Labels of -100 are ignored.
   Nothing is shifted: the scores at a position are compared with the label at that position.
+* One score for each label, of 0 and 1: scores of the labels' shape but for a dimension of 1. With one label a sample
+  these are two classes, with several they are many labels a sample, or one-hot classes. What the loss says of them
+  decides (`Scores`); without it, labels are one-hot if every row of the set has a single 1, and scores are
+  probabilities if all of the set are within 0 and 1, where the threshold is 0.5, else logits, where it is 0.
 * Regression: outputs of the labels' shape, but for a last dimension of 1. Each sample is one row, and results are
   averaged over its columns. A NaN label is left out of its own column only; -100 is a number like any other.
 * A tuple of outputs stands for its first entry, a mapping for its "logits".
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -58,6 +62,12 @@ def differ_by_last_one(one: Sequence[int], other: Sequence[int]) -> bool:
     return tuple(one) == (*other, 1) or (*one, 1) == tuple(other)
 
 
+def _differ_by_a_one(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether one of two shapes is the other with a dimension of 1, the last one or that of torch's channels."""
+    longer, shorter = sorted((tuple(one), tuple(other)), key=len, reverse=True)
+    return differ_by_last_one(one, other) or (len(longer) > 1 and longer[1] == 1 and longer[:1] + longer[2:] == shorter)
+
+
 def is_integer(tensor: torch.Tensor) -> bool:
     """Return whether the tensor holds integers or bools."""
     return not (tensor.is_floating_point() or tensor.is_complex())
@@ -77,14 +87,69 @@ def on_wide_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
+@dataclass(slots=True, frozen=True)
+class Scores:
+    """What is known of the scores beforehand, from the loss that they are made for; None is unknown."""
+
+    are_probabilities: bool | None = None
+    are_of_classes: bool | None = None
+    """Whether the scores of a sample exclude each other, so that labels of their shape are one-hot."""
+
+
 @dataclass(slots=True)
 class Layout:
-    """What the batches so far showed about the class scores."""
+    """What the batches so far showed about the scores. The counts stay on the device, to be read once at the end."""
 
     dim: int | None = None
     classes: int | None = None
-    outside: torch.Tensor | None = None
-    """How many labels were no class. Stays on the device, to be read once at the end."""
+    columns: int | None = None
+    """Labels of a sample where there is a score for each of them."""
+    outside: Any = 0
+    """How many labels were no class."""
+    nan: Any = 0
+    """How many samples had a score that is NaN."""
+    unbounded: Any = 0
+    """How many scores of 0/1 labels, or rows of class scores, cannot be probabilities."""
+    not_one_hot: Any = 0
+    """How many rows of 0/1 labels have not exactly one 1."""
+    scores: Scores = Scores()
+
+    COUNTS: ClassVar[tuple[str, ...]] = ("outside", "nan", "unbounded", "not_one_hot")
+
+    def add(self, **counts: Any) -> None:
+        """Add to the counts."""
+        for name, count in counts.items():
+            before = getattr(self, name)
+            if isinstance(before, torch.Tensor) and isinstance(count, torch.Tensor):
+                before = before.to(count.device)
+            setattr(self, name, before + count)
+
+    @property
+    def are_probabilities(self) -> bool:
+        """Whether the scores of all batches so far are to be read as probabilities."""
+        known = self.scores.are_probabilities
+        return not int(self.unbounded) if known is None else known
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether labels of the scores' shape stand for one class each."""
+        known = self.scores.are_of_classes
+        return bool(self.columns and self.columns > 1) and (not int(self.not_one_hot) if known is None else known)
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether a sample has several labels of 0 or 1."""
+        return bool(self.columns and self.columns > 1) and not self.is_one_hot
+
+
+@dataclass(slots=True)
+class Indicators:
+    """A batch with one score for each label of 0 or 1, as (samples, labels of each)."""
+
+    scores: torch.Tensor
+    labels: torch.Tensor
+    """int64; where not `valid`, 0."""
+    valid: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -100,7 +165,13 @@ class Classes:
 
     def predicted(self) -> torch.Tensor:
         """Return the predicted classes, in the labels' shape."""
-        return self.outputs.argmax(self.layout.dim) if self.has_scores else self.outputs
+        dim = self.layout.dim
+        if not self.has_scores or dim is None:
+            return self.outputs
+        predicted = self.outputs.argmax(dim)  # of a row with a NaN, where that is
+        best = self.outputs.gather(dim, predicted.unsqueeze(dim)).squeeze(dim)
+        self.layout.add(nan=(best.isnan() & self.valid).sum())
+        return predicted
 
     def scores(self, names: Sequence[str]) -> torch.Tensor:
         """Return the class scores, or raise DataError where there are only predictions."""
@@ -120,6 +191,33 @@ class Batch:
         self.labels: torch.Tensor = labels.to(outputs.device)
         self._layout = layout
         self._classes: Classes | None = None
+        self._indicators: Indicators | None = None
+
+    def indicators(self, names: Sequence[str]) -> Indicators | None:
+        """Return the batch as one score for each label, None if there are class scores; `names` as in `classes`."""
+        if self._indicators is None and not is_integer(self.outputs):
+            self._indicators = self._read_indicators(names)
+        return self._indicators
+
+    def _read_indicators(self, names: Sequence[str]) -> Indicators | None:
+        scores, labels, layout = self.outputs, self.labels, self._layout
+        if labels.shape != scores.shape and not _differ_by_a_one(labels.shape, scores.shape):
+            return None
+        columns = scores.shape[1] if scores.ndim == 2 and labels.ndim == 2 else 1
+        if (layout.classes is not None and layout.columns is None) or layout.columns not in (None, columns):
+            expected = f"{layout.columns} labels a sample" if layout.columns else f"{layout.classes} class scores"
+            raise self.misfit(names, f"{expected}, as in the batches before")
+        layout.columns = columns
+        scores, labels = scores.reshape(-1, columns), labels.reshape(-1, columns)
+        valid = (labels == 0) | (labels == 1)
+        counted = labels != IGNORED
+        layout.add(
+            outside=(counted & ~valid).sum(),
+            nan=(scores.isnan() & valid).sum(),
+            unbounded=(((scores < 0) | (scores > 1)) & valid).sum(),
+            not_one_hot=((labels == 1).sum(1) != 1).sum() if columns > 1 else 0,
+        )
+        return Indicators(scores, labels.where(valid, 0).long(), valid)
 
     def classes(self, names: Sequence[str]) -> Classes:
         """Return the batch as classification metrics read it; `names` are those to name in an error."""
@@ -129,8 +227,13 @@ class Batch:
 
     def _read_classes(self, names: Sequence[str]) -> Classes:
         outputs, layout = self.outputs, self._layout
+        indicators = self.indicators(names)
+        if indicators is not None and layout.columns != 1:
+            layout.dim, layout.classes = -1, layout.columns
+            labels, valid = indicators.labels.argmax(1), indicators.valid.all(1)
+            return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
         if not is_integer(self.labels):
-            raise self.misfit(names, "integer labels")
+            raise self.misfit(names, "integer labels, or labels of 0 and 1 with one score each")
         labels = self.labels.long()
         if is_integer(outputs):
             if outputs.shape != labels.shape:
@@ -144,8 +247,7 @@ class Batch:
             raise self.misfit(names, f"{layout.classes} classes in dimension {layout.dim}, as in the batches before")
         layout.dim, layout.classes = dim, outputs.shape[dim]
         valid = (labels >= 0) & (labels < layout.classes)
-        outside = ((labels != IGNORED) & ~valid).sum()
-        layout.outside = outside if layout.outside is None else layout.outside + outside
+        layout.add(outside=((labels != IGNORED) & ~valid).sum())
         return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
 
     def misfit(self, names: Sequence[str], expected: str) -> DataError:

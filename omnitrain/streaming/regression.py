@@ -5,6 +5,7 @@ The names that users ask by are in `names.py`; how a batch is read, in `reading.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from omnitrain.errors import DataError
-from omnitrain.streaming.reading import Batch, differ_by_last_one, on_wide_device
+from omnitrain.streaming.reading import Batch, Layout, differ_by_last_one, on_wide_device
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class _Moments:
     absolute: torch.Tensor
     relative: torch.Tensor
     largest: torch.Tensor
+    logarithmic: torch.Tensor
+    """Sum of squared differences of log(1 + value)."""
 
     @classmethod
     def of(cls, true: torch.Tensor, predicted: torch.Tensor) -> _Moments:
@@ -48,6 +51,7 @@ class _Moments:
             absolute=absolute.sum(0),
             relative=(absolute / true.abs().clamp(min=torch.finfo(torch.float64).eps)).sum(0),
             largest=absolute.amax(0),
+            logarithmic=(true.log1p() - predicted.log1p()).square().sum(0),
         )
 
     def __add__(self, other: _Moments) -> _Moments:
@@ -63,7 +67,18 @@ class _Moments:
             absolute=self.absolute + other.absolute,
             relative=self.relative + other.relative,
             largest=torch.maximum(self.largest, other.largest),
+            logarithmic=self.logarithmic + other.logarithmic,
         )
+
+
+def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return labels and predictions in float64, a row a sample."""
+    true, predicted = batch.labels, batch.outputs
+    if true.shape != predicted.shape and not differ_by_last_one(true.shape, predicted.shape):
+        raise batch.misfit(names, "outputs of the labels' shape")
+    rows = len(true)
+    true, predicted = (on_wide_device(x).double().reshape(rows, -1) for x in (true, predicted))
+    return true, predicted
 
 
 class Moments:
@@ -75,12 +90,7 @@ class Moments:
 
     def update(self, batch: Batch) -> None:
         """Take in one batch."""
-        true, predicted = batch.labels, batch.outputs
-        if true.shape != predicted.shape and not differ_by_last_one(true.shape, predicted.shape):
-            raise batch.misfit(self._names, "outputs of the labels' shape")
-        rows = len(true)
-        true, predicted = (on_wide_device(x).double().reshape(rows, -1) for x in (true, predicted))
-        self._add(_Moments.of(true, predicted), batch)
+        self._add(_Moments.of(*_columns(batch, self._names)), batch)
 
     def _add(self, new: _Moments, batch: Batch | None = None) -> None:
         if self._total is None:
@@ -103,7 +113,7 @@ class Moments:
             device = self._total.count.device if self._total else None
             self._add(_Moments(**{name: torch.from_numpy(array).to(device) for name, array in state.items()}))
 
-    def compute(self, kind: str) -> float | None:
+    def compute(self, kind: str, layout: Layout) -> float | None:
         """Return the result, or None if there was nothing to score."""
         state = self.state()
         if not state or not state["count"].any():
@@ -130,10 +140,67 @@ REGRESSION: dict[str, Any] = {
     "rmse": lambda count, mean, spread, **_: np.sqrt(_squared(count, mean, spread) / count),
     "mae": lambda count, absolute, **_: absolute / count,
     "mape": lambda count, relative, **_: relative / count,
+    "msle": lambda count, logarithmic, **_: logarithmic / count,
+    "rmsle": lambda count, logarithmic, **_: np.sqrt(logarithmic / count),
     "max_error": lambda largest, **_: largest,
     "r2": lambda count, mean, spread, **_: np.where(
         count > 1, _explained(_squared(count, mean, spread), spread), np.nan
     ),
     "explained_variance": lambda spread, **_: _explained(spread[2], spread),
     "pearson": lambda spread, joint, **_: joint / np.sqrt(spread[0] * spread[1]),
+}
+
+
+class Pairs:
+    """Keeps all labels and predictions, for what cannot be had from sums: medians and rankings."""
+
+    def __init__(self, asked: Mapping[str, str]) -> None:
+        self._names = list(asked)
+        self._true: list[np.ndarray] = []
+        self._predicted: list[np.ndarray] = []
+
+    def update(self, batch: Batch) -> None:
+        """Take in one batch."""
+        true, predicted = _columns(batch, self._names)
+        if self._true and true.shape[1] != self._true[0].shape[1]:
+            raise batch.misfit(self._names, f"rows of {self._true[0].shape[1]} values, as in the batches before")
+        self._true.append(true.cpu().numpy())
+        self._predicted.append(predicted.cpu().numpy())
+
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs to merge."""
+        return {"true": list(self._true), "predicted": list(self._predicted)}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take in the state of another process."""
+        self._true += state["true"]
+        self._predicted += state["predicted"]
+
+    def compute(self, kind: str, layout: Layout) -> float | None:
+        """Return the result, or None if there was nothing to score."""
+        if not self._true:
+            return None
+        columns = zip(np.concatenate(self._true).T, np.concatenate(self._predicted).T, strict=True)
+        kept = [(true[~np.isnan(true)], predicted[~np.isnan(true)]) for true, predicted in columns]
+        values = [PAIRED[kind](*pair) for pair in kept if len(pair[0])]
+        return float(np.mean(values)) if values else None
+
+
+def _correlation(name: str) -> Any:
+    def compute(true: np.ndarray, predicted: np.ndarray) -> float:
+        from scipy import stats
+
+        if len(true) < 2 or np.isnan(predicted).any():
+            return float("nan")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a constant, whose NaN is told as any other
+            return float(getattr(stats, name)(true, predicted)[0])
+
+    return compute
+
+
+PAIRED: dict[str, Any] = {
+    "medae": lambda true, predicted: np.median(np.abs(true - predicted)),
+    "spearman": _correlation("spearmanr"),
+    "kendall": _correlation("kendalltau"),
 }

@@ -40,7 +40,7 @@ from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loop import Loop
 from omnitrain.run.nonfinite import nonfinite_error
 from omnitrain.run.step import Step
-from omnitrain.scoring import Scorer, make_scorer
+from omnitrain.scoring import Scorer, make_scorer, scores_for
 from omnitrain.settings import (
     Nothing,
     PrecisionName,
@@ -291,7 +291,8 @@ class BaseTrainer(Hooks, ABC):
         self.scheduler_interval = settings.scheduler_interval
         self.max_grad_norm, self.grad_reduction = settings.max_grad_norm, settings.grad_reduction
         self.loss_fn = settings.loss_fn
-        self.compute_metrics, self.scorer = settings.compute_metrics, make_scorer(settings.compute_metrics)
+        self.compute_metrics = settings.compute_metrics
+        self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
         self.save_dir = None if settings.save_dir is None else Path(settings.save_dir)
         self.store = None if self.save_dir is None else Store(self.save_dir)
         self._timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)

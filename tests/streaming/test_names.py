@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from scipy.stats import pearsonr
+from scipy.stats import kendalltau, pearsonr, spearmanr
 from sklearn import metrics as sk
 
 from omnitrain.errors import ConfigError, DataError, MissingExtraError
+from omnitrain.scoring import scores_for
 from omnitrain.streaming import NamedMetrics
 from omnitrain.streaming.names import _ALIASES, _FAMILIES
 
@@ -140,6 +141,7 @@ def test_every_regression_name_gives_scikit_learns_number(samples, columns, batc
 def test_the_references_above_cover_every_name():
     kinds = {kind for kinds in _FAMILIES.values() for kind in kinds}
     tested = BY_CLASS.keys() | BINARY.keys() | BY_VALUE.keys()
+    tested |= TWO_CLASSES.keys() | TWO_CLASS_SCORES.keys() | BY_PAIRS.keys()
     assert kinds == {_ALIASES.get(name.removeprefix("neg_"), name.removeprefix("neg_")) for name in tested} & kinds
 
 
@@ -295,8 +297,8 @@ def test_equal_scores_are_ranked_as_the_argmax_ranks_them():
     assert found == pytest.approx({"accuracy": 1 / 3, "top1_accuracy": 1 / 3, "top2_accuracy": 2 / 3})
 
 
-def test_scores_of_nan_make_no_top_hits():
-    assert score(["top2_accuracy"], torch.full((2, 3), float("nan")), torch.tensor([0, 1])) == {"top2_accuracy": 0.0}
+def test_scores_of_nan_have_no_top_hits():
+    assert math.isnan(score(["top2_accuracy"], torch.full((2, 3), float("nan")), torch.tensor([0, 1]))["top2_accuracy"])
 
 
 def test_one_score_a_sample_is_ranked():
@@ -359,9 +361,7 @@ def test_no_update_waits_for_the_device():
 @pytest.mark.parametrize(
     "outputs, labels, told",
     [
-        (torch.zeros(8, 1), torch.zeros(8).long(), "float32 of shape (8, 1)"),
-        (torch.zeros(8), torch.zeros(8).long(), "class scores (N, C)"),
-        (torch.zeros(8, 3), torch.zeros(8, 3).long(), "class scores (N, C)"),
+        (torch.zeros(8, 3), torch.zeros(8, 2).long(), "class scores (N, C)"),
         (torch.zeros(8, 3), torch.zeros(8), "labels that are float32 of shape (8,). Expected integer labels"),
         (torch.zeros(8, 2).long(), torch.zeros(8).long(), "integer predictions of the labels' shape"),
         (torch.zeros(8, 3), torch.tensor(0), "dimension of samples"),
@@ -435,3 +435,229 @@ def test_a_tuple_is_scored_by_its_first_and_a_mapping_by_its_logits():
         assert scorer.compute() == {"accuracy": 1.0}
     with pytest.raises(DataError, match=r"\['a', 'b'\] is to be scored"):
         NamedMetrics(["accuracy"]).update({"a": logits, "b": other}, labels)
+
+
+# One score for each label: two classes, many labels, one-hot classes
+
+TWO_CLASSES = {
+    "accuracy": sk.accuracy_score,
+    "balanced_accuracy": sk.balanced_accuracy_score,
+    **{name: getattr(sk, f"{name}_score") for name in ("f1", "precision", "recall", "jaccard")},
+    **{f"f1_{a}": lambda t, p, a=a: sk.f1_score(t, p, average=a) for a in ("macro", "micro", "weighted")},
+    "f2": lambda t, p: sk.fbeta_score(t, p, beta=2),
+    "fbeta_0.5_macro": lambda t, p: sk.fbeta_score(t, p, beta=0.5, average="macro"),
+    "specificity": lambda t, p: sk.recall_score(t, p, pos_label=0),
+    "mcc": sk.matthews_corrcoef,
+    "cohen_kappa": sk.cohen_kappa_score,
+    "hamming_loss": sk.hamming_loss,
+    "zero_one_loss": sk.zero_one_loss,
+    "acc": sk.accuracy_score,
+    "iou": sk.jaccard_score,
+    "dice": sk.f1_score,
+    "sensitivity": sk.recall_score,
+}
+TWO_CLASS_SCORES = {
+    "auc": sk.roc_auc_score,
+    "auroc": sk.roc_auc_score,
+    "average_precision": sk.average_precision_score,
+    "log_loss": sk.log_loss,
+    "brier_score": sk.brier_score_loss,
+}
+MANY_LABELS = {
+    "accuracy": sk.accuracy_score,
+    "hamming_loss": sk.hamming_loss,
+    "zero_one_loss": sk.zero_one_loss,
+    **{
+        f"{stem}_{a}": lambda t, p, stem=stem, a=a: getattr(sk, f"{stem}_score")(t, p, average=a, zero_division=0)
+        for stem in ("f1", "precision", "recall", "jaccard")
+        for a in ("macro", "micro", "weighted")
+    },
+    "f2_macro": lambda t, p: sk.fbeta_score(t, p, beta=2, average="macro", zero_division=0),
+}
+BY_PAIRS = {
+    "msle": sk.mean_squared_log_error,
+    "rmsle": sk.root_mean_squared_log_error,
+    "median_absolute_error": sk.median_absolute_error,
+    "spearman": lambda t, p: np.mean([spearmanr(a, b)[0] for a, b in zip(t.T, p.T, strict=True)]),
+    "kendall": lambda t, p: np.mean([kendalltau(a, b)[0] for a, b in zip(t.T, p.T, strict=True)]),
+}
+
+
+@given(samples=st.integers(8, 40), as_probabilities=st.booleans(), shape=st.integers(0, 3), **cuts)
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+def test_one_score_a_sample_gives_scikit_learns_numbers_for_two_classes(
+    samples, as_probabilities, shape, batch_size, processes, seed
+):
+    random = np.random.default_rng(seed)
+    labels, logits = random.integers(0, 2, samples), random.normal(size=samples) * 3
+    labels[:2], logits[:2] = (0, 1), (-3, 4)
+    probabilities = 1 / (1 + np.exp(-logits))
+    outputs = probabilities if as_probabilities else logits
+    shaped = {0: (outputs, labels), 1: (outputs[:, None], labels), 2: (outputs[:, None], labels[:, None].astype(float)),
+              3: (outputs, labels.astype(bool))}[shape]  # fmt: skip
+    reference = TWO_CLASSES | TWO_CLASS_SCORES
+    expected = expect(TWO_CLASSES, labels, (logits > 0).astype(int)) | expect(TWO_CLASS_SCORES, labels, probabilities)
+    assert score(list(reference), *shaped, batch_size, processes) == pytest.approx(expected, rel=1e-9)
+
+
+@given(samples=st.integers(6, 30), columns=st.integers(2, 5), as_probabilities=st.booleans(), **cuts)
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+def test_many_labels_a_sample_give_scikit_learns_numbers(
+    samples, columns, as_probabilities, batch_size, processes, seed
+):
+    random = np.random.default_rng(seed)
+    labels, logits = random.integers(0, 2, (samples, columns)), random.normal(size=(samples, columns)) * 2
+    labels[0], labels[1], logits[0] = 1, 0, 3.0
+    probabilities = 1 / (1 + np.exp(-logits))
+    outputs = probabilities if as_probabilities else logits
+    ranked = {name: TWO_CLASS_SCORES[name] for name in ("auc", "average_precision")}
+    expected = expect(MANY_LABELS, labels, (logits > 0).astype(int)) | expect(ranked, labels, probabilities)
+    assert score([*MANY_LABELS, *ranked], outputs, labels, batch_size, processes) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_one_hot_labels_give_the_numbers_of_their_classes(dtype):
+    random = np.random.default_rng(4)
+    labels, outputs = random.integers(0, CLASSES, 30), random.normal(size=(30, CLASSES))
+    names = ["accuracy", "f1_macro", "log_loss", "roc_auc", "top2_accuracy", "cohen_kappa", "brier"]
+    expected = score(names, outputs, labels, 7)
+    for processes in (1, 2):
+        assert score(names, outputs, np.eye(CLASSES)[labels].astype(dtype), 7, processes) == pytest.approx(expected)
+
+
+def test_the_loss_says_whether_rows_with_a_single_label_are_one_hot():
+    labels, outputs = torch.eye(3), torch.tensor([[2.0, 1.0, -1.0], [-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]])
+    found = []
+    for loss in (torch.nn.BCEWithLogitsLoss(), torch.nn.CrossEntropyLoss(), None):
+        metrics = NamedMetrics(["accuracy"], scores_for(loss))
+        metrics.update(outputs, labels)
+        found.append(metrics.compute()["accuracy"])
+    assert found == [pytest.approx(2 / 3), 1.0, 1.0]
+
+
+def test_the_loss_says_whether_scores_within_0_and_1_are_logits(caplog):
+    outputs, labels, found = torch.tensor([0.2, 0.3, 0.9]), torch.tensor([1, 0, 1]), []
+    for loss in (torch.nn.functional.binary_cross_entropy_with_logits, torch.nn.BCELoss(), None):
+        metrics = NamedMetrics(["accuracy"], scores_for(loss))
+        for _ in range(2):
+            metrics.reset()
+            metrics.update(outputs, labels)
+            value = metrics.compute()["accuracy"]
+        found.append(value)
+    assert found == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+    assert score(["recall"], outputs, labels) == {"recall": 0.5}
+    logits = NamedMetrics(["recall"], scores_for(torch.nn.BCEWithLogitsLoss()))
+    logits.update(outputs, labels)
+    assert logits.compute() == {"recall": 1.0}
+    assert sum("take them for probabilities" in record.message for record in caplog.records) == 2  # once each
+
+
+def test_class_scores_that_are_probabilities_are_read_as_such(caplog):
+    random = np.random.default_rng(0)
+    labels, outputs = random.integers(0, CLASSES, 40), softmax(random.normal(size=(40, CLASSES)) * 2)
+    names = {"log_loss": sk.log_loss, "roc_auc": lambda t, s: sk.roc_auc_score(t, s, multi_class="ovr")}
+    expected = expect(names, labels, outputs)
+    for processes in (1, 2):
+        assert score(list(names), outputs, labels, 7, processes) == pytest.approx(expected, rel=1e-12)
+        single = score(list(names), outputs.astype(np.float32), labels, 7, processes)
+        assert single == pytest.approx(expected, rel=1e-5)
+    assert "within 0 and 1 and sum to one, so metrics take them for probabilities" in caplog.text
+    known = NamedMetrics(["log_loss"], scores_for(torch.nn.CrossEntropyLoss()))
+    known.update(torch.as_tensor(outputs), torch.as_tensor(labels))
+    assert known.compute()["log_loss"] == pytest.approx(sk.log_loss(labels, softmax(outputs)))
+
+
+def test_briers_score_is_that_of_scikit_learn():
+    random = np.random.default_rng(1)
+    for classes in (2, CLASSES):
+        labels, outputs = random.integers(0, classes, 30), random.normal(size=(30, classes))
+        labels[:classes] = range(classes)
+        probabilities = softmax(outputs)
+        if classes == 2:
+            expected = sk.brier_score_loss(labels, probabilities[:, 1])
+        else:
+            expected = np.square(probabilities - np.eye(classes)[labels]).sum(1).mean()
+        assert score(["brier"], outputs, labels, 7, 2)["brier"] == pytest.approx(expected, rel=1e-12)
+        assert score(["brier"], probabilities, labels, 7)["brier"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_scores_of_nan_give_nan_and_are_told_once(caplog):
+    outputs = torch.eye(CLASSES)[[0, 1, 2]]
+    outputs[1, 2] = float("nan")
+    metrics = NamedMetrics(["accuracy", "f1_macro", "top2_accuracy", "log_loss"])
+    for _ in range(2):
+        metrics.reset()
+        metrics.update(outputs, torch.tensor([0, 1, 2]))
+        assert all(math.isnan(value) for value in metrics.compute().values())
+    assert caplog.text.count("Some scores are NaN") == 1
+    outputs[1, 2] = 0.0
+    metrics.reset()
+    metrics.update(outputs, torch.tensor([0, 1, 2]))
+    assert metrics.compute()["accuracy"] == 1.0
+    assert math.isnan(score(["accuracy"], torch.tensor([float("nan"), 1.0]), torch.tensor([0, 1]))["accuracy"])
+    ignored = score(["accuracy"], torch.full((2, 3), float("nan")), torch.tensor([-100, -100]))
+    assert ignored == {"accuracy": None}
+
+
+def test_labels_of_text_are_compared_with_predictions_of_text():
+    labels, predicted = ["cat", "dog", "cat", "eel"], ["cat", "cat", "cat", "eel"]
+    names = ["accuracy", "f1_macro", "cohen_kappa", "hamming_loss"]
+    expected = {
+        "accuracy": 0.75, "f1_macro": sk.f1_score(labels, predicted, average="macro"),
+        "cohen_kappa": sk.cohen_kappa_score(labels, predicted), "hamming_loss": 0.25,
+    }  # fmt: skip
+    one, other = NamedMetrics(names), NamedMetrics(names)
+    one.update(predicted[:1], labels[:1])
+    other.update(predicted[1:], labels[1:])
+    one.merge(other.state())
+    assert one.compute() == pytest.approx(expected)
+    for name, told in (("f1", "Use 'f1_macro'"), ("log_loss", "no value for labels that are text")):
+        metrics = NamedMetrics([name])
+        metrics.update(predicted, labels)
+        with pytest.raises(DataError, match=told):
+            metrics.compute()
+    with pytest.raises(DataError, match="Give labels as numbers"):
+        NamedMetrics(["accuracy"]).update(torch.zeros(4, 3), labels)
+
+
+@given(samples=st.integers(3, 40), columns=st.integers(1, 3), **cuts)
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])
+def test_logarithms_medians_and_rankings_are_those_of_scikit_learn_and_scipy(
+    samples, columns, batch_size, processes, seed
+):
+    random = np.random.default_rng(seed)
+    labels = random.exponential(size=(samples, columns))
+    outputs = labels * random.uniform(0.5, 2, size=(samples, columns))
+    found = score(list(BY_PAIRS), outputs, labels, batch_size, processes)
+    assert found == pytest.approx(expect(BY_PAIRS, labels, outputs), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name, outputs, labels, told",
+    [
+        ("f1", torch.randn(6, 3), torch.ones(6, 3), "for the 3 labels that each sample has. Use 'f1_macro'"),
+        ("mcc", torch.randn(6, 3), torch.ones(6, 3), "'mcc' has no value for the 3 labels"),
+        ("log_loss", torch.randn(6, 3), torch.ones(6, 3), "Use 'roc_auc' or 'average_precision'"),
+        ("top2_accuracy", torch.randn(6, 3), torch.ones(6, 3), "has no value for the 3 labels"),
+        ("accuracy", torch.randn(6), torch.arange(6), "4 labels are outside 0 and 1, though the model gives one score"),
+        ("specificity", torch.randn(6, 3), torch.arange(6) % 3, "for the two classes 0 and 1"),
+    ],
+)
+def test_what_has_no_value_is_refused_with_the_remedy(name, outputs, labels, told):
+    with pytest.raises(DataError, match=told):
+        score([name], outputs, labels)
+
+
+def test_ignored_labels_are_left_out_of_binary_metrics():
+    labels, outputs = torch.tensor([[1, 0], [-100, 1], [0, -100]]), torch.tensor([[1.0, -1.0], [9.0, 1.0], [1.0, 9.0]])
+    assert score(["hamming_loss", "accuracy"], outputs, labels) == pytest.approx(
+        {"hamming_loss": 0.25, "accuracy": 2 / 3}
+    )
+    assert score(["accuracy"], outputs[:, 0], labels[:, 0]) == {"accuracy": 0.5}
+
+
+def test_hints_do_not_mislead():
+    for name in ("auc", "auroc", "acc", "iou", "miou", "dice", "sensitivity", "brier_score", "cross_entropy"):
+        NamedMetrics([name])
+    with pytest.raises(ConfigError, match=r"Say which, such as 'f2' or 'f0\.5_macro'"):
+        NamedMetrics(["fbeta"])
