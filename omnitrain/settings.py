@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -33,6 +35,8 @@ __all__ = [
     "check_type",
     "describe",
     "describe_data",
+    "folder_path",
+    "local_path",
     "refuse_assignment",
     "refuse_class",
     "resolve_accumulation",
@@ -260,7 +264,7 @@ NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "load_best_at_end", "overwrite",
                   "save_required", "save_only_model", "async_save")  # fmt: skip
-NEEDS_A_LIMIT = ("keep_best", "keep_every")
+NEEDS_A_LIMIT = ("keep_every",)
 """What has no effect without `save_total_limit`, as all checkpoints are kept then."""
 OF_A_LOADER = ("shuffle", "global_batch_size", "batch_size")
 """What has no effect on a `train_loader`."""
@@ -306,6 +310,49 @@ def check_type(name: str, value: Any, *wanted: type) -> None:
     if value is not None and not isinstance(value, wanted):
         names = " or ".join(one.__name__ for one in wanted)
         raise ConfigError(f"`{name}` must be an instance of {names}, got {_shown(value)}.")
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def local_path(value: Any, name: str) -> Path:
+    """Return a path that a user gave, with `~` expanded.
+
+    Args:
+        value: What was given.
+        name: Of the argument.
+
+    Raises:
+        ConfigError: If it is no path, or not one of this machine's file systems.
+
+    >>> local_path("runs/a", "save_dir").name
+    'a'
+    """
+    if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes) or not str(value).strip():
+        raise ConfigError(f"`{name}` must be a path, got {value!r}. Pass the path of a file or folder.")
+    text = str(os.fspath(value))
+    if _URL.match(text):
+        raise ConfigError(
+            f"`{name}={text!r}` is an address, and files are written to and read from file systems alone. Pass a local "
+            "path, and copy the folder there or from there, or mount the store."
+        )
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise ConfigError(f"`{name}={text!r}`: {error} Pass the whole path.") from error
+
+
+def folder_path(value: Any, name: str) -> Path:
+    """Return the absolute path of a folder, there or not, so that it stays the same when the program changes its own.
+
+    Raises:
+        ConfigError: If it is no local path, or a file.
+    """
+    path = local_path(value, name).absolute()
+    for there in (path, *path.parents):
+        if there.exists() and not there.is_dir():
+            raise ConfigError(f"`{name}={str(value)!r}`: {str(there)!r} is a file. Pass the path of a folder.")
+    return path
 
 
 def _is_integer(value: Any) -> bool:

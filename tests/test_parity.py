@@ -35,7 +35,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from transformers import DataCollatorWithFlattening
 
-from omnitrain import AccelerateTrainer, Callback, DataError, HFTrainer, NonFiniteError, Trainer
+from omnitrain import AccelerateTrainer, Callback, ConfigError, DataError, HFTrainer, NonFiniteError, Trainer
+from omnitrain.checkpoint.store import Store
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.run import lifecycle
 
@@ -792,3 +793,100 @@ def test_rates_leave_out_what_is_spent_in_evaluations_and_saves(
         eval_steps=2, eval_on_start=True, compute_metrics=scored, save_dir=tmp_path, save_steps=5,
     )  # fmt: skip
     assert [row["samples_per_second"] for row in trace.logs] == pytest.approx([4, 4, 4, 4])
+
+
+# --- the best
+
+
+SCORES = {"in the middle": [0.1, 0.1, 0.5, 0.9, 0.2, 0.3, 0.1, 0.2, 0.1], "at the start": [0.9, *[0.5] * 8]}
+
+
+@pytest.mark.parametrize("where", SCORES)
+def test_a_run_ends_with_its_best_weights_though_it_evaluates_more_often_than_it_saves(
+    trainer_class: Any, where: str, tmp_path: Path
+) -> None:
+    seen: dict[int, list[torch.Tensor]] = {}
+    found: list[int] = []
+    store = Store(tmp_path / "run")
+
+    class Looks(Callback):
+        def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+            seen[trainer.progress.step] = weights(trainer.get_model())
+
+        def on_step_start(self, trainer: Any) -> None:
+            best = store.resolve("best") if store.kept() else None
+            found.append(-1 if best is None else best[1]["step"])
+
+    trainer = trainer_class(
+        t16(), train_dataset=rows(32), eval_dataset=rows(4), loss_fn=F.mse_loss, batch_size=4, epochs=1, eval_steps=1,
+        save_steps=4, save_dir=tmp_path / "run", progress_bar=False, callbacks=[Looks()], learning_rate=0.05,
+        optimization_metric="accuracy", eval_on_start=where == "at the start",
+        compute_metrics=lambda _: {"accuracy": SCORES[where][trainer.progress.step]}, **placed_on_cpu(trainer_class),
+    )  # fmt: skip
+    trainer.train()
+    best = trainer.metrics["best_step"]
+    assert best == (3 if where == "in the middle" else 0)
+    assert found == ([-1, 1, 2, 3, 3, 3, 3, 3] if best else [0] * 8)  # there when it is found
+    assert same(weights(trainer.get_model()), seen[best])
+    assert [kept.step for kept in store.kept()] == [best, 4, 8]
+
+
+def test_keep_best_of_0_saves_at_intervals_alone(trainer_class: Any, tmp_path: Path) -> None:
+    run(
+        trainer_class, t16(), rows(32), eval_dataset=rows(4), batch_size=4, epochs=1, eval_steps=1, save_steps=4,
+        keep_best=0, save_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert [kept.step for kept in Store(tmp_path / "run").kept()] == [4, 8]
+
+
+# --- where files are
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("s3://bucket/run", "is an address"), ("", "must be a path"), (3, "must be a path"), ("taken", "is a file")],
+)
+def test_a_save_dir_that_is_no_folder_of_this_machine_is_refused(
+    trainer_class: Any, path: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").touch()
+    with pytest.raises(ConfigError, match=f"`save_dir.*{words}"):
+        trainer_class(t16(), train_dataset=rows(4), loss_fn=F.mse_loss, save_dir=path)
+    assert [found.name for found in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_run_stays_in_its_folder_when_the_program_goes_to_another(
+    trainer_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaves(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = run(trainer_class, t16(), rows(8), Leaves(), batch_size=4, epochs=1, save_steps=1, save_dir="run")
+    assert trainer.save_dir == tmp_path / "run" and not list((tmp_path / "elsewhere").iterdir())
+    assert [kept.step for kept in Store(tmp_path / "run").kept()] == [1, 2]
+    assert trainer.save_model("~/model") == tmp_path / "model" and (tmp_path / "model" / "model.safetensors").exists()
+    again = run(trainer_class, t16(), rows(8), batch_size=4, epochs=1, save_dir="~/again")
+    assert again.save_dir == tmp_path / "again" and again.load_checkpoint("~/run/last").name == "checkpoint-000002"
+    for path, words in (("gs://bucket/run", "is an address"), ("", "must be a path")):
+        with pytest.raises(ConfigError, match=words):
+            again.load_checkpoint(path)
+        with pytest.raises(ConfigError, match=words):
+            again.save_model(path)
+
+
+def test_a_folder_that_may_not_be_written_is_refused_before_the_first_step(
+    trainer_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_class(
+        t16(), train_dataset=rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "kept" / "run", progress_bar=False,
+        **placed_on_cpu(trainer_class),
+    )  # fmt: skip
+    monkeypatch.setattr("os.access", lambda path, *_: not str(path).startswith(str(tmp_path)))  # root may do anything
+    with pytest.raises(ConfigError, match=f"{tmp_path}.*Make it writable"):
+        trainer.train()
+    assert trainer.progress.step == 0

@@ -161,7 +161,7 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
     ),
     "delta without patience": ({"delta": 0.1, **EVAL}, ConfigError, "delta=0.1.*patience"),
     "keeping the best without a place": ({"keep_best": 3}, ConfigError, "keep_best=3.*save_dir"),
-    "keeping the best of all": ({"keep_best": 3, "save_dir": "run"}, ConfigError, "keep_best=3.*save_total_limit"),
+    "keeping every of all": ({"keep_every": 3, "save_dir": "run"}, ConfigError, "keep_every=3.*save_total_limit"),
     "keeping every fifth of all": ({"keep_every": 5, "save_dir": "run"}, ConfigError, "keep_every=5.*save_total_limit"),
     "plateau per epoch": (
         {"lr_scheduler": ReduceLROnPlateau, "scheduler_interval": "epoch", **EVAL},

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from omnitrain.errors import Tolerance
 from omnitrain.events import Callback, TrainerLike
+from omnitrain.settings import local_path
 
 __all__ = ["MAX_WAITING", "JsonlLogger", "row_kind"]
 
@@ -55,7 +56,7 @@ class JsonlLogger(Callback):
     order: ClassVar[int] | int = 40
 
     def __init__(self, filename: str = "metrics.jsonl") -> None:
-        self.filename = filename
+        self.filename = str(local_path(filename, "filename"))
         self._path: Path | None = None
         self._file: FileIO | None = None
         self._until: float | None = None

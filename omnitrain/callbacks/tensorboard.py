@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from omnitrain.callbacks.jsonl import MAX_WAITING, row_kind
 from omnitrain.errors import MissingExtraError, Tolerance
 from omnitrain.events import Callback, TrainerLike
+from omnitrain.settings import folder_path
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -62,7 +63,8 @@ class TensorBoardLogger(Callback):
     order: ClassVar[int] | int = 40
 
     def __init__(self, log_dir: str | Path | None = None) -> None:
-        self.log_dir = log_dir
+        is_address = "://" in str(log_dir)  # TensorBoard writes to some stores by itself
+        self.log_dir = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
         self._writer: SummaryWriter | None = None
         self._is_open = False
         self._purge_step: int | None = None

@@ -19,11 +19,12 @@ import torch
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import DECIDING, changed_settings
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot
-from omnitrain.checkpoint.disk import check_free_space
+from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.identity import IDENTITIES
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.progress import Progress
+from omnitrain.settings import local_path
 
 __all__ = ["Checkpointer", "check_allowed"]
 
@@ -64,6 +65,8 @@ class Checkpointer:
         """The best evaluation that has a checkpoint; later checkpoints without a new evaluation are not the best."""
         self._scored = (-1, -1)
         """(evaluation step, checkpoint step) of the latest evaluation whose score a checkpoint has."""
+        self._asked_step = -1
+        """The step of the latest checkpoint that was saved for more than being the best."""
         self._has_failed = False
         """Whether the disk refused the latest checkpoint."""
         self._background: ThreadPoolExecutor | None = None
@@ -79,33 +82,43 @@ class Checkpointer:
 
         Raises:
             CheckpointError: If another run is there; on all ranks.
+            ConfigError: If nothing can be written there.
         """
         store, ranks = self.store, self._run.ranks
         if store is None:
             yield
             return
-        ranks.on_main("the lock of `save_dir`", store.take)
+
+        def take() -> None:
+            check_writable(store.root)
+            store.take()
+
+        ranks.on_main("the lock of `save_dir`", take)
         try:
             yield
         finally:
             if ranks.is_main:
                 store.lock.release()
 
-    def save(self, history: dict[str, Any] | None = None) -> None:
+    def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
         """Save during a run; a disk that fails costs this checkpoint, not the run, unless `save_required`.
 
         Args:
             history: The lifecycle's state to keep instead of the present one.
+            for_best: Whether a new best is the only reason.
         """
         if self.store is not None:
             with self._run.ranks.at("save"):
-                self._save(self.store, history)
+                self._save(self.store, history, for_best)
 
-    def _save(self, store: Store, history: dict[str, Any] | None) -> None:
+    def _save(self, store: Store, history: dict[str, Any] | None, for_best: bool) -> None:
         self.await_background()
         lifecycle, ranks = self._lifecycle, self._run.ranks
         lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
         snapshot = self._snapshot(history)
+        snapshot.payload["for_best"] = for_best and snapshot.step != self._asked_step  # it may replace one of this step
+        if not for_best:
+            self._asked_step = snapshot.step
         lifecycle.saved_at = lifecycle.progress.position
         if self._background is not None:
             self._in_flight = snapshot, None
@@ -131,12 +144,23 @@ class Checkpointer:
             raise ConfigError("There is no place for a checkpoint. Pass `save_dir` to the constructor.")
         self.await_background()
         snapshot = self._snapshot()
+        snapshot.payload["for_best"] = False
         return self._committed(snapshot, self._write(self.store, snapshot))
 
     @property
     def has_unsaved_best(self) -> bool:
         """Whether the latest evaluation is the best so far, and no checkpoint was saved since."""
         return self._lifecycle.objective.best_step == self._lifecycle.evaluated_step != self._credited_step
+
+    @property
+    def owes_best(self) -> bool:
+        """Whether a new best was found at this very step that is to be saved, and is not."""
+        if self.store is None or not self._run.settings.keep_best or not self.has_unsaved_best:
+            return False
+        evaluated = self._lifecycle.evaluated_step
+        on_its_way = self._in_flight[0] if self._in_flight is not None else None
+        is_saved_soon = on_its_way is not None and on_its_way.best and on_its_way.evaluated_step == evaluated
+        return evaluated == self._lifecycle.progress.step and not is_saved_soon
 
     def check_save_dir(self) -> None:
         """Refuse to start afresh among the checkpoints of another run.
@@ -291,6 +315,8 @@ class Checkpointer:
             raise ConfigError(
                 f"`resume_from={str(which)!r}` looks into `save_dir`, which is not given. Pass it, or a path."
             )
+        if which not in ("auto", "last", "best"):
+            which = local_path(which, "resume_from")
         store, ranks = self.store or Store(Path(which).parent), self._run.ranks
         with ranks.at("load"):
             found = ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
@@ -341,6 +367,7 @@ class Checkpointer:
             self._contents.restore(folder, content, changed)
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self._credited_step = -1 if resets_best else content["credited_step"]
+        self._asked_step = -1 if content.get("for_best") else content["step"]
         # the first checkpoints of format 1 lack it: each of them has the score of the evaluation before it
         evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
         self._scored = evaluated, step
@@ -364,7 +391,7 @@ class Checkpointer:
         if lifecycle.objective.best_step != self._credited_step:
             logger.warning(
                 "The best evaluation, that of step %s, has no checkpoint: %r is the best of those that have one. "
-                "Let `save_steps` divide `eval_steps`.", lifecycle.objective.best_step, name,
+                "`keep_best=1` saves each new best.", lifecycle.objective.best_step, name,
             )  # fmt: skip
         # by name first: the pointer may stand for an evaluation that closed a shorter run
         # where it was resumed from need not be the `save_dir`

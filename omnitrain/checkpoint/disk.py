@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from omnitrain.errors import CheckpointError
+from omnitrain.errors import CheckpointError, ConfigError
 
-__all__ = ["FileSystem", "check_free_space", "hashing", "listing"]
+__all__ = ["FileSystem", "check_free_space", "check_writable", "hashing", "listing"]
 
 _WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
 
@@ -90,6 +90,22 @@ def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | N
         f"{str(root)!r} has {free / 1e9:.2f} GB free, and the next checkpoint needs about {needed_bytes / 1e9:.2f} GB "
         "(old ones are deleted only after a new one is complete). Free some space, or choose another `save_dir`."
     )
+
+
+def check_writable(root: Path) -> None:
+    """Refuse a run folder (which need not exist yet) in which nothing may be written; nothing is tried.
+
+    Raises:
+        ConfigError: If it, or the folder that it would be made in, is read-only or a file.
+    """
+    there = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"`save_dir={str(root)!r}`: {str(there)!r} is a file. Pass the path of a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"`save_dir={str(root)!r}`: nothing may be written into {str(there)!r}. Make it writable, or pass another "
+            "folder."
+        )
 
 
 def listing(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -25,6 +25,8 @@ class Kept:
     """Counts the saves into this folder. A run that went back to an earlier step saves lower steps later on."""
     best: bool = False
     """Whether it was the best so far when it was saved."""
+    for_best: bool = False
+    """Whether that was the only reason to save it: it goes when `keep_best` others are better."""
 
 
 def to_delete(
@@ -38,17 +40,18 @@ def to_delete(
 
     Args:
         checkpoints: All complete ones, in any order.
-        keep_last: How many of the newest stay; None keeps everything.
+        keep_last: How many of the newest stay, those apart that were saved for being the best; None keeps everything
+            but these.
         keep_best: How many of the best stay. Ties go to the earlier step; without a finite score there is no best.
         keep_every: Steps divisible by this stay.
         direction: Whether a higher or a lower score is better.
     """
-    if keep_last is None:
-        return []
     saved = sorted(checkpoints, key=lambda kept: (kept.sequence, kept.step))
     sign = -1 if direction == "max" else 1
     ranked = sorted((sign * k.score, k.step) for k in saved if k.score is not None and math.isfinite(k.score))
-    keep = {kept.step for kept in saved[-max(keep_last, 1) :]}
+    regular = [kept for kept in saved if not kept.for_best]
+    keep = {kept.step for kept in saved[-1:]}
+    keep |= {kept.step for kept in (regular if keep_last is None else regular[-max(keep_last, 1) :])}
     keep |= {step for _, step in ranked[: max(keep_best, 1)]}
     keep |= {kept.step for kept in [k for k in saved if k.best][-1:]}
     if keep_every:

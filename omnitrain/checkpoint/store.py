@@ -352,7 +352,8 @@ class Store:
         known = self._glances.get(path.name)
         if known is None or known[0] != signature:
             content = read_manifest(path)
-            kept = Kept(content["step"], content["score"], content["sequence"], content["best"])
+            for_best = bool(content.get("for_best"))  # the first checkpoints of format 1 lack it
+            kept = Kept(content["step"], content["score"], content["sequence"], content["best"], for_best)
             known = self._glances[path.name] = (signature, kept, content["files"])
         if known[1].step != step:
             raise CheckpointError(f"{str(path)!r} was saved as step {known[1].step}, and renamed since.")

@@ -54,6 +54,8 @@ from omnitrain.settings import (
     ScheduleName,
     check_list,
     check_type,
+    folder_path,
+    local_path,
     refuse_class,
     takes_arguments,
 )
@@ -257,7 +259,7 @@ class HFTrainer(BaseTrainer):
             log_steps: Interval of logs: steps or a duration; default 10.
             save_dir: The folder of the run's checkpoints and files; None writes nothing.
             save_total_limit: How many of the newest checkpoints stay; None keeps all.
-            keep_best: With a limit, how many of the best stay as well; default 1.
+            keep_best: How many of the best stay, each saved when it is found; default 1. 0 saves at intervals alone.
             keep_every: With a limit, checkpoints of steps divisible by this stay as well.
             load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
@@ -312,6 +314,9 @@ class HFTrainer(BaseTrainer):
         own = self._split(callbacks, given)
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
         self._output_dir = given.get("save_dir") or (training_args and training_args.output_dir)
+        if self._output_dir is not None:
+            name = "save_dir" if given.get("save_dir") is not None else "output_dir"
+            self._output_dir = folder_path(self._output_dir, name)
         ours: dict[str, Any] = {}
         if training_args is None:  # on a CPU transformers forms a process group only if its arguments ask for it
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
@@ -543,10 +548,11 @@ class HFTrainer(BaseTrainer):
 
         Of a model with adapters of PEFT, these are written, in PEFT's own form.
         """
-        write_model(self, self.processing_class, Path(path), overwrite)
+        folder = local_path(path, "path")
+        write_model(self, self.processing_class, folder, overwrite)
         if self._engine_args.push_to_hub:
             self.engine.push_to_hub(commit_message="Model save")
-        return Path(path)
+        return folder
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
         """Write metrics as `<split>_results.json` into `save_dir`, else where the training arguments write."""

@@ -105,6 +105,7 @@ class Loop:
             with lifecycle.aside():
                 self.evaluate(counts=lifecycle.progress.step > 0)
             self.answer()
+            self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
             self.rehearse_evaluation()
             self.agree("the end of the rehearsal")
@@ -225,11 +226,17 @@ class Loop:
             with lifecycle.aside():
                 self.evaluate()
                 asked.save |= self.agree("the end of an evaluation", "save").save
-        if asked.save and lifecycle.saved_at != lifecycle.progress.position:
-            with lifecycle.aside():
-                self.checkpointer.save()
-                self.agree("the end of a save")
+        self._save(asked.save)
         self.checkpointer.await_background(wait=False)
+
+    def _save(self, is_asked: bool) -> None:
+        """Save what is asked for, unless it is saved, and a new best, which may be saved without a mark of it."""
+        lifecycle, checkpointer = self.lifecycle, self.checkpointer
+        is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
+        if is_asked or checkpointer.owes_best:
+            with lifecycle.aside():
+                checkpointer.save(for_best=not is_asked)
+                self.agree("the end of a save")
 
     @property
     def asks_alone(self) -> bool:

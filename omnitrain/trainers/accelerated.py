@@ -184,7 +184,7 @@ class AccelerateTrainer(BaseTrainer):
             log_steps: Interval of logs: steps or a duration; default 10.
             save_dir: The folder of the run's checkpoints and files; None writes nothing.
             save_total_limit: How many of the newest checkpoints stay; None keeps all.
-            keep_best: With a limit, how many of the best stay as well; default 1.
+            keep_best: How many of the best stay, each saved when it is found; default 1. 0 saves at intervals alone.
             keep_every: With a limit, checkpoints of steps divisible by this stay as well.
             load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.

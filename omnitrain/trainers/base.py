@@ -8,7 +8,7 @@ from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ from omnitrain.settings import (
     check_settings,
     describe,
     describe_data,
+    folder_path,
+    local_path,
     refuse_assignment,
     refuse_class,
     resolve_accumulation,
@@ -233,7 +235,7 @@ class BaseTrainer(Hooks, ABC):
             log_steps: Interval of logs: steps or a duration; default 10.
             save_dir: The folder of the run's checkpoints and files; None writes nothing.
             save_total_limit: How many of the newest checkpoints stay; None keeps all.
-            keep_best: With a limit, how many of the best stay as well; default 1.
+            keep_best: How many of the best stay, each saved when it is found; default 1. 0 saves at intervals alone.
             keep_every: With a limit, checkpoints of steps divisible by this stay as well.
             load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
@@ -275,6 +277,8 @@ class BaseTrainer(Hooks, ABC):
         refuse_class("model", model)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
+        if given.get("save_dir") is not None:
+            given["save_dir"] = folder_path(given["save_dir"], "save_dir")
         self.settings: Settings = Settings.of(given)
         settings = self.settings
         check_settings(settings)
@@ -293,7 +297,7 @@ class BaseTrainer(Hooks, ABC):
         self.loss_fn = settings.loss_fn
         self.compute_metrics = settings.compute_metrics
         self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
-        self.save_dir = None if settings.save_dir is None else Path(settings.save_dir)
+        self.save_dir = cast("Path | None", settings.save_dir)
         self.store = None if self.save_dir is None else Store(self.save_dir)
         self._timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
@@ -561,7 +565,8 @@ class BaseTrainer(Hooks, ABC):
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
         with self.ranks.calling("save_model()", self._timeout):
-            return state.save_weights(self.model, Path(path), overwrite, self.backend.model_tensors(), self.ranks)
+            folder = local_path(path, "path")
+            return state.save_weights(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks)
 
     def save_checkpoint(self) -> Path:
         """Save a full checkpoint of the present state, and return its folder.

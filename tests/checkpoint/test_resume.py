@@ -476,7 +476,13 @@ def test_overwrite_replaces_the_earlier_run_once_there_is_a_new_checkpoint(folde
             there.append(names(trainer.store))
 
     trainer = build(
-        folder / "run", save_steps=4, overwrite=True, async_save=is_async, seed=1, callbacks=lambda: [Look()]
+        folder / "run",
+        save_steps=4,
+        overwrite=True,
+        async_save=is_async,
+        seed=1,
+        callbacks=lambda: [Look()],
+        keep_best=0,
     )
     train(trainer)
     assert len(there[0]) == 9 and there[1] == ["checkpoint-000004"]
@@ -584,7 +590,9 @@ def test_score_goes_to_the_first_checkpoint_after_the_evaluation_in_a_resumed_ru
             if trainer.progress.step in expected:
                 trainer.request_save()
 
-    options = scored(SCORES * 2, eval_steps=4, save_steps=interval, epochs=4, callbacks=lambda: [AskAgain()])
+    options = scored(
+        SCORES * 2, eval_steps=4, save_steps=interval, epochs=4, callbacks=lambda: [AskAgain()], keep_best=0
+    )
     play(folder / "straight", **options)
     assert scores_of(folder / "straight") == expected
     for number, cut in enumerate(("kill", n) for n in range(1, 12)):
@@ -1091,7 +1099,7 @@ def test_weights_that_are_written_in_the_background_are_those_of_their_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guests = {"callbacks": lambda: [Moody()], "algorithms": lambda: [Collecting()]}
-    expected = play(folder / "straight", save_steps=3, **guests)
+    expected = play(folder / "straight", save_steps=3, keep_best=0, **guests)
     may_write, save_tensors = threading.Event(), state.save_tensors
 
     def wait_and_save(*given: Any) -> None:
@@ -1106,7 +1114,7 @@ def test_weights_that_are_written_in_the_background_are_those_of_their_step(
 
     monkeypatch.setattr(state, "save_tensors", wait_and_save)
     guests["callbacks"] = lambda: [Moody(), Release()]
-    train(build(folder / "run", save_steps=3, async_save=True, **guests))
+    train(build(folder / "run", save_steps=3, async_save=True, keep_best=0, **guests))
     for step in (3, 6, 9):
         name = f"checkpoint-{step:06d}"
         assert not differences(weights_of(folder / "run" / name), weights_of(folder / "straight" / name))
@@ -1156,7 +1164,7 @@ def test_failure_in_the_background_is_reported_at_the_next_step(
             heard.append((trainer.progress.step, caplog.text.count("Cannot save")))
 
     monkeypatch.setattr(state, "save_tensors", fail)
-    trainer = train(build(folder / "run", save_steps=3, async_save=True, callbacks=lambda: [Listen()]))
+    trainer = train(build(folder / "run", save_steps=3, async_save=True, keep_best=0, callbacks=lambda: [Listen()]))
     assert next(step for step, errors in heard if errors) in (4, 5) and heard[-1] == (9, 1)
     assert names(trainer.store) == ["checkpoint-000006", "checkpoint-000009"]
 
@@ -1177,7 +1185,7 @@ def test_failure_in_the_background_is_told_even_if_the_run_ends_by_an_error_of_i
                 raise ZeroDivisionError
 
     monkeypatch.setattr(state, "save_tensors", fail)
-    trainer = build(folder / "run", save_steps=4, async_save=True, callbacks=lambda: [Explode()])
+    trainer = build(folder / "run", save_steps=4, async_save=True, keep_best=0, callbacks=lambda: [Explode()])
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert caplog.text.count("Cannot save") == 1 and trainer._checkpointer._in_flight is None
@@ -1205,7 +1213,7 @@ def test_error_of_the_run_waits_for_the_save_in_flight_which_counts(folder: Path
             if trainer.progress.step == 4:
                 raise ZeroDivisionError
 
-    trainer = build(folder / "run", save_steps=4, async_save=True, callbacks=lambda: [Explode()])
+    trainer = build(folder / "run", save_steps=4, async_save=True, keep_best=0, callbacks=lambda: [Explode()])
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert names(trainer.store) == ["checkpoint-000004"]
@@ -1382,7 +1390,7 @@ def test_sigusr1_saves_at_the_next_step_boundary_and_the_run_goes_on(folder: Pat
             if trainer.progress.step == 4:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
-    trainer = train(build(folder / "run", save_steps=8, callbacks=lambda: [Ask()]))
+    trainer = train(build(folder / "run", save_steps=8, keep_best=0, callbacks=lambda: [Ask()]))
     assert names(trainer.store) == [f"checkpoint-{n:06d}" for n in (5, 8, 9)]
     assert trainer.metrics["stop_reason"] == "epochs"
 

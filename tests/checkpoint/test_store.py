@@ -765,3 +765,14 @@ def test_retention_agrees_with_a_naive_model(
 
 def test_checkpoint_that_was_saved_as_the_best_stays_even_without_a_score() -> None:
     assert to_delete([Kept(1, best=True), Kept(2, best=True), Kept(3), Kept(4)], keep_last=1) == [1, 3]
+
+
+def test_checkpoints_that_were_saved_for_being_the_best_go_when_others_are_better() -> None:
+    saved = [
+        Kept(100, 0.5, 1), Kept(110, 0.6, 2, best=True, for_best=True), Kept(120, 0.7, 3, best=True, for_best=True),
+        Kept(200, 0.1, 4), Kept(210, 0.8, 5, best=True, for_best=True), Kept(300, 0.2, 6),
+    ]  # fmt: skip
+    assert to_delete(saved, keep_last=None) == [110, 120]
+    assert to_delete(saved, keep_last=None, keep_best=2) == [110]
+    assert to_delete(saved, keep_last=2) == [100, 110, 120]  # they do not count among the newest
+    assert to_delete(saved[:3], keep_last=1) == [110]

@@ -245,7 +245,7 @@ class Asks(TrainerCallback):
 def test_flags_that_a_callback_raises_are_acted_on(arguments: Any, tmp_path: Path) -> None:
     rare = {"eval_steps": 100, "save_steps": 100, "logging_steps": 100}
     asks, trace = Asks(should_evaluate=2, should_save=3, should_log=4, should_training_stop=6), Trace()
-    trainer = make(Model(), Keyed(), arguments(**rare), eval_dataset=Keyed(8), callbacks=[asks, trace])
+    trainer = make(Model(), Keyed(), arguments(**rare), eval_dataset=Keyed(8), callbacks=[asks, trace], keep_best=0)
     metrics = trainer.train()
     assert [row["step"] for row in metrics["valid"]] == [2]
     assert [row["step"] for row in trace.logs] == [4, 6]  # the end of a run is logged
