@@ -350,20 +350,25 @@ class Engine(Searching):
         """Evaluate as every trainer does, and tell transformers' callbacks of it."""
         return self.owner.evaluate(eval_dataset, metric_key_prefix)
 
-    def write_own_files(self, folder: Path) -> None:
-        """Write what a stock `transformers.Trainer` resumes from beside our files; none of it is read by us."""
+    def write_own_files(self, folder: Path, stock: bool) -> None:
+        """Write transformers' history, model files, and if wanted what a stock `transformers.Trainer` resumes from.
+
+        Args:
+            folder: Of the checkpoint.
+            stock: Whether to write that: it is pickled, and none of it is read by us.
+        """
         owner = self.owner
         if self.args.push_to_hub:
             store: Any = owner.store
             self.await_folder(store.path(owner.progress.step))
-        if not owner.settings.save_only_model:
+        if stock:
             decaying = self.get_decay_parameter_names(unwrap(owner.model))  # type: ignore[arg-type]
             write_optimizer(owner, decaying, ScheduleFacade(owner).state_dict(), folder)
             self._save_rng_state(str(folder))
         if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
             self.state = self.present_state()  # transformers' loop has yet to begin
         with self.showing_arguments() as shown:
-            write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown, folder)
+            write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown if stock else None, folder)
         write_model_files(owner, self.processing_class, folder)
 
     def stateful_callbacks(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Files that a stock `transformers.Trainer` resumes from, written beside those of a checkpoint; model folders.
+"""Files of transformers beside those of a checkpoint: those that a stock Trainer resumes from, and model folders.
 
 Of the files in a checkpoint we read the history in `trainer_state.json` alone.
 """
@@ -27,7 +27,25 @@ from omnitrain.checkpoint.state import (
 from omnitrain.errors import ConfigError
 from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["write_model", "write_model_files", "write_optimizer", "write_state"]
+__all__ = ["check_stock_checkpoints", "write_model", "write_model_files", "write_optimizer", "write_state"]
+
+
+def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a `stock_checkpoints` that is no switch, or has nothing to be written to.
+
+    Args:
+        stock_checkpoints: What was given.
+        given: The other arguments.
+    """
+    if not isinstance(stock_checkpoints, bool):
+        raise ConfigError(f"`stock_checkpoints` must be True or False, got {stock_checkpoints!r}.")
+    if stock_checkpoints and given.get("save_dir") is None:
+        raise ConfigError("`stock_checkpoints=True` needs a place for checkpoints. Pass `save_dir`, or leave it out.")
+    if stock_checkpoints and given.get("save_only_model"):
+        raise ConfigError(
+            "`stock_checkpoints=True` contradicts `save_only_model=True`, whose checkpoints nobody can resume from. "
+            "Leave one of them out."
+        )
 
 
 def write_optimizer(owner: BaseTrainer, decaying: Collection[str], steps: Mapping[str, Any], folder: Path) -> None:
@@ -77,16 +95,16 @@ def write_state(
     owner: BaseTrainer,
     state: transformers.TrainerState,
     stateful: Iterable[Any],
-    args: transformers.TrainingArguments,
+    args: transformers.TrainingArguments | None,
     folder: Path,
 ) -> None:
-    """Write transformers' history, what its callbacks keep, and the training arguments.
+    """Write transformers' history, and what its callbacks keep.
 
     Args:
         owner: The trainer.
         state: transformers' state of the run.
         stateful: The callbacks, and transformers' control, that keep a state.
-        args: The training arguments as the user gave them.
+        args: The training arguments as the user gave them, to be written too.
         folder: Of the checkpoint.
     """
     held: dict[str, Any] = {}
@@ -99,7 +117,8 @@ def write_state(
         best = store.path(owner.progress.step).name
     state.best_model_checkpoint = best and str(store.root / best)
     state.save_to_json(str(folder / "trainer_state.json"))
-    torch.save(args, folder / "training_args.bin")
+    if args is not None:
+        torch.save(args, folder / "training_args.bin")
 
 
 def write_model_files(owner: BaseTrainer, processing_class: Any, folder: Path) -> None:

@@ -37,7 +37,7 @@ from omnitrain.hf.batch_size import prepare_to_shrink
 from omnitrain.hf.data import without_unused_columns
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
-from omnitrain.hf.files import write_model
+from omnitrain.hf.files import check_stock_checkpoints, write_model
 from omnitrain.hf.generation import take_generation
 from omnitrain.hf.label_smoothing import smooth_labels
 from omnitrain.hf.model_init import check_model_init, new_model
@@ -138,6 +138,7 @@ class HFTrainer(BaseTrainer):
         compute_loss_func: Callable[..., Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         model_init: Callable[..., nn.Module] | None = None,
+        stock_checkpoints: bool = False,
         # <arguments of BaseTrainer, written by `make signatures`>
         # data
         train_loader: Iterable[Any] | None = None,
@@ -220,6 +221,7 @@ class HFTrainer(BaseTrainer):
             compute_loss_func: transformers' name of `loss_fn`; called with num_items_in_batch=None.
             optimizers: transformers' pair of optimizer and schedule.
             model_init: Returns a new model, for each fresh `train()` and for each trial of a search.
+            stock_checkpoints: Whether a stock `transformers.Trainer` can resume from checkpoints; default False.
             train_loader: A loader of your own instead of `train_dataset`, used as it is.
             eval_loader: The same instead of `eval_dataset`.
             test_loader: The same instead of `test_dataset`.
@@ -310,7 +312,9 @@ class HFTrainer(BaseTrainer):
         self.training_args = training_args
         self.processing_class: Any = given.pop("processing_class", None)
         self._preprocess = given.pop("preprocess_logits_for_metrics", None)
+        self._stock_checkpoints = given.pop("stock_checkpoints", False)
         self._adopt(given)
+        check_stock_checkpoints(self._stock_checkpoints, given)
         own = self._split(callbacks, given)
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
         self._output_dir = given.get("save_dir") or (training_args and training_args.output_dir)
@@ -429,7 +433,9 @@ class HFTrainer(BaseTrainer):
 
         evaluation = functools.partial(HFEvaluation, engine, self.training_args, self._preprocess, self.compute_metrics)
         super()._assemble(
-            evaluation, functools.partial(EngineLoop, engine), lambda folder: engine().write_own_files(folder)
+            evaluation,
+            functools.partial(EngineLoop, engine),
+            lambda folder: engine().write_own_files(folder, self._stock_checkpoints),
         )
 
     def _setup_training_components(self) -> None:

@@ -121,7 +121,7 @@ def speaker(args: TrainingArguments, model: Any = None, **options: Any) -> HFTra
 def speak(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train a language model with transformers' optimizer of two groups; evaluate, predict and save it."""
     trace = Trace()
-    trainer = speaker(arguments(folder, **WAYS[way]), callbacks=[trace])
+    trainer = speaker(arguments(folder, **WAYS[way]), callbacks=[trace], stock_checkpoints=True)
     wrapped, part = type(trainer.model_wrapped).__name__, type(next(trainer.model.parameters())).__name__
     part += " of nothing" if not next(trainer.model.parameters()).numel() else ""
     metrics = trainer.train()

@@ -224,7 +224,7 @@ def test_a_stock_trainer_goes_on_from_a_checkpoint_that_was_written_here(device:
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(*texts().values(), strict=True)]
     saves = {"save_strategy": "epoch", "load_best_model_at_end": False}
     args = arguments(tmp_path / "run", bf16=True, num_train_epochs=2, **saves)
-    trainer = HFTrainer(gpt(), args, data, progress_bar=False)
+    trainer = HFTrainer(gpt(), args, data, progress_bar=False, stock_checkpoints=True)
     trainer.train()
     longer = arguments(tmp_path / "stock", bf16=True, num_train_epochs=3)
     stock = transformers.Trainer(gpt(), longer, train_dataset=data)

@@ -101,7 +101,9 @@ def bert() -> Any:
 def build(tmp_path: Path) -> Any:
     """Makes a trainer of 6 steps of 4 samples, with a checkpoint every other step."""
 
-    def make(kind: Any = TrainingArguments, callbacks: Any = (), model: Any = None, **options: Any) -> HFTrainer:
+    def make(
+        kind: Any = TrainingArguments, callbacks: Any = (), model: Any = None, stock: bool = False, **options: Any
+    ) -> HFTrainer:
         defaults = {
             "output_dir": str(tmp_path / "run"), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2,
             "save_strategy": "steps", "use_cpu": True, "report_to": "none", "push_to_hub": True, "learning_rate": 0.01,
@@ -110,7 +112,7 @@ def build(tmp_path: Path) -> Any:
         args = kind(**{**defaults, **options})
         return HFTrainer(
             model or bert(), args, Lines(), Lines(), processing_class=TOKENIZER, progress_bar=False,
-            callbacks=callbacks,
+            callbacks=callbacks, stock_checkpoints=stock,
         )  # fmt: skip
 
     return make
@@ -283,7 +285,7 @@ def test_without_training_arguments_the_card_has_our_arguments(hub: Hub, tmp_pat
 
 
 def test_the_arguments_that_are_written_down_are_those_of_the_user(hub: Hub, build: Any, tmp_path: Path) -> None:
-    trainer = build(max_grad_norm=0.5)
+    trainer = build(max_grad_norm=0.5, stock=True)
     trainer.train()
     for place in (hub.folder, tmp_path / "run" / "checkpoint-000006"):
         written = torch.load(place / "training_args.bin", weights_only=False)

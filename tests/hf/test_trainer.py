@@ -799,7 +799,7 @@ def test_a_stock_trainer_goes_on_from_our_checkpoint_to_the_same_end(
     arguments: Any, tmp_path: Path, decay: float
 ) -> None:
     options = {"weight_decay": decay, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_strategy": "no"}
-    ours = make(Model(), Keyed(), arguments(**options))
+    ours = make(Model(), Keyed(), arguments(**options), stock_checkpoints=True)
     ours.train()
     looks = Looks()
     stock = InOrder(Model(), arguments(**{**options, "output_dir": str(tmp_path / "stock")}), train_dataset=Keyed(),
@@ -818,7 +818,9 @@ def test_a_stock_trainer_goes_on_from_our_checkpoint_to_the_same_end(
 
 
 def test_a_stock_trainer_finds_the_moments_of_each_parameter_in_a_run_without_its_arguments(tmp_path: Path) -> None:
-    ours = make(Model(), Keyed(), epochs=2, save_dir=tmp_path / "run", save_steps=3, max_grad_norm=1.0)
+    ours = make(
+        Model(), Keyed(), epochs=2, save_dir=tmp_path / "run", save_steps=3, max_grad_norm=1.0, stock_checkpoints=True
+    )
     ours.train()
     args = TrainingArguments(
         str(tmp_path / "stock"), num_train_epochs=2, per_device_train_batch_size=4, learning_rate=0.05, use_cpu=True,
@@ -845,22 +847,36 @@ def test_a_stock_trainer_finds_the_moments_of_each_parameter_in_a_run_without_it
     assert distance(weights(stock.model), weights(ours.model)) <= 1e-7
 
 
-def test_a_checkpoint_holds_the_files_of_every_trainer_and_those_of_transformers(
-    arguments: Any, tmp_path: Path
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_checkpoint_holds_the_files_of_every_trainer_and_pickles_only_for_a_stock_one(
+    arguments: Any, tmp_path: Path, stock: bool
 ) -> None:
-    make(Model(), Keyed(), arguments(max_steps=2), eval_dataset=Keyed(4)).train()
+    make(Model(), Keyed(), arguments(max_steps=2), eval_dataset=Keyed(4), stock_checkpoints=stock).train()
     make(Model(), Keyed(), kind=Trainer, max_steps=2, save_dir=tmp_path / "native", save_steps=2).train()
-    names = [
-        {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        for folder in (tmp_path / "run" / "checkpoint-000002", tmp_path / "native" / "checkpoint-000002")
-    ]
-    theirs = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"}
-    assert names[0] - names[1] == theirs and not names[1] - names[0]
+    names, sizes = [], []
+    for run in ("run", "native"):
+        (folder,) = (tmp_path / run).glob("checkpoint-*")
+        found = [path for path in folder.rglob("*") if path.is_file()]
+        names.append({path.relative_to(folder).as_posix() for path in found})
+        sizes.append(sum(path.stat().st_size for path in found if path.suffix != ".json"))
+    theirs = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"} if stock else set()
+    assert names[0] - names[1] == theirs | {"trainer_state.json"} and not names[1] - names[0]
+    assert (sizes[0] == sizes[1]) is not stock
+
+
+def test_files_for_a_stock_trainer_need_a_place_and_what_to_go_on_from(arguments: Any) -> None:
+    for options, words in (
+        ({"stock_checkpoints": "yes"}, "True or False"),
+        ({"stock_checkpoints": True}, "needs a place"),
+        ({"stock_checkpoints": True, "save_dir": "run", "save_only_model": True}, "contradicts"),
+    ):
+        with pytest.raises(ConfigError, match=f"stock_checkpoints.*{words}"):
+            make(Model(), Keyed(), **options)
 
 
 def test_what_transformers_pickles_is_never_read_back(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(max_steps=6)
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)]).train()
+    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)], stock_checkpoints=True).train()
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("unpickled")
@@ -878,7 +894,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_by_auto(
     arguments: Any, tmp_path: Path, file: str
 ) -> None:
     args = arguments(max_steps=6)
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)]).train()
+    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)], stock_checkpoints=True).train()
     damaged = tmp_path / "run" / "checkpoint-000004" / file
     damaged.write_bytes(damaged.read_bytes()[:20])
     with pytest.raises(CheckpointError, match=file.split("/")[-1]):
