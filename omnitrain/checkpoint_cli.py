@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnitrain.checkpoint.header import read_header
+from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.store import MANIFEST, Store
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.progress import Progress
@@ -46,7 +48,7 @@ def ls(path: Path) -> None:
         name = _FOLDER.fullmatch(folder.name)
         step, epoch, score, date, state = str(int(name[1])) if name else "", "", "", _date(folder), "complete"
         try:
-            content = store.verify(folder, hashes=False)
+            content = store.verify(folder, hashes=False, accept=_check)
         except CheckpointError as error:
             state = "damaged"
             problems.append(str(error))
@@ -56,7 +58,7 @@ def ls(path: Path) -> None:
         rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _size(folder), date, state])
     _print_table("checkpoint >step >epoch >score ~mark >size ~saved state", rows)
     for line in ([f"\nscore: {metric}"] if metric else []) + problems:
-        print(line)
+        _print(line)
 
 
 def verify(path: Path) -> int:
@@ -69,20 +71,20 @@ def verify(path: Path) -> int:
     damaged = 0
     for folder in folders:
         try:
-            content = store.verify(folder)
+            content = store.verify(folder, accept=_check)
         except CheckpointError as error:
             damaged += 1
-            print(f"damaged   {error}", flush=True)
+            _print(f"damaged   {error}")
         else:
-            print(f"complete  {folder}: {len(content['files']) + 1} files, {_size(folder)}", flush=True)
-    print(f"{len(folders) - damaged} of {len(folders)} complete.")
+            _print(f"complete  {folder}: {len(content['files']) + 1} files, {_size(folder)}")
+    _print(f"{len(folders) - damaged} of {len(folders)} complete.")
     return 1 if damaged else 0
 
 
 def show(path: Path) -> None:
     """Print what a checkpoint says of the run, and the tensors in it."""
     folder, content = _one_checkpoint(path)
-    print(f"{folder}: {_size(folder)}, saved {_date(folder, content)}, format version {content['format_version']}")
+    _print(f"{folder}: {_size(folder)}, saved {_date(folder, content)}, format version {content['format_version']}")
     for title in ("progress", "objective", "settings", "versions"):
         entries = content.get(title, {})
         if title == "versions" and "world_size" in content:
@@ -124,9 +126,9 @@ def export(path: Path, out: Path) -> None:
         for file in written:
             file.unlink(missing_ok=True)
         raise
-    print(f"{out}: {', '.join([WEIGHTS, *names])} of {folder.name}")
+    _print(f"{out}: {', '.join([WEIGHTS, *names])} of {folder.name}")
     if not names:
-        print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
+        _print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
 
 
 def diff(a: Path, b: Path) -> None:
@@ -164,13 +166,13 @@ def _print_weight_differences(a: Path, b: Path) -> None:
         rows = [[name, str(shapes[name][0]), _number(value)] for value, name in differing[:MOST_ROWS]]
         _print_table("~tensor shape >difference", rows)
     if len(differing) > MOST_ROWS:
-        print(f"and {len(differing) - MOST_ROWS} more that differ less")
+        _print(f"and {len(differing) - MOST_ROWS} more that differ less")
     for name in both:
         if name not in fitting:
-            print(f"{name}: shape {shapes[name][0]} in A, {shapes[name][1]} in B")
+            _print(f"{name}: shape {shapes[name][0]} in A, {shapes[name][1]} in B")
     for label, only in (("A", names_a - names_b), ("B", names_b - names_a)):
         if only:
-            print(f"only in {label}: {', '.join(sorted(only))}")
+            _print(f"only in {label}: {', '.join(sorted(only))}")
 
 
 def _by_difference(pair: tuple[float, str]) -> tuple[bool, float, str]:
@@ -194,12 +196,8 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _tensors(path: Path) -> Iterator[list[str]]:
     """Yield name, dtype and shape of each tensor in a file, whose numbers are not read."""
-    from safetensors import safe_open
-
-    with safe_open(path, "np") as file:
-        for name in file.keys():  # noqa: SIM118  (it is no dict)
-            entry = file.get_slice(name)
-            yield [name, entry.get_dtype(), str(entry.get_shape())]
+    for name, entry in read_header(path).items():
+        yield [name, entry.dtype, str(list(entry.shape))]
 
 
 # --- finding
@@ -237,7 +235,15 @@ def _one_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the verified checkpoint that `path` is, or the last one of the run that it is."""
     store, folder = _locate(path)
     folder = folder or store.named("last")
-    return folder, store.verify(folder)
+    return folder, store.verify(folder, accept=_check)
+
+
+def _check(folder: Path, content: Mapping[str, Any]) -> None:
+    """Refuse what no run can have written; a checkpoint of another program need not have all that a run needs."""
+    validate(content, repr(str(folder)), complete=False)
+    for name in content["files"]:
+        if name.endswith(".safetensors"):
+            read_header(folder / name)
 
 
 def _marks(store: Store) -> dict[str, str]:
@@ -314,8 +320,17 @@ def _date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
     return saved.replace(tzinfo=None).isoformat(" ", "minutes")
 
 
+def _escaped(text: str) -> str:
+    """Return text that a terminal only shows: what is in a checkpoint may have been written by anyone."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def _print(text: str) -> None:
+    print(_escaped(text), flush=True)
+
+
 def _print_title(text: str) -> None:
-    print(f"\n{text}")
+    _print(f"\n{text}")
 
 
 def _print_table(columns: str, rows: list[list[str]]) -> None:
@@ -342,7 +357,7 @@ def _print_table(columns: str, rows: list[list[str]]) -> None:
         justify = "right" if kind == ">" else "left"
         table.add_column(column.lstrip(">~"), justify=justify, no_wrap=kind != "~", overflow="fold")
     for row in rows:
-        table.add_row(*(cell or "-" for cell in row))
+        table.add_row(*(_escaped(cell) or "-" for cell in row))
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():

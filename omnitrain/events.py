@@ -6,6 +6,8 @@ Events are fired by `run/lifecycle.py`; requests are answered in `run/loop.py`.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from omnitrain.duration import Limits
-from omnitrain.errors import ConfigError, did_you_mean
+from omnitrain.errors import CheckpointError, ConfigError, did_you_mean
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.progress import Progress
@@ -30,6 +32,7 @@ class Event(StrEnum):
 
     ::
 
+        CHECKPOINT_LOADED                         # where a run is resumed
         TRAIN_START
         while not stop:
             EPOCH_START
@@ -46,10 +49,12 @@ class Event(StrEnum):
             if asked: log, evaluate, save, as above
         TRAIN_END                                 # always, also after EXCEPTION
 
+    CHECKPOINT_LOADED comes after `load_checkpoint()` too, whenever that is called.
     With `eval_on_start=True` one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.
     EXCEPTION comes as soon as anything in between raises, and the exception goes on to the caller after TRAIN_END.
     """
 
+    CHECKPOINT_LOADED = "checkpoint_loaded"
     TRAIN_START = "train_start"
     EPOCH_START = "epoch_start"
     STEP_START = "step_start"
@@ -272,6 +277,9 @@ class Callback:
                     f"The events are {', '.join(known)}."
                 )
 
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        """After a checkpoint was put back, by a resume (before `on_train_start`) or by `load_checkpoint()`."""
+
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Before anything else in `train()`, after a resume."""
 
@@ -309,11 +317,11 @@ class Callback:
         """After everything else in `train()`, also when it failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know, as JSON types."""
+        """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` returned."""
+        """Take back what `state_dict()` returned, tensors in host memory; whatever it raises refuses the checkpoint."""
 
 
 class Algorithm:
@@ -340,8 +348,36 @@ class Algorithm:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know, as JSON types."""
+        """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` returned."""
+        """Take back what `state_dict()` returned, tensors in host memory; whatever it raises refuses the checkpoint."""
+
+
+def give_back(part: Any, state: dict[str, Any], undo: contextlib.ExitStack) -> None:
+    """Load a state that a checkpoint has of a callback, an algorithm or a schedule, which may refuse it.
+
+    Args:
+        part: Gets the state.
+        state: What its `state_dict()` returned.
+        undo: Is told how to bring it back to its present state.
+
+    Raises:
+        CheckpointError: If it refuses the state.
+    """
+    with contextlib.suppress(Exception):  # it need not be able to tell before a run
+        before = copy.deepcopy(part.state_dict())
+        undo.callback(_try_to_load, part, before)
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(part).__qualname__}.load_state_dict refused what the checkpoint holds: "
+            f"{type(error).__name__}: {error}. Take another checkpoint, or leave it out."
+        ) from error
+
+
+def _try_to_load(part: Any, state: dict[str, Any]) -> None:
+    with contextlib.suppress(Exception):
+        part.load_state_dict(state)

@@ -288,11 +288,11 @@ class Objective:
             "reference": self._reference,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` returned; `delta` is not part of it and may change.
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of an objective with another metric or direction: its best means nothing here.
 
         Raises:
-            CheckpointError: It comes from a run with another metric or direction, so its best means nothing here.
+            CheckpointError: Naming both.
         """
         theirs, ours = (state["metric"], state["direction"]), (self.metric, self.direction)
         if theirs != ours:
@@ -300,6 +300,14 @@ class Objective:
                 f"The checkpoint was made with `optimization_metric={theirs[0]!r}` ({theirs[1]}), and this run has "
                 f"{ours[0]!r} ({ours[1]}). Resume with the metric and direction of the checkpoint."
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict()` returned; `delta` is not part of it and may change.
+
+        Raises:
+            CheckpointError: It comes from a run with another metric or direction, so its best means nothing here.
+        """
+        self.check_state(state)
         self.best = state["best"]
         self.best_step = state["best_step"]
         self.latest = state["latest"]

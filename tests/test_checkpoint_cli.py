@@ -166,7 +166,7 @@ def test_verify_of_a_whole_run_is_0(run: Path, capsys: Any) -> None:
     assert out.splitlines()[-1] == "3 of 3 complete."
 
 
-FILES = ["model.safetensors", "optimizer/state.safetensors", "rng/rank-00000.safetensors", "omnitrain.json"]
+FILES = ["model.safetensors", "optimizer/state.safetensors", "rng/state.safetensors", "omnitrain.json"]
 
 
 @pytest.mark.parametrize("file", FILES)

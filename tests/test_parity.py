@@ -113,6 +113,21 @@ def test_events_come_in_the_order_that_the_docstring_of_event_prints(trainer_cla
     assert trace.events == ["train_start", *evaluation, *epoch, *epoch, "train_end"]
 
 
+def test_a_resume_is_told_before_anything_else_and_a_load_at_once(trainer_class: Any, tmp_path: Any) -> None:
+    run(trainer_class, t16(), rows(8), epochs=1, batch_size=4, save_dir=tmp_path, eval_dataset=rows(4))
+    trace = Trace()
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "learning_rate": 0.05, **placed_on_cpu(trainer_class)}
+    trainer = trainer_class(
+        t16(), train_dataset=rows(8), callbacks=[trace], epochs=2, batch_size=4, save_dir=tmp_path,
+        progress_bar=False, eval_dataset=rows(4), log_steps=1, **options,
+    )  # fmt: skip
+    trainer.train(resume_from="auto")
+    assert trace.events[:3] == ["checkpoint_loaded", "train_start", "epoch_start"]
+    trace.events.clear()
+    trainer.load_checkpoint("last")
+    assert trace.events == ["checkpoint_loaded"]
+
+
 def test_a_failure_is_told_and_the_end_of_the_run_still_comes(trainer_class: Any) -> None:
     class Fails(Callback):
         def on_step_end(self, trainer: Any) -> None:

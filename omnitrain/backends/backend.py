@@ -205,6 +205,12 @@ class Backend:
         """Return the optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types."""
         return state.optimizer_state(self.optimizer, self.model)
 
+    def check_groups(self, saved: Any, where: str) -> None:
+        """Raise a CheckpointError if the optimizer's groups hold other parameters than those that were saved."""
+        names = state.parameter_names(self.model)
+        now = [[names.get(id(one), "?") for one in group["params"]] for group in self.optimizer.param_groups]
+        state.check_groups(now, [group["params"] for group in saved["groups"]], where)
+
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Raise the CheckpointError of `load_optimizer`, if there is one; nothing is changed."""
         state.check_optimizer(self.optimizer, self.model, tensors, saved, where)

@@ -212,9 +212,12 @@ class Zero(DDP):
         ]
         return tensors, {"groups": groups, "rest": {}, "shared": to_json({}, "")}
 
+    def check_groups(self, saved: Any, where: str) -> None:
+        check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
+
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Refuse what the same optimizer does not have on one device; ZeRO keeps all of it in full precision."""
-        check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
+        self.check_groups(saved, where)
         check_options(self.optimizer.param_groups, saved["groups"], where)
         flat = state_specs(self.optimizer)  # of its own tensors, in which parameters lie one after the other
         entries = {key.rpartition("/")[2]: spec_of(tensors, key)[0] for key in tensors}

@@ -184,6 +184,7 @@ class Checkpointer:
             return
         self._contents.identify()
         files, _ = self._contents.capture_tensors()
+        self._contents.check_states()
         if not self._run.ranks.is_main:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
@@ -319,7 +320,7 @@ class Checkpointer:
             which = local_path(which, "resume_from")
         store, ranks = self.store or Store(Path(which).parent), self._run.ranks
         with ranks.at("load"):
-            found = ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which))
+            found = ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which, self._contents.check))
         if not weights_suffice and found is not None and found[1].get("only_model"):
             raise CheckpointError(
                 f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
@@ -359,6 +360,7 @@ class Checkpointer:
             )
         self.resumed = folder, content
         self.restore(folder, content, set(changed))
+        self._lifecycle.loaded()
         logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:

@@ -6,6 +6,7 @@ checkpoint is saved is decided in `checkpointer.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -22,34 +23,35 @@ from torch.optim.lr_scheduler import LambdaLR
 from omnitrain import __version__
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
-from omnitrain.checkpoint.changes import InitialOptions
+from omnitrain.checkpoint.changes import InitialOptions, changed_settings
 from omnitrain.checkpoint.identity import Difference, Identity
-from omnitrain.checkpoint.tensors import TensorFile
+from omnitrain.checkpoint.schema import validate
+from omnitrain.checkpoint.tensors import TensorFile, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.streams import Mark
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
-from omnitrain.events import Algorithm
+from omnitrain.events import Algorithm, give_back
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
 from omnitrain.settings import Settings
 
-__all__ = ["OPTIMIZER", "Contents", "Lifecycle", "Run", "Snapshot", "Stateful", "rng_file"]
+__all__ = ["OPTIMIZER", "RNG", "STATES", "Contents", "Lifecycle", "Run", "Snapshot", "Stateful"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 OPTIMIZER = "optimizer/state.safetensors"
 
+RNG = "rng/state.safetensors"
+"""The random number generators of all ranks; the first checkpoints have a file for each."""
+STATES = "states.safetensors"
+"""The tensors in the states of callbacks and algorithms."""
+
 Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by file and name."""
-
-
-def rng_file(rank: int) -> str:
-    """Return the name of the file with the random number generators of a rank."""
-    return f"rng/rank-{rank:05d}.safetensors"
 
 
 class Run(Protocol):
@@ -98,8 +100,16 @@ class Lifecycle(Protocol):
         """Return progress, objective, history and the callbacks' states as JSON types."""
         ...
 
+    def load_callbacks(self, entries: list[dict[str, Any]], undo: contextlib.ExitStack) -> None:
+        """Give the callbacks back their states; `undo` gives them their present ones."""
+        ...
+
     def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
-        """Take back what `state_dict` returned."""
+        """Take back the rest of what `state_dict` returned."""
+        ...
+
+    def loaded(self) -> None:
+        """Tell the callbacks that a checkpoint was put back."""
         ...
 
     def saved(self, path: Path) -> None:
@@ -185,9 +195,13 @@ class Contents:
             history: The lifecycle's state to keep instead of the present one.
         """
         files, payload = self.capture_tensors()
-        payload |= self._capture_history(history)
         if self._identity is None:  # outside of train()
             self.identify()
+        history = history or self._lifecycle.state_dict()
+        tensors, states = self.capture_states(history["callbacks"])
+        if tensors and not payload["only_model"]:
+            files[STATES] = tensors
+        payload |= self._capture_history(history) | states
         payload |= {
             # where it is saved is no setting of the run: the folder can be moved
             "settings": {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"},
@@ -199,7 +213,7 @@ class Contents:
         return files, payload
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
-        """Return weights, optimizer, schedule, scaler, random numbers, algorithms and data: what is not counted."""
+        """Return weights, optimizer, schedule, scaler, random numbers and data: what is not counted."""
         only_model = self._run.settings.save_only_model
         files, payload = self._capture_weights()
         payload["only_model"] = only_model
@@ -209,11 +223,44 @@ class Contents:
             tensors, rest = part()
             files |= tensors
             payload |= rest
-        payload |= self._capture_schedule() | self._capture_scaler() | self._capture_algorithms() | self._capture_data()
+        payload |= self._capture_schedule() | self._capture_scaler() | self._capture_data()
         return files, payload
 
+    def check(self, folder: Path, content: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that no run can have written, or one whose parts do not fit each other.
+
+        Whether it is of this run is another question, which `restore` asks. Called on the main rank alone.
+
+        Raises:
+            CheckpointError: Naming what is wrong; nothing has changed.
+        """
+        where, files = repr(str(folder)), content["files"]
+        validate(content, where)
+        only_model = content.get("only_model", False)
+        count = len(content["rng"]) if isinstance(content.get("rng"), list) else 1
+        generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
+        for name in [state.WEIGHTS, *([] if only_model else [OPTIMIZER]), *generators]:
+            if name not in files:
+                raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
+        weights = TensorFile(folder / state.WEIGHTS)
+        if only_model:
+            return
+        states = TensorFile(folder / STATES) if STATES in files else {}
+        state.check_references([content["callbacks"], content["algorithms"]], states, where)
+        for tensors, rest in self._generators(folder, content):
+            state.check_rng_tensors(tensors, rest, self._run.device, where)
+        optimizer, backend = TensorFile(folder / OPTIMIZER), self._run.backend
+        if "optimizer" in changed_settings(content["settings"], self._run.resolved_config()):
+            return
+        try:
+            backend.check_weights(weights, where)
+            backend.check_groups(content["optimizer"], where)
+        except CheckpointError:
+            return  # of another model, for which `restore` refuses it
+        backend.check_optimizer(optimizer, content["optimizer"], where)
+
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
-        """Put the run back to a checkpoint, but for its random numbers.
+        """Put the run back to a checkpoint, but for its random numbers; one that is refused leaves it as it was.
 
         Args:
             folder: The folder of the checkpoint.
@@ -221,19 +268,64 @@ class Contents:
             changed: Settings that were allowed to change; of these the new value stays.
 
         Raises:
-            CheckpointError: If the checkpoint is of another model or optimizer.
+            CheckpointError: If the checkpoint is of another model or optimizer, or damaged.
         """
         scheduler = self._run.lr_scheduler
         is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
             changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # warm-up alone makes a schedule too
-        self.restore_weights(folder, content)
+        self._run.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
+        states = TensorFile(folder / STATES, self._run.ranks) if STATES in content["files"] else {}
+        fresh = self._fresh_schedule()
+        with contextlib.ExitStack() as undo:
+            # what only its own code can judge comes first
+            self._lifecycle.load_callbacks(state.from_json(content["callbacks"], states), undo)
+            self._restore_algorithms(content, changed, states, undo)
+            if scheduler is not None and "lr_scheduler" not in changed:
+                give_back(scheduler, state.from_json(content["scheduler"]), undo)
+            self.restore_weights(folder, content)
+            undo.pop_all()
         self._restore_optimizer(folder, content, changed)
-        self._restore_schedule(content, changed)
+        self._restore_schedule(content, changed, *fresh)
         self._restore_scaler(content)
         self._restore_history(content, changed)
-        self._restore_algorithms(content, changed)
         self._restore_data(content)
+
+    def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Refuse a checkpoint that is not of this run."""
+        where, run = repr(str(folder)), self._run
+        self.check(folder, content)
+        run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where)
+        if "optimizer" not in changed:
+            run.backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
+        if run.lr_scheduler is not None and "lr_scheduler" not in changed:
+            saved, present = state.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
+            taken = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
+            if taken:
+                raise CheckpointError(f"{where} is damaged: the schedule's state has {taken[0]!r}, which is no state.")
+            if type(run.lr_scheduler).__module__.startswith("torch.") and "lr_scheduler_options" not in changed:
+                lacking = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
+                if lacking:
+                    raise CheckpointError(f"{where} is damaged: the schedule's state lacks {lacking[0]!r}.")
+                state.check_like(saved, present, "the schedule's state", where)
+        scaler = run.backend.scaler
+        if scaler.is_enabled() and content["scaler"]:
+            present = scaler.state_dict()
+            saved = state.from_json(content["scaler"])
+            state.check_like(saved, present, "the loss scaler's state", where)
+            if missing := sorted(present.keys() - saved.keys()):
+                raise CheckpointError(f"{where} is damaged: the loss scaler's state lacks {missing[0]!r}.")
+        if "algorithms" not in changed and len(content["algorithms"]) != len(run.algorithms):
+            raise CheckpointError(
+                f"{where} has the states of {len(content['algorithms'])} algorithms, and this run has "
+                f"{len(run.algorithms)}. Pass the algorithms of that run."
+            )
+        if not self._resets_best(changed):
+            self._lifecycle.objective.check_state(state.from_json(content["objective"]))
+
+    @staticmethod
+    def _resets_best(changed: Collection[str]) -> bool:
+        return not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
 
     # --- weights
 
@@ -275,15 +367,27 @@ class Contents:
         scheduler = self._run.lr_scheduler
         return {"scheduler": None if scheduler is None else state.to_json(scheduler.state_dict(), "scheduler")}
 
-    def _restore_schedule(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Put the schedule where it was; a named one that has changed goes on from the same step of the new one."""
+    def _fresh_schedule(self) -> tuple[dict[str, Any], list[Any]]:
+        """Return what the schedule is now, and the rates that it and its parts begin with."""
+        scheduler = self._run.lr_scheduler
+        parts = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
+        return dict(vars(scheduler)) if parts else {}, [getattr(one, "base_lrs", None) for one in parts]
+
+    def _restore_schedule(
+        self, content: Mapping[str, Any], changed: Collection[str], fresh: dict[str, Any], fresh_rates: list[Any]
+    ) -> None:
+        """Bring a schedule that was put back to what has changed; a named one goes on from the same step of the new.
+
+        Args:
+            content: The checkpoint's omnitrain.json.
+            changed: Settings that were allowed to change.
+            fresh: What the schedule was before it was put back.
+            fresh_rates: The rates that it and its parts began with.
+        """
         scheduler = self._run.lr_scheduler
         if scheduler is None:
             return
         parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
-        fresh, fresh_rates = dict(vars(scheduler)), [getattr(one, "base_lrs", None) for one in parts]
-        if "lr_scheduler" not in changed:
-            scheduler.load_state_dict(state.from_json(content["scheduler"]))
         if "lr_scheduler_options" in changed:
             then, now = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
             vars(scheduler).update({key: fresh[key] for key in now if now[key] != then.get(key)})
@@ -320,42 +424,83 @@ class Contents:
     def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
         own = state.rng_tensors(self._run.device)
         generators = self._run.ranks.gather("the random numbers for a checkpoint", own)
-        files = {rng_file(rank): tensors for rank, (tensors, _) in enumerate(generators)}
-        return files, {"rng": [rest for _, rest in generators]}
+        tensors = {f"{rank}/{name}": one for rank, (found, _) in enumerate(generators) for name, one in found.items()}
+        return {RNG: tensors}, {"rng": [rest for _, rest in generators]}
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Put the generators that training draws from back to a checkpoint."""
         ranks, seed = self._run.ranks, self._run.settings.seed
         if content["settings"]["seed"] != seed:
             return  # it was allowed to change
-        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # older: one entry
-        for rank, rest in enumerate(saved):  # all ranks read all files, as only the main one looks at the disk
-            tensors = dict(TensorFile(folder / rng_file(rank), ranks))
-            if rank == ranks.rank:
-                state.restore_rng_tensors(tensors, rest, self._run.device)
-        if ranks.rank >= len(saved):  # more ranks than there were
+        saved = ranks.on_main("the random numbers of a checkpoint", lambda: self._generators(folder, content))
+        if ranks.rank < len(saved):
+            state.restore_rng_tensors(*saved[ranks.rank], self._run.device)
+        else:  # more ranks than there were
             seed_everything(derive_seed(seed, ranks.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
+
+    @staticmethod
+    def _generators(folder: Path, content: Mapping[str, Any]) -> list[tuple[dict[str, torch.Tensor], Any]]:
+        """Return the state of the generators of each rank, as `state.rng_tensors` does."""
+        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # older: one entry
+        if RNG not in content["files"]:
+            return [(load_tensors(folder / _rng_file(rank)), rest) for rank, rest in enumerate(saved)]
+        of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in saved]
+        for name, tensor in load_tensors(folder / RNG).items():
+            rank, _, generator = name.partition("/")
+            if rank.isdecimal() and int(rank) < len(saved):
+                of_ranks[int(rank)][generator] = tensor
+        return list(zip(of_ranks, saved, strict=True))
 
     # --- progress, history, best, callbacks, losses
 
-    def _capture_history(self, history: dict[str, Any] | None) -> dict[str, Any]:
+    def capture_states(self, callbacks: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return what callbacks and algorithms keep: its tensors, and the rest as JSON types.
+
+        Raises:
+            CheckpointError: If one keeps something that has no place in a checkpoint; it is named, and the key.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        entries = []
+        for index, entry in enumerate(callbacks):
+            name = entry["callback"]
+            entries.append({**entry, "state": state.to_json(entry["state"], f"callbacks/{index}/{name}", tensors)})
+        algorithms = [
+            state.to_json(one.state_dict(), f"algorithms/{index}/{type(one).__qualname__}", tensors)
+            for index, one in enumerate(self._run.algorithms)
+        ]
+        return tensors, {
+            "callbacks": entries,
+            **({} if self._run.settings.save_only_model else {"algorithms": algorithms}),
+        }
+
+    def check_states(self) -> None:
+        """Find out before the first step what of callbacks and algorithms could not be saved.
+
+        Raises:
+            CheckpointError: Of `capture_states`.
+        """
+        try:
+            self.capture_states(self._lifecycle.state_dict()["callbacks"])
+        except CheckpointError:
+            raise
+        except Exception:  # one that can tell only once the run has begun: the first save asks again
+            logger.debug("A state cannot be had before the run.", exc_info=True)
+
+    def _capture_history(self, history: dict[str, Any]) -> dict[str, Any]:
         lifecycle = self._lifecycle
-        history = history or lifecycle.state_dict()
         loop = {**self._step.state_dict(), "logged": list(lifecycle.logged_at)}
         owes = lifecycle.owes_evaluation or lifecycle.control.evaluate
         return {
             **history,
             "objective": state.to_json(history["objective"], "objective"),
-            "callbacks": state.to_json(history["callbacks"], "callbacks"),
             "loop": state.to_json(loop, "loop"),
             "owes": {"evaluation": owes, "save": lifecycle.owes_save},
         }
 
     def _restore_history(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
         lifecycle = self._lifecycle
-        history = {key: state.from_json(content[key]) for key in ("objective", "callbacks", "loop")}
-        resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
-        lifecycle.load_state_dict({**content, **history}, resets_best)
+        history = {key: state.from_json(content[key]) for key in ("objective", "loop")}
+        lifecycle.load_state_dict({**content, **history}, self._resets_best(changed))
         self._step.load_state_dict(history["loop"])
         step, seconds, samples, tokens = history["loop"]["logged"]
         lifecycle.logged_at = (step, seconds, samples, tokens)
@@ -366,14 +511,17 @@ class Contents:
 
     # --- algorithms
 
-    def _capture_algorithms(self) -> dict[str, Any]:
-        states = [algorithm.state_dict() for algorithm in self._run.algorithms]
-        return {"algorithms": state.to_json(states, "algorithms")}
-
-    def _restore_algorithms(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        if "algorithms" not in changed:
-            for algorithm, saved in zip(self._run.algorithms, state.from_json(content["algorithms"]), strict=True):
-                algorithm.load_state_dict(saved)
+    def _restore_algorithms(
+        self,
+        content: Mapping[str, Any],
+        changed: Collection[str],
+        tensors: Mapping[str, torch.Tensor],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        if "algorithms" in changed:
+            return
+        for algorithm, saved in zip(self._run.algorithms, state.from_json(content["algorithms"], tensors), strict=True):
+            give_back(algorithm, saved, undo)
 
     # --- data
 
@@ -404,6 +552,11 @@ class Contents:
         except CheckpointError as error:
             logger.warning("A resumed run will read the stream again from the beginning of the epoch: %s", error)
             return None
+
+
+def _rng_file(rank: int) -> str:
+    """Return the name of the file that the first checkpoints have for the generators of a rank."""
+    return f"rng/rank-{rank:05d}.safetensors"
 
 
 @functools.cache

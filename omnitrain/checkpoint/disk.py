@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from omnitrain.checkpoint.header import open_regular
 from omnitrain.errors import CheckpointError, ConfigError
 
 __all__ = ["FileSystem", "check_free_space", "check_writable", "hashing", "listing"]
@@ -138,7 +139,7 @@ def hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
 
 def _digest(path: Path) -> str:
     digest, buffer = hashlib.sha256(), bytearray(1 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(buffer):
+    with open_regular(path) as file:
+        while size := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(memoryview(buffer)[:size])
     return digest.hexdigest()

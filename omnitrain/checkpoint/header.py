@@ -108,7 +108,7 @@ def _entry(path: Path, name: str, content: Any, start: int) -> tuple[Entry, int]
     )
     if not isinstance(dtype, str) or dtype not in SIZES:
         raise _damaged(path, f"the tensor {name!r} is of type {dtype!r}, which is not known here")
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+    if shape is None or offsets is None or not (_are_counts(shape) and _are_counts(offsets)) or len(offsets) != 2:
         raise _damaged(path, f"the tensor {name!r} has the shape {shape!r} and the offsets {offsets!r}")
     entry = Entry(dtype, tuple(shape), start + offsets[0])
     if entry.size != offsets[1] - offsets[0]:

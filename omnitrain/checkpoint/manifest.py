@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import reprlib
+import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict
 
 from omnitrain.checkpoint.disk import hashing
+from omnitrain.checkpoint.header import open_regular
+from omnitrain.checkpoint.schema import check_limits, flag, maybe, number, record, table, whole
 from omnitrain.errors import CheckpointError
 
 __all__ = [
@@ -29,6 +35,8 @@ __all__ = [
 
 FORMAT_VERSION = 1
 MANIFEST = "omnitrain.json"
+LARGEST_MANIFEST = 1 << 28
+"""Bytes of omnitrain.json that are read at most."""
 
 _OWN_KEYS = ("format_version", "sha256", "step", "sequence", "score", "best", "files")
 _ZEROS = "0" * 64
@@ -74,35 +82,69 @@ def encode(content: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of omnitrain.json if it is as it was written."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{str(folder)!r} does not exist.")
+    """Return the content of omnitrain.json if it is as it was written, which is known before it is parsed."""
     name = repr(str(folder))
+    if not folder.is_dir():
+        raise CheckpointError(f"{name} does not exist.")
     try:
-        data = (folder / MANIFEST).read_bytes()
-        content = json.loads(data.decode())
+        with open_regular(folder / MANIFEST) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST_MANIFEST:
+                raise CheckpointError(
+                    f"{name} is refused: {MANIFEST!r} has {size} bytes, and more than {LARGEST_MANIFEST} are not read."
+                )
+            data = file.read(LARGEST_MANIFEST + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{name} is incomplete: {MANIFEST!r} is missing.") from None
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} is not JSON ({error}).") from error
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(f"{name} cannot be read: {MANIFEST!r}: {error}.") from error
+    version = re.search(rb'"format_version":\s*([0-9]{1,9})\b', data)
+    if version and int(version[1]) > FORMAT_VERSION:
         raise CheckpointError(
-            f"{name} has format_version {version} in {MANIFEST!r}, and this omnitrain reads up to {FORMAT_VERSION}. "
-            "Upgrade omnitrain."
+            f"{name} has format_version {int(version[1])} in {MANIFEST!r}, and this omnitrain reads up to "
+            f"{FORMAT_VERSION}. Upgrade omnitrain."
         )
-    digest = str(content.get("sha256")) if version == FORMAT_VERSION else ""
-    if not digest or hashlib.sha256(data.replace(digest.encode(), _ZEROS.encode(), 1)).hexdigest() != digest:
+    digest = re.search(rb'"sha256":\s*"([0-9a-f]{64})"', data)
+    if not digest or hashlib.sha256(data.replace(digest[1], _ZEROS.encode(), 1)).hexdigest() != digest[1].decode():
         raise CheckpointError(f"{name} is damaged: {MANIFEST!r} does not match its own sha256; it was changed.")
-    lacking = [key for key in _OWN_KEYS if key not in content]
-    if lacking:
-        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} lacks {lacking}.")
+    try:
+        content = json.loads(data.decode(), object_pairs_hook=_unique)
+        check_limits(content)
+        _check_own(content, "")
+    except RecursionError:
+        raise CheckpointError(f"{name} is refused: {MANIFEST!r} is nested too deeply.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} has {error}. Take another checkpoint.") from None
     for file in content["files"]:
-        if "\\" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+        path = PurePosixPath(file)
+        if "\\" in file or path.is_absolute() or ".." in path.parts or path.as_posix() != file or file in (".", ""):
             raise CheckpointError(f"{name} is refused: {MANIFEST!r} lists {file!r}, which lies outside of the folder.")
     return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice in one object")
+    return found
+
+
+def _check_digest(value: Any, where: str) -> None:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"{where} = {reprlib.repr(value)}, where 64 hexadecimal digits were expected")
+
+
+_check_own = record(
+    {
+        "format_version": whole(1, FORMAT_VERSION),
+        "sha256": _check_digest,
+        "step": whole(),
+        "sequence": whole(),
+        "score": maybe(number()),
+        "best": flag,
+        "files": table(record({"size": whole(), "sha256": _check_digest})),
+    }
+)
 
 
 def inspect(folder: Path, hashes: bool) -> dict[str, Any]:
@@ -124,13 +166,15 @@ def inspect(folder: Path, hashes: bool) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Raise a CheckpointError that names the first file that is missing or has another size."""
+    """Raise a CheckpointError that names the first file that is missing, is none, or has another size."""
     for name, entry in files.items():
         try:
-            size = (folder / name).stat().st_size
-        except OSError:
+            found = (folder / name).stat()
+        except (OSError, ValueError):  # a name that no file can have
             raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
-        if size != entry["size"]:
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is no regular file.")
+        if found.st_size != entry["size"]:
             raise CheckpointError(
-                f"{str(folder)!r} is incomplete: {name!r} has {size} bytes, and {entry['size']} were written."
+                f"{str(folder)!r} is incomplete: {name!r} has {found.st_size} bytes, and {entry['size']} were written."
             )

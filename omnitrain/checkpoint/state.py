@@ -48,6 +48,7 @@ __all__ = [
     "check_optimizer",
     "check_options",
     "check_references",
+    "check_rng_tensors",
     "check_state",
     "check_weights",
     "class_of",
@@ -404,7 +405,8 @@ def restore_optimizer(
     groups, start = [], 0
     for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
         plain = {key: like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
-        plain |= {key: present[key] for key in IMPLEMENTATION if key in present}
+        plain |= {key: present[key] for key in present if key in IMPLEMENTATION or key not in options}
+        plain.pop("params", None)
         groups.append({**plain, "params": list(range(start, start + len(group)))})
         start += len(group)
     # torch's own loading places each tensor beside its parameter
@@ -648,12 +650,46 @@ def rng_tensors(device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
 def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device) -> None:
     """Put the generators back to what `rng_tensors` returned; a device of another kind keeps its own state."""
     torch.set_rng_state(tensors["torch"])
-    random.setstate((rest["python"]["version"], tuple(tensors["python"].tolist()), rest["python"]["gauss"]))
+    random.setstate(_python_state(tensors, rest))
     if "numpy" in rest:
-        key = tensors["numpy"].numpy().astype(np.uint32)
-        np.random.set_state(("MT19937", key, rest["numpy"]["pos"], rest["numpy"]["has_gauss"], rest["numpy"]["gauss"]))
+        np.random.set_state(_numpy_state(tensors, rest))
     if "device" in tensors and device.type not in ("cpu", "meta"):
         torch.get_device_module(device).set_rng_state(tensors["device"], device)
+
+
+def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device, where: str) -> None:
+    """Refuse what `rng_tensors` did not return, by trying it on generators of no other use.
+
+    Raises:
+        CheckpointError: If one of them does not take it.
+    """
+    try:
+        torch.Generator().set_state(tensors["torch"])
+        random.Random().setstate(_python_state(tensors, rest))
+        if "numpy" in rest:
+            np.random.RandomState().set_state(_numpy_state(tensors, rest))
+        if "device" in tensors and device.type not in ("cpu", "meta"):
+            torch.Generator(device).set_state(tensors["device"])
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{where} is damaged: no random number generator takes the state in it ({type(error).__name__}: {error}). "
+            "Take another checkpoint."
+        ) from None
+
+
+def _python_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
+    return rest["python"]["version"], tuple(_words(tensors["python"], 625).tolist()), rest["python"]["gauss"]
+
+
+def _numpy_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
+    key = _words(tensors["numpy"], 624).numpy().astype(np.uint32)
+    return "MT19937", key, rest["numpy"]["pos"], rest["numpy"]["has_gauss"], rest["numpy"]["gauss"]
+
+
+def _words(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    if tensor.dtype != torch.int64 or tensor.shape != (count,) or tensor.min() < 0 or tensor.max() >= 2**32:
+        raise ValueError(f"not {count} words of 32 bits")
+    return tensor
 
 
 # --- JSON
@@ -671,6 +707,8 @@ def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = No
         CheckpointError: If it holds something that is neither plain nor a number.
     """
     if isinstance(value, torch.Tensor) and tensors is not None:
+        while where in tensors:  # {"a/b": one, "a": {"b": other}}
+            where += "'"
         tensors[where] = value
         return {"__tensor__": where}
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -701,6 +739,10 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> 
     if not isinstance(value, dict):
         return value
     if "__tensor__" in value:
+        if value["__tensor__"] not in (tensors or {}):
+            raise CheckpointError(
+                f"A state refers to the tensor {value['__tensor__']!r}, which is not there. Take another checkpoint."
+            )
         return (tensors or {})[value["__tensor__"]]
     if "__float__" in value:
         return float(value["__float__"])

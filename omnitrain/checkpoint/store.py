@@ -50,6 +50,10 @@ _NAME = re.compile(r"checkpoint-([0-9]{6,})(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.o
 _POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
 
 
+def _any(folder: Path, content: dict[str, Any]) -> None:
+    """Accept whatever was written."""
+
+
 class Store:
     """The checkpoints of one run folder: saves them whole or not at all, and finds them again.
 
@@ -283,40 +287,48 @@ class Store:
                 kept.append(self._glance(step, path))
         return sorted(kept, key=lambda found: (found.sequence, found.step))
 
-    def verify(self, path: str | os.PathLike[str], hashes: bool = True) -> dict[str, Any]:
+    def verify(
+        self, path: str | os.PathLike[str], hashes: bool = True, accept: Callable[[Path, dict[str, Any]], None] = _any
+    ) -> dict[str, Any]:
         """Return the content of a checkpoint's omnitrain.json after checking every file against it.
 
         Args:
             path: The folder. Files that omnitrain.json does not list are none of our business.
             hashes: Whether to read all files, or compare sizes only.
+            accept: Raises a CheckpointError if it cannot use a folder with this omnitrain.json, for all its hashes.
 
         Raises:
             CheckpointError: Something is missing or damaged; the message names it, and the newest complete one.
         """
         path = Path(path)
         try:
-            return inspect(path, hashes)
+            content = inspect(path, hashes)
+            accept(path, content)
+            return content
         except CheckpointError as error:
             beside = Store(path.parent)
             others = [kept.step for kept in beside.kept() if beside.path(kept.step).name != path.name]
             advice = f"The newest complete one is {beside.path(others[-1]).name!r}." if others else "There is no other."
             raise CheckpointError(f"{error} {advice}") from error.__cause__
 
-    def resolve(self, which: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:
+    def resolve(
+        self, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None] = _any
+    ) -> tuple[Path, dict[str, Any]] | None:
         """Return a verified checkpoint's folder and the content of its omnitrain.json.
 
         Args:
             which: "last" (saved last), "best" (saved last as the best so far), a path, or "auto": the last saved
                 one that verifies; each that was passed over is logged with the reason. Only "auto" may return
                 None, where there is no checkpoint at all.
+            accept: Raises a CheckpointError if it cannot use a folder with this omnitrain.json, for all its hashes.
 
         Raises:
             CheckpointError: What was asked for is missing or damaged; for "auto": there are some, and all are.
         """
         if which == "auto":
-            return self._newest_verified()
+            return self._newest_verified(accept)
         folder = self.named(which) if isinstance(which, str) and which in ("last", "best") else self._given(Path(which))
-        return folder, self.verify(folder)
+        return folder, self.verify(folder, accept=accept)
 
     def newest_size(self) -> int | None:
         """Return the bytes of the checkpoint saved last: what the next one will need, about."""
@@ -360,7 +372,7 @@ class Store:
         check_sizes(path, known[2])
         return known[1]
 
-    def _newest_verified(self) -> tuple[Path, dict[str, Any]] | None:
+    def _newest_verified(self, accept: Callable[[Path, dict[str, Any]], None]) -> tuple[Path, dict[str, Any]] | None:
         folders, candidates, reasons = self.folders(), [], []
         for step, path in sorted(folders.items(), reverse=True):
             try:
@@ -371,6 +383,7 @@ class Store:
             path = folders[kept.step]
             try:
                 content = inspect(path, hashes=True)
+                accept(path, content)
             except CheckpointError as error:
                 reasons.append(str(error))
                 continue

@@ -235,7 +235,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return self._ranks.broadcast(tensor)
 
     def _read(self, name: str, tensor: torch.Tensor) -> None:
-        target = memoryview(tensor.flatten().view(torch.uint8).numpy())
+        target: memoryview = tensor.flatten().view(torch.uint8).numpy().data
         try:
             with open_regular(self._path) as file:
                 file.seek(self._entries[name].offset)

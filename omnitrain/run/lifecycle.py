@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.errors import ConfigError
-from omnitrain.events import Callback, Control, Event, TrainerLike
+from omnitrain.events import Callback, Control, Event, TrainerLike, give_back
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.progress import Progress
@@ -240,7 +240,7 @@ class Lifecycle:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
-        """Take back what `state_dict()` returned; a callback gets the state that one of its class has saved.
+        """Take back what `state_dict()` returned, but for the callbacks' states.
 
         Args:
             state: The state.
@@ -259,14 +259,29 @@ class Lifecycle:
             self.objective.load_state_dict(state["objective"])
         self.evaluated_step = state["evaluated_step"]
         self.saved_at = self.progress.position
+
+    def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
+        """Give each callback the state that one of its class has saved.
+
+        Args:
+            entries: The name of a class and a state, of each that has one.
+            undo: Is told how to bring them back.
+
+        Raises:
+            CheckpointError: If one of them refuses its state.
+        """
         waiting = list(self.callbacks)
-        for entry in state["callbacks"]:
+        for entry in entries:
             name = entry["callback"]
             # those without a state have no entry, so that others of their class count on
             alike = [callback for callback in self.callbacks if type(callback).__qualname__ == name]
             heir = next((one for one in alike[entry.get("turn", 0) :] if one in waiting), None)
             if heir is None:
-                logger.warning("The checkpoint has the state of a callback %s, which is not among the callbacks.", name)
+                logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)
                 continue
             waiting.remove(heir)
-            heir.load_state_dict(entry["state"])
+            give_back(heir, entry["state"], undo)
+
+    def loaded(self) -> None:
+        """A checkpoint was put back."""
+        self.emit(Event.CHECKPOINT_LOADED)

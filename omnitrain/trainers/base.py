@@ -589,6 +589,7 @@ class BaseTrainer(Hooks, ABC):
             if folder is None or content is None:
                 raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
             self._checkpointer.restore(folder, content)
+            self.lifecycle.loaded()
             self._checkpointer.restore_random_numbers(folder, content)
         return folder
 

@@ -88,10 +88,10 @@ def test_a_checkpoint_holds_what_was_on_the_device(device: torch.device, kind: s
     trainer = run(kind, device, tmp_path, StopAt(CUT))
     folder, held = saved_at(tmp_path)
     assert_equal(held, state_of(trainer))
-    generators = load_tensors(folder / "rng/rank-00000.safetensors")
-    assert ("device" in generators) == (device.type == "cuda")
+    generators = load_tensors(folder / "rng/state.safetensors")
+    assert ("0/device" in generators) == (device.type == "cuda")
     if device.type == "cuda":
-        assert torch.equal(generators["device"], torch.cuda.get_rng_state(device))
+        assert torch.equal(generators["0/device"], torch.cuda.get_rng_state(device))
 
 
 def test_async_saves_hold_what_was_there_when_they_were_asked_for(device: torch.device, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_generator_of_another_device_is_left_as_it_is(device: torch.device, ki
     run("native", CPU, tmp_path, StopAt(CUT))
     second = run(kind, device, tmp_path, resume="auto")
     assert second.progress.step == STEPS
-    assert "device" not in load_tensors(tmp_path / "checkpoint-000019/rng/rank-00000.safetensors")
+    assert "0/device" not in load_tensors(tmp_path / "checkpoint-000019/rng/state.safetensors")
 
 
 def test_a_model_saved_from_the_device_opens_on_the_host(device: torch.device, kind: str, tmp_path: Path) -> None:

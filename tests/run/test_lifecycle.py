@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -107,10 +108,14 @@ def test_state_goes_to_the_callback_of_the_same_class(caplog: pytest.LogCaptureF
     old.end_step(samples=5)
     new_first, new_second = Counter(), Counter()
     new = lifecycle(Callback(), new_first, new_second)
-    new.load_state_dict(old.state_dict())
+    kept = old.state_dict()
+    new.load_state_dict(kept)
+    with contextlib.ExitStack() as undo:
+        new.load_callbacks(kept["callbacks"], undo)
+        undo.pop_all()
     assert (new_first.seen, new_second.seen, new.progress.samples) == (3, 4, 5)
-    lifecycle().load_state_dict(old.state_dict())
-    assert "Counter, which is not among the callbacks" in caplog.text
+    lifecycle().load_callbacks(kept["callbacks"], contextlib.ExitStack())
+    assert "Counter', which is not among the callbacks" in caplog.text
 
 
 def test_something_that_is_no_callback_is_refused() -> None:
