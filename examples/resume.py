@@ -101,10 +101,10 @@ def main() -> bool:
 
 
 def is_equal(whole: Path, killed: Path) -> bool:
-    """Compare the checkpoints that two runs end with: `last` in a run's folder holds the name of the newest."""
+    """Compare the checkpoints that two runs end with: `last` in a run's folder is the newest."""
     equal = []
     for file in ("model.safetensors", "optimizer/state.safetensors"):
-        a, b = (load_file(run / (run / "last").read_text().strip() / file) for run in (whole, killed))
+        a, b = (load_file(run / "last" / file) for run in (whole, killed))
         equal.append(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a))
         print(f"{file}: {len(a)} tensors, {'equal to the bit' if equal[-1] else 'NOT EQUAL'}")
     return all(equal)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from omnitrain.checkpoint.header import read_header
 from omnitrain.checkpoint.schema import validate
-from omnitrain.checkpoint.store import MANIFEST, Store
+from omnitrain.checkpoint.store import MANIFEST, Store, is_pointer
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.progress import Progress
 
@@ -211,12 +211,12 @@ def _locate(path: Path) -> tuple[Store, Path | None]:
     """
     if path.name in ("", ".."):
         path = path.resolve()  # the name of a folder and that of its run are asked for
+    if is_pointer(path) and Store(path.parent).folders():
+        return Store(path.parent), Store(path.parent).named(path.name)
     if (path / MANIFEST).is_file():
         return Store(path.parent), path
     if Store(path).folders():
         return Store(path), None
-    if path.name in ("last", "best") and not path.is_dir() and Store(path.parent).folders():
-        return Store(path.parent), Store(path.parent).named(path.name)
     if _FOLDER.fullmatch(path.name) and path.is_dir():
         return Store(path.parent), path  # nothing but the name says that it was one
     what = "holds no checkpoints" if path.is_dir() else "is no folder" if path.exists() else "does not exist"

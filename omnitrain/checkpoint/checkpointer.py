@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -399,7 +400,9 @@ class Checkpointer:
         # where it was resumed from need not be the `save_dir`
         roots = [self.store.root, *([] if self.resumed is None else [self.resumed[0].parent])]
         places = [*(root / name for root in roots), *(root / "best" for root in roots)]
-        found = ranks.on_main("a look for the best", lambda: next((one for one in places if one.exists()), None))
+        found = ranks.on_main(
+            "a look for the best", lambda: next((one for one in places if os.path.lexists(one)), None)
+        )
         if found is None:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return

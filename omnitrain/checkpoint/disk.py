@@ -43,6 +43,10 @@ class FileSystem:
         """Write a whole file."""
         path.write_bytes(data)
 
+    def link(self, path: Path, name: str) -> None:
+        """Make a link to what lies beside it under a name; some file systems have none."""
+        path.symlink_to(name)
+
     def sync(self, path: Path) -> None:
         """Return when the content of this file, or the list of names in this folder, is on the disk."""
         is_folder = path.is_dir()

@@ -4,7 +4,7 @@
 
     <root>/checkpoint-000120/omnitrain.json   written last; a folder without one that verifies is no checkpoint
     <root>/checkpoint-000120/...              whatever the caller wrote; size and sha256 of each are in omnitrain.json
-    <root>/last, <root>/best                  text files that hold the name of a folder, so the run can be moved
+    <root>/last, <root>/best                  links to a folder beside them; where there are none, text files
     checkpoint-000120.1f2e3d4c.tmp            being written: never read, removed by the next save
     checkpoint-000120.old                     stepped aside while the same step is saved again; counts while alone
     checkpoint-000120.deleting                being deleted: never read, removed by the next save
@@ -17,6 +17,7 @@ through `disk.py`. What the files mean (tensors, names, settings) does not belon
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import math
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.checkpoint.disk import FileSystem, hashing, listing
+from omnitrain.checkpoint.header import open_regular
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
@@ -41,13 +43,24 @@ from omnitrain.checkpoint.manifest import (
 from omnitrain.checkpoint.retention import Kept, to_delete
 from omnitrain.errors import CheckpointError, is_disk_error
 
-__all__ = ["Store"]
+__all__ = ["Store", "is_pointer"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _NAME = re.compile(r"checkpoint-([0-9]{6,})(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
 
+_LONGEST_NAME = 255
 _POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a path is that of `last` or `best` in a run, and no run of that name.
+
+    A copy of a run that followed its links has folders there, which are as old as the copy.
+    """
+    if path.name not in ("last", "best"):
+        return False
+    return path.is_symlink() or not path.is_dir() or bool(Store(path.parent).folders())
 
 
 def _any(folder: Path, content: dict[str, Any]) -> None:
@@ -224,10 +237,7 @@ class Store:
         self._glances.pop(target.name, None)
         if target.exists() and not (target / MANIFEST).exists():
             # Not ours, or ours without its manifest: it is kept, as that is unknown.
-            names = (target.with_name(f"{target.name}.aside-{n}") for n in itertools.count(1))
-            aside = next(name for name in names if not name.exists())
-            self.fs.rename(target, aside)
-            logger.warning("%r has no %s, so it was renamed to %r.", str(target), MANIFEST, aside.name)
+            self._set_aside(target, f"has no {MANIFEST}")
         if not target.exists():
             self.fs.rename(source, target)
         else:
@@ -413,7 +423,7 @@ class Store:
         raise CheckpointError(f"{str(self.root)!r} holds no complete checkpoint. Pass 'auto' to start afresh then.")
 
     def _given(self, path: Path) -> Path:
-        if path.name in ("last", "best") and not path.is_dir():
+        if is_pointer(path):
             return Store(path.parent).named(path.name)
         here = [path, self.root / path]
         aside = [place.with_name(place.name + ".old") for place in here if _NAME.fullmatch(place.name)]
@@ -439,20 +449,43 @@ class Store:
         return steps[-1] if steps else named
 
     def _read_pointer(self, which: str) -> int | None:
+        """Return the step of the folder beside it that a pointer names; what leads elsewhere is no pointer of ours."""
+        path = self.root / which
         try:
-            match = _NAME.fullmatch((self.root / which).read_text("utf-8").strip())
+            if path.is_symlink():
+                name = os.readlink(path)
+            else:
+                with open_regular(path) as file:
+                    name = file.read(_LONGEST_NAME).decode().strip()
         except (OSError, ValueError):
             return None
-        return int(match[1]) if match else None
+        match = _NAME.fullmatch(name)
+        return int(match[1]) if match and not match[2] else None
 
     def _write_pointer(self, which: str, step: int) -> None:
         if self._read_pointer(which) == step:
             return
         temporary = self.root / f"{which}.{self.lock.token}.tmp"
-        self.fs.write(temporary, f"{self.path(step).name}\n".encode())
-        self.fs.sync(temporary)
+        if temporary.is_symlink() or temporary.exists():
+            self.fs.remove(temporary)
+        try:
+            self.fs.link(temporary, self.path(step).name)
+        except (OSError, NotImplementedError) as error:
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+                raise
+            # a file system without links, or a user who may not make any
+            self.fs.write(temporary, f"{self.path(step).name}\n".encode())
+            self.fs.sync(temporary)
+        if (self.root / which).is_dir() and not (self.root / which).is_symlink():
+            self._set_aside(self.root / which, "is a copy of a checkpoint")
         self.fs.rename(temporary, self.root / which)
         self.fs.sync(self.root)
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        names = (path.with_name(f"{path.name}.aside-{n}") for n in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        self.fs.rename(path, aside)
+        logger.warning("%r %s, so it was renamed to %r.", str(path), why, aside.name)
 
     # Retention
 

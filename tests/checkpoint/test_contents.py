@@ -18,6 +18,7 @@ from forging import ODDITIES, SPOILINGS, content_of, copied, forge_tensors, plac
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipes import rows, t16
+from tiny import Tokens, gpt
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Trainer
 from omnitrain.checkpoint.contents import OPTIMIZER, RNG, STATES
@@ -376,3 +377,12 @@ def test_random_numbers_in_a_file_by_rank_are_still_read(folder: Path) -> None:
         trainer.load_checkpoint(path)
         assert torch.get_rng_state().equal(tensors["0/torch"])
         torch.manual_seed(0)
+
+
+def test_pointers_of_a_run_open_as_models_of_transformers_do(tmp_path: Path) -> None:
+    model = gpt()
+    options: dict[str, Any] = {"progress_bar": False, "device": "cpu", "max_steps": 1, "batch_size": 2}
+    Trainer(model, Tokens(4), Tokens(2), save_dir=tmp_path / "run", **options).train()
+    for which in ("last", "best"):
+        other = type(model).from_pretrained(tmp_path / "run" / which)
+        assert same(dict(other.state_dict()), dict(model.state_dict()))

@@ -82,6 +82,9 @@ class FaultyDisk(FileSystem):
 
         self._perform("write", path, action, lambda: path.write_bytes(data[: len(data) // 2]))
 
+    def link(self, path: Path, name: str) -> None:
+        self._perform("link", path, lambda: FileSystem.link(self, path, name), lambda: None)
+
     def sync(self, path: Path) -> None:
         self._perform("sync", path, lambda: self.unsynced.pop(path.stat().st_ino, None), lambda: None)
 
@@ -158,7 +161,7 @@ def snapshot(root: Path) -> dict[str, str]:
                 text = json.dumps({key: content[key] for key in content if key not in ("sequence", "sha256")})
             texts[path.relative_to(root).as_posix()] = text
         else:
-            texts[path.relative_to(root).as_posix()] = ""
+            texts[path.relative_to(root).as_posix()] = os.readlink(path) if path.is_symlink() else ""
     return texts
 
 
@@ -192,10 +195,9 @@ def resolve_after_kill(root: Path, done: int) -> int:
         assert number_of(store.resolve("last")) == found
         assert number_of(store.resolve("best")) == best_after(found)
     for pointer in (root / "last", root / "best"):
-        if pointer.exists():
-            name = pointer.read_text()
-            assert name.endswith("\n")
-            assert (root / name.strip()).exists() or (root / f"{name.strip()}.old").exists()
+        if os.path.lexists(pointer):
+            name = os.readlink(pointer)
+            assert (root / name).exists() or (root / f"{name}.old").exists()
     return found
 
 
@@ -395,6 +397,60 @@ def test_checkpoint_is_found_by_path_by_name_and_by_the_path_of_a_pointer(run: P
     assert number_of(Store(run.parent / "another run").resolve(run / "last")) == 4
 
 
+def test_pointers_are_links_beside_the_checkpoints(run: Path) -> None:
+    store = Store(run)
+    for number in (1, 2, 4):
+        save(store, number)
+    assert (os.readlink(run / "last"), os.readlink(run / "best")) == ("checkpoint-000030", "checkpoint-000020")
+    assert json.loads((run / "last" / MANIFEST).read_text())["step"] == 30
+    for which in ("last", run / "last", f"{run}/last/"):
+        assert store.resolve(which)[0].name == "checkpoint-000030"  # type: ignore[index]
+
+
+def test_pointers_are_text_files_where_there_are_no_links_and_both_kinds_are_read(run: Path) -> None:
+    class Plain(FileSystem):
+        def link(self, path: Path, name: str) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+    for number, fs in ((1, Plain()), (2, None), (4, Plain())):
+        save(Store(run, fs), number)
+    assert (run / "last").read_text() == "checkpoint-000030\n" and (run / "best").is_symlink()
+    assert number_of(Store(run).resolve("last")) == 4 and number_of(Store(run).resolve("best")) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc", "../other/checkpoint-000010", "checkpoint-000010.tmp", "missing", "last", ".."]
+)
+def test_pointer_that_leads_elsewhere_is_none(run: Path, name: str) -> None:
+    store = Store(run)
+    for number in (1, 2):
+        save(store, number)
+        save(Store(run.with_name("other")), number)
+    (run / "last").unlink()
+    (run / "last").symlink_to(name)
+    assert number_of(store.resolve("last")) == 2 and store.resolve(run / "last")[0] == run / "checkpoint-000020"  # type: ignore[index]
+    save(store, 4)
+    assert os.readlink(run / "last") == "checkpoint-000030"
+
+
+def test_copy_that_followed_the_links_is_a_run_like_any_other(run: Path) -> None:
+    for number in (1, 2):
+        save(Store(run), number)
+    copy = Store(shutil.copytree(run, run.with_name("copy")))
+    assert (copy.root / "last").is_dir() and not (copy.root / "last").is_symlink()
+    save(copy, 4)
+    assert os.readlink(copy.root / "last") == "checkpoint-000030"
+    assert number_of(copy.resolve(copy.root / "last")) == 4 and number_of(copy.resolve(copy.root / "best")) == 2
+
+
+def test_pointer_that_is_a_pipe_is_not_waited_for(run: Path) -> None:
+    store = Store(run)
+    save(store, 1)
+    (run / "last").unlink()
+    os.mkfifo(run / "last")
+    assert number_of(store.resolve("last")) == 1
+
+
 def test_damaged_best_is_an_error_and_not_a_lesser_one_even_after_further_saves(run: Path) -> None:
     store = Store(run)
     for number in (1, 2):
@@ -477,7 +533,7 @@ def test_run_folder_can_be_moved_and_read_from_another_working_folder(
     assert number_of(store.resolve("auto")) == number_of(store.resolve("last")) == 5
     assert number_of(store.resolve("best")) == 3
     save(store, 6)
-    assert (Path("../b/last").read_text(), Path("../b/best").read_text()) == ("checkpoint-000050\n",) * 2
+    assert (os.readlink("../b/last"), os.readlink("../b/best")) == ("checkpoint-000050",) * 2
 
 
 def test_foreign_folders_and_files_are_neither_counted_nor_touched(run: Path) -> None:

@@ -45,7 +45,7 @@ def on_two_machines(*command: str, cwd: Path) -> str:
 
 def state(run: Path) -> dict[str, torch.Tensor]:
     """Return the weights that a run ended with, and its optimizer's state."""
-    last = run / (run / "last").read_text().strip()
+    last = run / "last"
     return load_file(last / "model.safetensors") | load_file(last / "optimizer" / "state.safetensors")
 
 
