@@ -166,6 +166,7 @@ class Settings:
     eval_batch_size: int | None = None
     global_batch_size: int | None = None
     shuffle: bool = True
+    drop_last: bool = False
     num_workers: int = 0
     pin_memory: bool | None = None
     prefetch_factor: int | None = None
@@ -255,7 +256,8 @@ POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accu
 NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
 MOST = {"seed": 2**64 - 1}
 """The largest integers there may be, where it is not what Python can count to."""
-SWITCHES = ("shuffle", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite", "save_required",
+SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
+            "save_required",
             "save_only_model", "async_save", "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
@@ -266,7 +268,7 @@ NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "
                   "save_required", "save_only_model", "async_save")  # fmt: skip
 NEEDS_A_LIMIT = ("keep_every",)
 """What has no effect without `save_total_limit`, as all checkpoints are kept then."""
-OF_A_LOADER = ("shuffle", "global_batch_size", "batch_size")
+OF_A_LOADER = ("shuffle", "drop_last", "global_batch_size", "batch_size")
 """What has no effect on a `train_loader`."""
 OF_DATASETS = ("data_collator", "num_workers", "pin_memory")
 """What has no effect where every set is a loader."""

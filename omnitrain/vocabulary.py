@@ -72,7 +72,7 @@ _TRANSFORMERS: dict[str, Meaning] = {
     "dataloader_num_workers": Meaning("num_workers"),
     "dataloader_pin_memory": Meaning("pin_memory"),
     "dataloader_prefetch_factor": Meaning("prefetch_factor"),
-    "dataloader_drop_last": Meaning("", _LOADER),
+    "dataloader_drop_last": Meaning("drop_last"),
     "dataloader_persistent_workers": Meaning("num_workers", "workers are started once in any case"),
     "data_seed": Meaning("seed"),
     "full_determinism": Meaning("deterministic"),

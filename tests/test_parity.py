@@ -512,6 +512,67 @@ def test_data_that_end_before_their_length_are_an_error_and_no_shorter_epoch(tra
         trainer.evaluate(make())
 
 
+# --- arrays, batches of one, and steps that are short
+
+
+def test_a_pair_of_arrays_trains_as_the_same_tensors_do(trainer_class: Any) -> None:
+    x, y = rows(13).tensors
+    expected = run(trainer_class, t16(), (x, y), eval_dataset=(x, y), epochs=2)
+    found = run(trainer_class, t16(), (x.numpy(), y.numpy()), eval_dataset={"a": (x.numpy(), y.numpy())}, epochs=2)
+    assert same(weights(found.get_model()), weights(expected.get_model()))
+    assert found.metrics["valid"][-1]["eval_a_loss"] == expected.metrics["valid"][-1]["eval_loss"]
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+
+
+def test_a_last_batch_of_one_that_cannot_be_normalized_is_named_with_the_remedy(trainer_class: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        run(trainer_class, normalized(), rows(9), batch_size=4, epochs=1)
+    for words in ("Micro-batch 1 of step 3 (epoch 1", "single row", "leave over of 9 samples", "drop_last=True"):
+        assert words in str(caught.value)
+    assert run(trainer_class, normalized(), rows(9), batch_size=4, epochs=1, drop_last=True).progress.step == 2
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2), (1, 8)])
+def test_without_the_short_last_step_every_split_takes_the_same_whole_steps(
+    trainer_class: Any, batch: int, accumulation: int
+) -> None:
+    model, reference = t16(), t16()
+    whole = run(
+        trainer_class, model, rows(23), batch_size=batch, gradient_accumulation_steps=accumulation, epochs=2,
+        drop_last=True, optimizer=sgd, learning_rate=2e-5,
+    )  # fmt: skip
+    assert (whole.progress.step, whole.progress.samples, whole.progress.epoch) == (4, 32, 2)
+    optimizer = sgd(reference.parameters())
+    x, y = rows(23).tensors
+    for epoch in range(2):
+        for part in EpochSampler(23, 8).order(epoch)[:16].reshape(2, 8):
+            F.mse_loss(reference(x[part]), y[part]).backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert distance(weights(model), weights(reference)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train_dataset": rows(7)}, "7 samples, and without the last, incomplete batch of 8 nothing is left"),
+        ({"train_dataset": Announced()}, "`drop_last=True` needs data with a length and items"),
+        ({"train_loader": DataLoader(rows(9), 4)}, "`drop_last=True` has no effect on a `train_loader`"),
+    ],
+    ids=["too few", "stream", "loader"],
+)
+def test_steps_cannot_be_dropped_of_data_without_any_or_of_another_order(
+    trainer_class: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        trainer_class(t16(), loss_fn=F.mse_loss, drop_last=True, **placed_on_cpu(trainer_class), **options)
+
+
 def test_a_unit_is_told_the_number_of_each_step(trainer_class: Any) -> None:
     model = t16()
     unit = Holding(model)

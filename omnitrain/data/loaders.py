@@ -44,6 +44,7 @@ __all__ = [
     "StreamLoader",
     "end_workers",
     "has_length",
+    "is_stream",
     "make_loader",
     "name_of_set",
 ]
@@ -520,6 +521,35 @@ def count_rows(dataset: Any) -> int:
     return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
 
 
+def _refuse_tables(dataset: Any, name: str) -> None:
+    """Refuse data that have a length and items, but of which the items are columns and not samples."""
+    if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
+        raise DataError(
+            f"`{name}` is a {type(dataset).__module__.partition('.')[0]} {type(dataset).__name__}, of which an index "
+            "names a column or a label, and not a sample. Pass arrays, "
+            "(df[features].to_numpy('float32'), df['label'].to_numpy()), or a dataset of Hugging Face, "
+            "datasets.Dataset.from_pandas(df)."
+        )
+    if type(dataset) not in (list, tuple) or not 1 < len(dataset) <= 4 or tensor_columns(dataset)[0] is not None:
+        return
+    if not all(isinstance(column, (list, np.ndarray, torch.Tensor)) for column in dataset):
+        return
+    if any(getattr(column, "ndim", 1) == 0 for column in dataset) or len({len(column) for column in dataset}) > 1:
+        return
+    if len(dataset[0]) > len(dataset) and len({_kind(column) for column in dataset}) > 1:
+        raise DataError(
+            f"`{name}` is a {type(dataset).__name__} of {len(dataset)} sequences of {len(dataset[0])} entries of "
+            "different kinds, which look like the columns of a dataset, and not like its samples. Pass a tuple of "
+            "tensors or arrays, (inputs, labels), or a list of samples, list(zip(inputs, labels))."
+        )
+
+
+def _kind(column: Any) -> tuple[Any, ...]:
+    if isinstance(column, list):
+        return (type(column[0]),) if column else ()
+    return type(column), tuple(column.shape[1:]), str(column.dtype)
+
+
 _WORDS = {"train": "the training set", "eval": "the evaluation set", "test": "the test set"}
 
 
@@ -548,13 +578,14 @@ def make_loader(
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
     marks: bool = True,
-    drop_last: bool = False,
+    whole: int = 1,
     order_seed: int | None = None,
 ) -> Loader:
     """Return the loader that fits a dataset: map-style (it has a length and items), a stream, or a DataLoader.
 
     `marks` says whether a stream that can is asked after each batch where it is, so that it can be put back there.
-    `drop_last` and `order_seed` (the seed of the order alone) are for map-style datasets.
+    `whole` (an epoch has a multiple of so many samples) and `order_seed` (the seed of the order alone) are for
+    map-style datasets.
 
     Raises:
         DataError: If `dataset` is empty or none of these.
@@ -567,8 +598,9 @@ def make_loader(
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(
             f"`{name}` must be a dataset, tensors or a DataLoader, got {type(dataset).__name__} "
-            f"{str(dataset)[:60]!r}. A dict is one if its values are tensors with equally many rows."
+            f"{str(dataset)[:60]!r}. A dict is one if its values are tensors or arrays with equally many rows."
         )
+    _refuse_tables(dataset, name)
     collate = collate or Collator()
     workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     if not is_stream(dataset):
@@ -577,12 +609,12 @@ def make_loader(
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
         order_seed = seed if order_seed is None else order_seed
         sampler = EpochSampler(
-            size, batch_size, shuffle=shuffle, seed=order_seed, rank=rank, world_size=world_size, drop_last=drop_last
+            size, batch_size, shuffle=shuffle, seed=order_seed, rank=rank, world_size=world_size, whole=whole
         )
         if not sampler.size:
             raise DataError(
-                f"`{name}` has {size} samples, and without the last, incomplete micro-batch of {batch_size} x "
-                f"{world_size} nothing is left. Make the batches smaller, or keep the last one."
+                f"`{name}` has {size} samples, and without the last, incomplete batch of {whole} nothing is left. Make "
+                "the batches smaller, or keep the last one."
             )
         return MapLoader(dataset, sampler, collate, seed=seed, name=name_of_set(name), **workers)
     if not hasattr(dataset, "__iter__") or _is_used_up(dataset):

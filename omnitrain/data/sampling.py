@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ class EpochSampler:
         seed: Seed of the orders.
         rank: This process.
         world_size: Number of ranks.
-        drop_last: Whether what does not fill a last micro-batch of all ranks is left out of each epoch.
+        whole: An epoch has a multiple of so many samples; what is left over, others in each epoch, is left out.
 
     Attributes:
         size: Samples in an epoch.
@@ -125,10 +126,10 @@ class EpochSampler:
         seed: int = 42,
         rank: int = 0,
         world_size: int = 1,
-        drop_last: bool = False,
+        whole: int = 1,
     ) -> None:
         self._samples = size
-        self.size: int = size - size % (batch_size * world_size) if drop_last else size
+        self.size: int = size - size % whole
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
@@ -396,7 +397,10 @@ def _rows_of(batch: Any) -> list[Any]:
 def tensor_columns(
     dataset: Any,
 ) -> tuple[torch.Tensor | dict[str, torch.Tensor] | tuple[torch.Tensor, ...] | None, Any]:
-    """Return the tensors that a dataset consists of, if it does, and the rows of them that it is (None: all)."""
+    """Return the tensors that a dataset consists of, if it does, and the rows of them that it is (None: all).
+
+    Arrays of numbers count as tensors, but for a single one, which is a sequence of its rows.
+    """
     if type(dataset) is Subset:
         columns, rows = tensor_columns(dataset.dataset)
         if columns is None:
@@ -408,10 +412,30 @@ def tensor_columns(
     if isinstance(dataset, torch.Tensor):
         return dataset, None
     columns = dataset.values() if isinstance(dataset, dict) else dataset if type(dataset) is tuple else ()
-    if columns and all(isinstance(column, torch.Tensor) and column.ndim for column in columns):
+    if columns and all(_is_column(column) for column in columns):
         if len({len(column) for column in columns}) > 1:
             raise DataError(
-                f"The tensors of a dataset must have equally many rows, got {[len(column) for column in columns]}."
+                "The tensors or arrays of a dataset must have equally many rows, got "
+                f"{[len(column) for column in columns]}."
             )
-        return dataset, None
+        if isinstance(dataset, dict):
+            return {key: _as_tensor(column) for key, column in dataset.items()}, None
+        return tuple(map(_as_tensor, columns)), None
     return None, None
+
+
+def _is_column(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.dtype.kind in "biufc"
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _as_tensor(column: Any) -> torch.Tensor:
+    """Return a column as a tensor; an array shares its memory, unless torch cannot read it as it lies there."""
+    if isinstance(column, torch.Tensor):
+        return column
+    if not column.dtype.isnative or min(column.strides) < 0:
+        column = column.astype(column.dtype.newbyteorder("="), order="C")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of arrays that are read-only, as those on disk: nothing is written to it
+        return torch.from_numpy(column)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from omnitrain.data.collation import Collator
-from omnitrain.data.loaders import GivenLoader, Loader, end_workers, make_loader, name_of_set
+from omnitrain.data.loaders import GivenLoader, Loader, end_workers, is_stream, make_loader, name_of_set
 from omnitrain.distributed import Ranks
-from omnitrain.settings import Settings
+from omnitrain.errors import ConfigError
+from omnitrain.settings import Settings, resolve_accumulation
 
 __all__ = ["Sets", "is_named_sets"]
 
 
 def is_named_sets(dataset: Any) -> bool:
-    """Return whether this is a dict of named sets, not a dict of tensors that are one set."""
-    return type(dataset) is dict and not all(isinstance(value, torch.Tensor) for value in dataset.values())
+    """Return whether this is a dict of named sets, not a dict of tensors or arrays that are one set."""
+    return type(dataset) is dict and not all(isinstance(one, torch.Tensor | np.ndarray) for one in dataset.values())
 
 
 class Sets:
@@ -48,6 +50,9 @@ class Sets:
         self._ranks = ranks
         self._transform = transform
         self._sampling = sampling
+        if settings.drop_last:
+            accumulation = resolve_accumulation(settings, ranks.world_size)
+            self._sampling["whole"] = settings.batch_size * ranks.world_size * accumulation
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         self._loading = {
             "collate": settings.data_collator or Collator(label_names=settings.label_names or ()),
@@ -69,6 +74,11 @@ class Sets:
     def train_loader_of(self, batch_size: int) -> Loader:
         """Return a loader of the training set with micro-batches of this size."""
         settings = self._settings
+        if settings.drop_last and is_stream(settings.train_dataset):
+            raise ConfigError(
+                "`drop_last=True` needs data with a length and items, of which it is known how many steps they make; "
+                "`train_dataset` is a stream. Leave it out, or end the stream after whole steps."
+            )
         return make_loader(
             self._transform(settings.train_dataset), batch_size, name="train_dataset", shuffle=settings.shuffle,
             marks=settings.save_dir is not None, **self._sampling, **self._loading,

@@ -149,6 +149,7 @@ class HFTrainer(BaseTrainer):
         eval_batch_size: int | None = None,
         global_batch_size: int | None = None,
         shuffle: bool = True,
+        drop_last: bool = False,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch_factor: int | None = None,
@@ -230,6 +231,7 @@ class HFTrainer(BaseTrainer):
             eval_batch_size: The same in evaluations; None is `batch_size`.
             global_batch_size: Samples of one optimizer step over all ranks; sets the accumulation, must divide.
             shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
+            drop_last: Whether each epoch leaves out a last step that is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
             prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
@@ -415,11 +417,11 @@ class HFTrainer(BaseTrainer):
         args, model, labels = self.training_args, self.model, self.settings.label_names or ()
         sampling: dict[str, Any] = {} if self._order_seed is None else {"order_seed": self._order_seed}
         if args is not None and args.dataloader_drop_last:
-            sampling["drop_last"] = True
+            sampling["whole"] = self.batch_size * self.world_size
         fitting = functools.partial(without_unused_columns, model=model, args=args, label_names=labels)
         sets = Sets(self.settings, self.device, self.ranks, fitting, **sampling)
         if self._finds_batch_size:
-            prepare_to_shrink(sets, self.world_size, "drop_last" in sampling)
+            prepare_to_shrink(sets, self.world_size, args is not None and args.dataloader_drop_last)
         if sets.train is not None and (self._finds_batch_size or not isinstance(sets.train, MapLoader)):
             refuse_of_datasets(args, isinstance(sets.train, MapLoader))
         return sets

@@ -18,7 +18,7 @@ from torch import nn
 from omnitrain.backends.backend import Backend
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError, NonFiniteError, add_place
+from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
 from omnitrain.run.evaluation import evaluating
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
@@ -214,8 +214,22 @@ class Step:
         try:
             return self._loss_of(batch, self._window.weights[turn], last)
         except Exception as error:
+            if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+                raise self._too_few_to_normalize(turn) from error
             self._name_samples(error, turn)
             raise
+
+    def _too_few_to_normalize(self, turn: int) -> DataError:
+        """Return the error for a layer that normalizes over its batch, of which there is a single sample."""
+        place, size = self._place(), self._lifecycle.progress.epoch_size
+        is_rest = size is not None and place.position + place.samples >= size
+        left = f", which is what the batches leave over of {size} samples" if is_rest else ""
+        return DataError(
+            f"Micro-batch {turn + 1} of step {place.step} (epoch {place.epoch + 1}, rank {self._ranks.rank}) has a "
+            f"single row{left}, and BatchNorm, or a layer like it, cannot take mean and variance of one value per "
+            "channel. Choose a `batch_size` that leaves more, or pass `drop_last=True`, which leaves out the last step "
+            "of an epoch if it is short; LayerNorm and GroupNorm take any batch."
+        )
 
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
         hooks, window = self._hooks, self._window

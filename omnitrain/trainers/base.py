@@ -129,6 +129,7 @@ class BaseTrainer(Hooks, ABC):
         eval_batch_size: int | None = None,
         global_batch_size: int | None = None,
         shuffle: bool = True,
+        drop_last: bool = False,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch_factor: int | None = None,
@@ -203,6 +204,7 @@ class BaseTrainer(Hooks, ABC):
             eval_batch_size: The same in evaluations; None is `batch_size`.
             global_batch_size: Samples of one optimizer step over all ranks; sets the accumulation, must divide.
             shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
+            drop_last: Whether each epoch leaves out a last step that is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
             prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.

@@ -6,7 +6,9 @@ import itertools
 import logging
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -720,3 +722,77 @@ class Counting(IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state["place"]
+
+
+# What is no list of samples
+
+
+class DataFrame:
+    """What pandas has under this name, as far as a loader can see: items are columns."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, key: Any) -> Any:
+        raise KeyError(key)
+
+
+DataFrame.__module__ = "pandas.core.frame"
+X, LABELS = np.arange(24.0).reshape(8, 3), np.arange(8)
+TABLES: dict[str, tuple[Any, str]] = {
+    "a frame": (DataFrame(), r"`d` is a pandas DataFrame, .*to_numpy.*from_pandas"),
+    "two lists": ([["a"] * 8, [0] * 8], r"a list of 2 sequences of 8 entries .*\(inputs, labels\)"),
+    "a pair of lists": (([[1.0]] * 8, [0] * 8), r"a tuple of 2 sequences of 8 entries"),
+    "a list of arrays": ([X, LABELS], r"a list of 2 sequences of 8 entries"),
+    "a list of tensors": ([torch.tensor(X), torch.tensor(LABELS)], r"a list of 2 sequences of 8 entries"),
+    "an array and a list": ((X, LABELS.tolist()), r"a tuple of 2 sequences of 8 entries"),
+    "unequal arrays": ((X, LABELS[:7]), r"equally many rows, got \[8, 7\]"),
+    "a dict of lists": ({"x": [1, 2]}, r"tensors or arrays with equally many rows"),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_columns_that_are_no_samples_are_refused_with_what_to_pass(kind: str) -> None:
+    data, words = TABLES[kind]
+    with pytest.raises(DataError, match=words):
+        make_loader(data, 4, name="d")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [[1, 2, 3], [4, 5, 6]],
+        [torch.ones(3, 2), torch.zeros(3, 2)],
+        [[[1.0, 2.0], 1], [[3.0, 4.0], 0]],
+        ([1, 2, 3], [4, 5, 6]),
+        [(torch.ones(2), 1), (torch.ones(2), 0)],
+    ],
+    ids=["tokens", "images", "records as lists", "a tuple of samples", "records"],
+)
+def test_two_samples_are_two_samples(data: Any) -> None:
+    loader = make_loader(data, 4, name="d")
+    assert loader.size == 2 and len(list(loader.batches(0))) == 1
+
+
+@pytest.mark.parametrize("change", [lambda a: a, lambda a: a[::-1], lambda a: a.astype(a.dtype.newbyteorder(">"))])
+def test_arrays_are_columns_like_tensors(change: Callable[[Any], Any]) -> None:
+    x, y = change(X), change(LABELS)
+    x.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batches = list(make_loader((x, y), 5, name="d").batches(0))
+        named = list(make_loader({"x": x, "labels": torch.tensor(y.tolist())}, 5, name="d").batches(0))
+    expected = list(
+        make_loader((torch.tensor(x.tolist(), dtype=torch.float64), torch.tensor(y.tolist())), 5, name="d").batches(0)
+    )
+    for found, other, batch in zip(batches, named, expected, strict=True):
+        assert all(torch.equal(one, two) and one.dtype is two.dtype for one, two in zip(found, batch, strict=True))
+        assert torch.equal(other["x"], batch[0]) and torch.equal(other["labels"], batch[1])
+
+
+def test_arrays_on_disk_are_not_copied_as_a_whole(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    loader = make_loader((x, LABELS), 4, name="d")
+    assert loader.fetch.columns[0].data_ptr() == x.ctypes.data  # type: ignore[attr-defined]
+    assert next(loader.batches(0))[0].tolist() == X[:4].tolist()

@@ -60,11 +60,11 @@ def test_windows_read_no_further_than_they_are_asked() -> None:
 def test_without_a_last_short_batch_all_are_whole_on_every_process(
     size: int, batch_size: int, world: int, epoch: int
 ) -> None:
-    ranks = per_rank(size, batch_size, world, epoch, drop_last=True)
+    ranks = per_rank(size, batch_size, world, epoch, whole=batch_size * world)
     assert {len(batches) for batches in ranks} == {size // (batch_size * world)}
     assert {len(batch) for batches in ranks for batch in batches} <= {batch_size}
     seen = [index for batches in ranks for index in flat(batches)]
-    sampler = EpochSampler(size, batch_size, world_size=world, drop_last=True)
+    sampler = EpochSampler(size, batch_size, world_size=world, whole=batch_size * world)
     assert len(set(seen)) == len(seen) == sampler.size and sorted(sampler.order(epoch)) == list(range(size))
 
 

@@ -103,7 +103,7 @@ def test_a_resume_that_leaves_out_other_samples_is_told(arguments: Any) -> None:
 
 
 def test_a_set_of_less_than_a_batch_is_an_error_before_the_first_step(arguments: Any) -> None:
-    with pytest.raises(DataError, match=r"has 3 samples.*micro-batch of 4 x 1 nothing is left"):
+    with pytest.raises(DataError, match=r"has 3 samples.*incomplete batch of 4 nothing is left"):
         HFTrainer(bert(), arguments(dataloader_drop_last=True), Numbered(3))
 
 
