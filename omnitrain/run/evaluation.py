@@ -194,41 +194,51 @@ class Evaluation:
             # inside, since a metric may draw random numbers too
             states = scorer.states() if ranks.world_size > 1 else []
             sums: list[Any] = ranks.gather(
-                "the end of an evaluation", (total.item(), weights, has_labels, number + 1, states)
+                "the end of an evaluation", (total.item(), weights, has_labels, number >= 0, states)
             )
             if ranks.world_size > 1:
                 scorer.reset()
                 for *_, states in sums:
                     scorer.merge(states)
-                if keeps:
-                    kept = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else kept
-                    kept = _in_order(ranks.gather_on_main("the predictions of an evaluation", kept))
-            predictions = _join([one for one, *_ in kept], lambda: self.filler) if keeps else None
-            labels, extra = (_join([one[i] for one in kept]) if keeps else None for i in (1, 2))
-            kept.clear()
+            predictions, labels, extra = self._arrays(loader, kept) if keeps else (None, None, None)
             loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
+            has_labels, has_batches = (any(one[i] for one in sums) for i in (2, 3))
             if needs_loss and not weights:
-                error = _nothing_to_evaluate(named, any(one[3] for one in sums))
-                if only_first and number >= 0:
+                error = _nothing_to_evaluate(named, has_batches)
+                if only_first and has_batches:
                     raise Inconclusive from error
                 raise error
-            if needs_loss and not scorer.is_empty and not any(one[2] for one in sums):
+            if needs_loss and not has_labels and not scorer.is_empty:
                 raise self._nothing_to_score(named, batch, output)
             metrics = {"loss": loss / weights} if weights else {}
-            if any(one[2] for one in sums):
-                arrays = predictions, labels, extra
-                try:
-                    with ranks.at("metrics"):
-                        metrics |= ranks.on_main(
-                            "the metrics of an evaluation", lambda: _scored(loader, scorer.compute, *arrays)
-                        )
-                except OmnitrainError:  # ours is of any number of batches
-                    raise
-                except Exception as error:
-                    if only_first:
-                        raise Inconclusive from error
-                    raise
+            if has_labels:
+                metrics |= self._compute(loader, (predictions, labels, extra), only_first)
         return Predictions(predictions, labels, metrics)
+
+    def _arrays(self, loader: Loader, kept: list[Any]) -> tuple[Any, Any, Any]:
+        """Return outputs, labels and extra inputs of all samples as arrays, on the main rank; `kept` is emptied."""
+        ranks = self.hooks.ranks
+        if ranks.world_size > 1:
+            own = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else list(kept)
+            kept.clear()
+            kept += _in_order(ranks.gather_on_main("the predictions of an evaluation", own))
+        predictions = _join([one for one, *_ in kept], lambda: self.filler)
+        labels, extra = (_join([one[i] for one in kept]) for i in (1, 2))
+        kept.clear()
+        return predictions, labels, extra
+
+    def _compute(self, loader: Loader, arrays: tuple[Any, Any, Any], only_first: bool) -> dict[str, float]:
+        """Return the metrics, computed on the main rank."""
+        ranks, compute = self.hooks.ranks, self.scorer.compute
+        try:
+            with ranks.at("metrics"):
+                return ranks.on_main("the metrics of an evaluation", lambda: _scored(loader, compute, *arrays))
+        except OmnitrainError:  # ours is of any number of batches
+            raise
+        except Exception as error:
+            if only_first:
+                raise Inconclusive from error
+            raise
 
     def _nothing_to_score(self, named: str, batch: Any, output: StepOutput) -> DataError:
         """Return the error for a set whose batches had nothing for the metrics, of which this is the last."""

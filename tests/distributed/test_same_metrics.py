@@ -22,11 +22,20 @@ from omnitrain.distributed import ProcessRanks
 SIZES = (1, 2, 3, 5, 8, 31)
 BATCHES = (1, 3, 4)
 SOURCES = ("map", "stream", "loader", "distributed loader")
-KINDS = ("names", "binary", "regression", "eval_pred", "y_true, y_pred", "torchmetrics", "torchmetrics list states")
+KINDS = (
+    "names",
+    "binary",
+    "one score",
+    "regression",
+    "eval_pred",
+    "y_true, y_pred",
+    "torchmetrics",
+    "torchmetrics list states",
+)
 SCORED_BY = {"ddp": KINDS, "fsdp": ("names", "eval_pred"), "zero3": ("eval_pred",)}
 """Evaluation is the same code under all of them, so the others are not asked for everything."""
 
-ALIKE = ("binary", "regression", "torchmetrics")
+ALIKE = ("binary", "one score", "regression", "torchmetrics")
 """Kinds that take the way of another one."""
 
 # --- what runs on every process
@@ -37,12 +46,14 @@ def numbers(size: int, kind: str) -> TensorDataset:
     x = torch.randn(size, 4, generator=generator)
     if kind == "regression":
         return TensorDataset(x, torch.randn(size, 1, generator=generator))
+    if kind == "one score":
+        return TensorDataset(x, torch.randint(0, 2, (size, 1), generator=generator).float())
     return TensorDataset(x, torch.randint(0, 2 if kind == "binary" else 3, (size,), generator=generator))
 
 
 def head(kind: str) -> nn.Module:
     torch.manual_seed(5)
-    return nn.Linear(4, {"regression": 1, "binary": 2}.get(kind, 3))
+    return nn.Linear(4, {"regression": 1, "one score": 1, "binary": 2}.get(kind, 3))
 
 
 class Stream(IterableDataset[Any]):
@@ -76,7 +87,8 @@ def metric_of(kind: str) -> Any:
     return {
         "names": ["accuracy", "f1_macro", "log_loss", "cohen_kappa", "top2_accuracy"],
         "binary": ["roc_auc", "average_precision", "f1"],
-        "regression": ["mse", "mae", "r2", "pearson", "max_error"],
+        "one score": ["accuracy", "f1", "roc_auc", "log_loss", "brier", "specificity"],
+        "regression": ["mse", "mae", "r2", "pearson", "max_error", "spearman", "median_absolute_error"],
         "eval_pred": mean_of_classes,
         "y_true, y_pred": order_matters,
     }[kind]
@@ -94,7 +106,8 @@ def source_of(name: str, data: TensorDataset, batch: int, backend: str) -> Any:
 
 def score(backend: str, kind: str) -> dict[str, Any]:
     """Evaluate, test and predict every set from every source in every batch size."""
-    loss = F.mse_loss if kind == "regression" else F.cross_entropy
+    losses = {"regression": F.mse_loss, "one score": F.binary_cross_entropy_with_logits}
+    loss = losses.get(kind, F.cross_entropy)
     found: dict[str, Any] = {}
     for batch in (3,) if backend == "zero3" else BATCHES:
         trainer = make_trainer(

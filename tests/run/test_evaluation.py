@@ -594,3 +594,27 @@ def test_sequences_of_labels_of_any_name_are_padded_as_labels() -> None:
     whole = subject.evaluate(Ragged())
     assert whole == pytest.approx(trainer(Tags(), label_names=["tags"], eval_batch_size=1,
                                           compute_metrics="accuracy").evaluate(Ragged()))  # fmt: skip
+
+
+# Metrics by name where there is one score for each label
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_metrics_by_name_of_one_score_for_each_label(trainer_class: Any, columns: int) -> None:
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(30, 4, generator=generator)
+    y = (x[:, :columns] + 0.5 * torch.randn(30, columns, generator=generator) > 0).float()
+    model = nn.Linear(4, columns)
+    nn.init.eye_(model.weight)
+    average = "binary" if columns == 1 else "macro"
+    name = "f1" if columns == 1 else "f1_macro"
+    subject = train(
+        trainer_class, model, TensorDataset(x, y), TensorDataset(x, y), loss_fn=nn.BCEWithLogitsLoss(), epochs=1,
+        compute_metrics=["accuracy", name, "auc"], optimization_metric=name, eval_batch_size=7,
+    )  # fmt: skip
+    row, scores = subject.metrics["valid"][0], subject.predict(TensorDataset(x, y)).predictions
+    assert row["eval_accuracy"] == pytest.approx(((scores > 0) == y.numpy()).all(1).mean())
+    assert row[f"eval_{name}"] == pytest.approx(f1_score(y, scores > 0, average=average))
+    assert row["eval_auc"] == pytest.approx(roc_auc_score(y, scores))
