@@ -325,6 +325,17 @@ _WHOLE: dict[str, Check] = {
 }
 _OPTIONAL: dict[str, Check] = {
     "only_model": flag,
+    "for_best": flag,
+    "order": _pattern("drawn|keyed", "'drawn' or 'keyed'"),
+    "identity": maybe(
+        record(
+            {
+                "python": text,
+                "data": table(table(maybe(record({"size": whole(), "samples": table(table(text))})))),
+                "code": table(table(text)),
+            }
+        )
+    ),
     "scored": each(_steps, 2),
     "stream": maybe(
         _all_of(

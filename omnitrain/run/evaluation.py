@@ -25,7 +25,7 @@ from omnitrain.run.suspects import suspects
 from omnitrain.scoring import Scorer, to_numpy
 from omnitrain.units import StepOutput
 
-__all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating", "words_for"]
+__all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -108,7 +108,7 @@ class Evaluation:
         """
         if not isinstance(loader, Mapping):
             keeps = self.scorer.keeps_predictions
-            result = self._run(loader, is_interrupted, keeps, words_for(prefix), only_first)
+            result = self._run(loader, is_interrupted, keeps, only_first=only_first)
             return None if result is None else {f"{prefix}_{key}": value for key, value in result.metrics.items()}
         named: dict[str, float] = {}
         for name, one in loader.items():
@@ -121,7 +121,7 @@ class Evaluation:
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal cut it short."""
-        result = self._run(loader, is_interrupted, keeps=True)
+        result = self._run(loader, is_interrupted, keeps=True, needs_loss=False)
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in result.metrics.items()}
@@ -141,7 +141,7 @@ class Evaluation:
         loader: Loader,
         is_interrupted: Callable[[int], bool],
         keeps: bool,
-        named: str = "",
+        needs_loss: bool = True,
         only_first: bool = False,
     ) -> Predictions | None:
         """Run the model over a loader. Losses and streaming metrics are summed on the device.
@@ -150,10 +150,9 @@ class Evaluation:
             loader: The loader.
             is_interrupted: Asked before each batch, with its number, whether to end here.
             keeps: Whether to keep outputs and labels as arrays.
-            named: The set in words, if it is to be evaluated: then it must have a loss.
+            needs_loss: Whether there must be a loss, and something to score where metrics are asked for.
             only_first: Whether to end after the first batch.
         """
-        needs_loss = bool(named)
         hooks, scorer = self.hooks, self.scorer
         scorer.reset()
         ranks, device = hooks.ranks, hooks.device
@@ -161,7 +160,7 @@ class Evaluation:
         weights, has_labels, number, batch, output = 0.0, False, -1, None, StepOutput(None)
         kept: list[tuple[Any, ...]] = []
         batches = self.feed.in_step(loader, only_first)
-        batches = batches if loader.size is not None else _told_if_long(batches, named)
+        batches = batches if loader.size is not None else _told_if_long(batches, loader.name)
         with evaluating(hooks), ranks.at("evaluation"):
             for number, (batch, samples) in enumerate(batches):
                 ranks.moves += 1
@@ -169,14 +168,7 @@ class Evaluation:
                     return None
                 counts = samples > 0  # else it is a stand-in
                 weight = hooks._weigh(batch)
-                try:
-                    batch = hooks._prepare_batch(batch)
-                    with hooks._autocast():
-                        output = self.output_of(batch)
-                except Exception as error:
-                    found = suspects(error, hooks, loader, (0, 0, number), self.output_of)
-                    error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")
-                    raise
+                output = self._run_batch(batch, loader, number)
                 if counts:
                     weights += _add_loss(total, output, weight, needs_loss)
                 if counts and not needs_loss and loader.counts_samples:
@@ -204,16 +196,27 @@ class Evaluation:
             loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
             has_labels, has_batches = (any(one[i] for one in sums) for i in (2, 3))
             if needs_loss and not weights:
-                error = _nothing_to_evaluate(named, has_batches)
+                error = _nothing_to_evaluate(loader.name, has_batches)
                 if only_first and has_batches:
                     raise Inconclusive from error
                 raise error
             if needs_loss and not has_labels and not scorer.is_empty:
-                raise self._nothing_to_score(named, batch, output)
+                raise self._nothing_to_score(loader.name, batch, output)
             metrics = {"loss": loss / weights} if weights else {}
             if has_labels:
                 metrics |= self._compute(loader, (predictions, labels, extra), only_first)
         return Predictions(predictions, labels, metrics)
+
+    def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
+        """Return the loss and outputs of a batch of a loader, whose samples an error names."""
+        try:
+            batch = self.hooks._prepare_batch(batch)
+            with self.hooks._autocast():
+                return self.output_of(batch)
+        except Exception as error:
+            found = suspects(error, self.hooks, loader, (0, 0, number), self.output_of)
+            error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")
+            raise
 
     def _arrays(self, loader: Loader, kept: list[Any]) -> tuple[Any, Any, Any]:
         """Return outputs, labels and extra inputs of all samples as arrays, on the main rank; `kept` is emptied."""
@@ -287,17 +290,6 @@ def _told_if_long(batches: Iterable[Any], named: str) -> Iterator[Any]:
                 "%s goes on after %d batches and %d seconds, and its length is unknown. If it has no end, cut it, for "
                 "example with itertools.islice.", named[:1].upper() + named[1:] or "The data", number + 1, passed,
             )  # fmt: skip
-
-
-def words_for(prefix: str) -> str:
-    """Return what messages call the set whose results have this prefix.
-
-    >>> words_for("eval"), words_for("eval_web"), words_for("test")
-    ('the evaluation set', "the evaluation set 'web'", 'the test set')
-    """
-    kind, _, name = prefix.partition("_")
-    known = {"eval": "the evaluation set", "test": "the test set"}
-    return f"the set {prefix!r}" if kind not in known else known[kind] + (f" {name!r}" if name else "")
 
 
 def _nothing_to_evaluate(named: str, has_batches: bool) -> DataError:

@@ -206,7 +206,8 @@ class Feed:
                 return
             if empty or last is None:
                 _refuse_empty(ranks.gather("data that yield nothing", None if last is None else 0))
-            yield Counted(last.batch, 0) if counted is None else counted
+            else:
+                yield Counted(last.batch, 0) if counted is None else counted
 
     def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
         """Return batches or windows, which end where a signal has killed what loads them.

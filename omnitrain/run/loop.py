@@ -22,7 +22,7 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
 from omnitrain.events import Algorithm, Control
 from omnitrain.precision import is_out_of_memory
-from omnitrain.run.evaluation import Evaluation, Inconclusive, words_for
+from omnitrain.run.evaluation import Evaluation, Inconclusive
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
@@ -380,7 +380,7 @@ class Loop:
             if not math.isfinite(loss):
                 folder = None if self.checkpointer.store is None else self.checkpointer.store.root
                 step = self.lifecycle.progress.step
-                raise evaluation_error(self.evaluation, loader, words_for(prefix), loss, step, folder)
+                raise evaluation_error(self.evaluation, loader, loss, step, folder)
 
     def log(self) -> None:
         """Read the loss off the device, once per log, and send the row out."""

@@ -45,14 +45,13 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
 
 
 def evaluation_error(
-    evaluation: Evaluation, loader: Any, named: str, loss: float, step: int, save_dir: Path | None
+    evaluation: Evaluation, loader: Any, loss: float, step: int, save_dir: Path | None
 ) -> NonFiniteError:
     """Return the error for an evaluation whose loss is not finite, and leave `nonfinite.json` in `save_dir`.
 
     Args:
         evaluation: What ran it; it goes through the set once more, up to the first batch that is bad.
         loader: The loader of the set.
-        named: The set in words.
         loss: Its loss.
         step: The step of the run.
         save_dir: The folder of the run; None writes no file.
@@ -62,13 +61,13 @@ def evaluation_error(
     if number is not None and sampler is not None:
         size = sampler.batch_size * sampler.world_size
         indices = _suspects(hooks, loader, 0, number * size, size)
-    _report(hooks, save_dir, {"step": step, "set": named, "batch": number, "sample_indices": indices})
+    _report(hooks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:
         which = f" It comes from these samples of it: {_listed(indices)}."
     return NonFiniteError(
-        f"The loss of {named} is {loss} at step {step}.{which} Look at these samples, or pass on_nonfinite='skip' to "
-        "go on without such an evaluation."
+        f"The loss of {loader.name} is {loss} at step {step}.{which} Look at these samples, or pass "
+        "on_nonfinite='skip' to go on without such an evaluation."
     )
 
 
