@@ -204,10 +204,12 @@ class Feed:
                 if not only_first and loader.size not in (None, done) and self._lifecycle.control.stop != "signal":
                     raise _other_count(done, loader.size)
                 return
-            if empty or last is None:
+            if empty:
                 _refuse_empty(ranks.gather("data that yield nothing", None if last is None else 0))
-            else:
-                yield Counted(last.batch, 0) if counted is None else counted
+            if counted is not None:
+                yield counted
+            elif last is not None:
+                yield Counted(last.batch, 0)
 
     def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
         """Return batches or windows, which end where a signal has killed what loads them.

@@ -249,7 +249,17 @@ def test_an_empty_dataset_is_refused_by_name(dataset: Any) -> None:
 
 @pytest.mark.parametrize(
     "dataset",
-    ["imdb", b"imdb", 3, object(), (i for i in range(3)), map(str, [1]), iter([1]), {"x": [1, 2]}, {"x": np.ones(2)}],
+    [
+        "imdb",
+        b"imdb",
+        3,
+        object(),
+        (i for i in range(3)),
+        map(str, [1]),
+        iter([1]),
+        {"x": [1, 2]},
+        {"x": np.array("a")},
+    ],
     ids=lambda dataset: type(dataset).__name__,
 )
 def test_what_is_no_dataset_is_refused_by_name_and_type(dataset: Any) -> None:
