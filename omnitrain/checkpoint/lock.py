@@ -163,7 +163,8 @@ class Lock:
         self._descriptor = descriptor
         _held.add(self)
         self._ends = threading.Event()
-        beat = threading.Thread(target=_beat, args=(descriptor, self._ends), name="omnitrain-lock", daemon=True)
+        file = descriptor if os.utime in os.supports_fd else self.path
+        beat = threading.Thread(target=_beat, args=(file, self._ends), name="omnitrain-lock", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is closing: there is no time to be taken for dead
             beat.start()
             self._beat = beat
@@ -321,11 +322,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _beat(descriptor: int, ends: threading.Event) -> None:
+def _beat(file: int | Path, ends: threading.Event) -> None:
     """Show that the run lives, however long a step takes."""
     while not ends.wait(BEAT_S):
         with contextlib.suppress(OSError):
-            os.utime(descriptor)
+            os.utime(file)
 
 
 def _flock(descriptor: int) -> bool | None:

@@ -213,3 +213,38 @@ def test_a_missing_wandb_is_named_before_the_first_step(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"WandbLogger needs wandb.*-e .*\[wandb\]"):
         WandbLogger().on_train_start(make_trainer())
+
+
+def test_a_disk_that_fails_ends_no_run_and_the_rows_after_it_are_sent(monkeypatch, caplog):
+    sent: list[int] = []
+    is_full = [True]
+
+    def refuse() -> None:
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+
+    class Run:
+        id, step, summary = "id", 0, SimpleNamespace(update=lambda values: refuse())
+
+        def log(self, values: Any, step: int) -> None:
+            refuse()
+            sent.append(step)
+
+        def finish(self, exit_code: int) -> None:
+            refuse()
+
+    def init(**settings: Any) -> Run:
+        refuse()
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=init))
+    logger, trainer = WandbLogger(), make_trainer()
+    logger.on_train_start(trainer)
+    run_to(logger, trainer, 2)
+    is_full[0] = False
+    run_to(logger, trainer, 4)
+    is_full[0] = True
+    logger.on_log(trainer, {"test_loss": 1.0})
+    logger.on_train_end(trainer)
+    assert sorted(set(sent)) == [3, 4]
+    assert [record.getMessage().count("cannot be written") for record in caplog.records] == [1, 0, 1]
