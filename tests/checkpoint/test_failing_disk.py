@@ -34,7 +34,17 @@ from omnitrain.errors import Tolerance, is_disk_error
 
 TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
-AUDITED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.utime", "os.listdir")
+AUDITED = (
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "os.utime",
+    "os.listdir",
+    "os.symlink",
+)
 
 
 class Disk:
@@ -70,7 +80,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
             is_reading = not (flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             present[-1].touch("reading" if is_reading else "opening", path)
         else:
-            present[-1].touch(event, args[0])
+            present[-1].touch(event, args[1 if event == "os.symlink" else 0])
 
 
 sys.addaudithook(_audit)
