@@ -17,6 +17,7 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -26,7 +27,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -162,7 +163,7 @@ class Ranks:
             if found := self._judge(stalls, lines):
                 sys.stdout.flush()
                 print(f"omnitrain.errors.DistributedError: {self._text_of(found)}", file=sys.stderr, flush=True)
-                os._exit(1)
+                _leave_now(1)
 
     def _post(self) -> Post:
         """Return what other ranks are to know of this one now."""
@@ -682,7 +683,7 @@ class ProcessRanks(Ranks):
         self._report_failure(self.place, SystemExit(128 + number))
         self._settle_verdict("alone")
         self._keep_store_for_others()
-        os._exit(128 + number)
+        _leave_now(128 + number)
 
     def _text_at_signal(self, number: int, found: Sequence[Stall]) -> str:
         return (
@@ -696,7 +697,7 @@ class ProcessRanks(Ranks):
         sys.stdout.flush()
         print(f"omnitrain.errors.DistributedError: {error}", file=sys.stderr, flush=True)
         self._keep_store_for_others()
-        os._exit(1)
+        _leave_now(1)
 
     def _at_exit(self) -> None:
         """At the end of the program, make sure that no other rank waits for this one."""
@@ -756,6 +757,13 @@ def _looks(ended: threading.Event) -> Iterator[float]:
         now = time.monotonic()
         yield min(now - last, 2 * interval)
         last = now
+
+
+def _leave_now(code: int) -> NoReturn:
+    """End this process from another thread than the main one, and the workers of its loaders, which may hang too."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 def _packed(value: Any) -> torch.Tensor:

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from typing import Any
+
+import programs
+import pytest
+import torch
+from torch import nn
+
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
+from omnitrain.errors import ConfigError
 from omnitrain.stalls import Post, Stalls, in_words
 
 HERE = Post(0, "step", 12, 70, False)
@@ -86,3 +97,43 @@ def test_words() -> None:
         "Rank 1 has posted nothing for 31 s, and was in 'train()' before: "
         "its process is stopped, swapped out or cut off."
     )
+
+
+# --- one process
+
+HANGS = """
+import logging, sys, time
+import torch
+from omnitrain import Trainer, distributed
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        time.sleep(1000 if index == 5 else 0)
+        return torch.zeros(4), torch.zeros(1)
+
+if __name__ == "__main__":
+    distributed._QUIET_S = 1.0
+    Trainer(torch.nn.Linear(4, 1), Rows(), loss_fn=torch.nn.functional.mse_loss, batch_size=2, epochs=1, device="cpu",
+            num_workers=int(sys.argv[1]), shuffle=False, timeout="4s", progress_bar=False).train()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_single_process_that_hangs_says_where_and_ends_at_a_timeout_that_was_given(
+    workers: int, tmp_path: Any
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    child = programs.run(sys.executable, tmp_path / "hangs.py", str(workers), cwd=tmp_path)
+    assert child.returncode == 1
+    assert re.search(r"^Rank 0 has been in 'data' for \d s \(step \d\)\.$", child.stderr, re.M)
+    assert "DistributedError: Rank 0 has been in 'data'" in child.stderr
+    assert "No progress for `timeout=4` seconds ends the run. Start it again" in child.stderr
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+@pytest.mark.parametrize("timeout", [-1, "3ep", "x"])
+def test_a_timeout_that_is_no_time_is_refused(trainer_class: Any, timeout: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        trainer_class(nn.Linear(4, 1), torch.zeros(8, 4), timeout=timeout)
