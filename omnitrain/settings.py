@@ -264,7 +264,7 @@ NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
     "load_best_at_end": (None, False), "optimization_metric": ("loss", "eval_loss"), "optimization_direction": (None,),
 }  # fmt: skip
-NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "load_best_at_end", "overwrite",
+NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "overwrite",
                   "save_required", "save_only_model", "async_save")  # fmt: skip
 NEEDS_A_LIMIT = ("keep_every",)
 """What has no effect without `save_total_limit`, as all checkpoints are kept then."""

@@ -221,7 +221,8 @@ def test_evaluating_and_logging_leave_the_weights_as_they_would_have_been(traine
     plain = final(log_steps=1000)
     assert same(plain, final(log_steps=1))
     for interval in (1, 3):
-        assert same(plain, final(eval_dataset=Noisy(7), eval_steps=interval, eval_on_start=True, log_steps=interval))
+        watched = {"eval_dataset": Noisy(7), "eval_steps": interval, "eval_on_start": True, "log_steps": interval}
+        assert same(plain, final(**watched, load_best_at_end=False))
 
 
 # --- stopping
@@ -690,6 +691,93 @@ def test_a_schedule_that_looks_at_gradients_finds_them(trainer_class: Any) -> No
 
     run(trainer_class, t16(), rows(8), lr_scheduler=Looking, batch_size=4, epochs=1)
     assert seen == [True, True]
+
+
+# --- the best weights without a save_dir
+
+
+class Remember(Callback):
+    """Keeps the weights of each evaluation."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, list[torch.Tensor]] = {}
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        self.weights[trainer.progress.step] = weights(trainer.model)
+
+
+def diverging(trainer_class: Any, *guests: Callback, **options: Any) -> Any:
+    """A run whose evaluations get worse after the second one: the rate grows."""
+    grows = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.7**step)}
+    model = t16()
+    return run(
+        trainer_class, model, rows(16), *guests, eval_dataset=rows(8), eval_steps=1, batch_size=8, max_steps=12,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02), learning_rate=2e-5, max_grad_norm=None,
+        **grows, **options,
+    )  # fmt: skip
+
+
+def test_a_run_without_a_save_dir_ends_on_its_best_weights_and_says_so(
+    trainer_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    remember = Remember()
+    with caplog.at_level("INFO", "omnitrain"):
+        trainer = diverging(trainer_class, remember)
+    best = trainer.metrics["best_step"]
+    assert 0 < best < 12
+    assert same(weights(trainer.model), remember.weights[best])
+    assert trainer.evaluate()["eval_loss"] == trainer.metrics["best_valid"]["eval_loss"]
+    assert trainer.test(rows(8))["test_loss"] == trainer.metrics["best_valid"]["eval_loss"]
+    assert trainer.metrics["test"][-1]["step"] == best
+    assert [one for one in caplog.messages if "weights" in one] == [
+        f"The model has the best weights now, those of step {best}."
+    ]
+
+
+def test_a_run_that_ends_on_its_last_weights_says_so(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
+    remember = Remember()
+    with caplog.at_level("INFO", "omnitrain"):
+        trainer = diverging(trainer_class, remember, load_best_at_end=False)
+    assert same(weights(trainer.model), remember.weights[12])
+    assert [one for one in caplog.messages if "weights" in one] == [
+        "The model keeps its last weights, those of step 12: load_best_at_end=False."
+    ]
+
+
+def test_buffers_and_extra_state_are_of_the_best_evaluation_too(trainer_class: Any) -> None:
+    seen = {}
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(4)
+            self.count = 0
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += self.training
+            return self.net(self.norm(x))
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    class Look(Callback):
+        def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+            seen[trainer.progress.step] = trainer.model.count, trainer.model.norm.running_mean.clone()
+
+    model = Counting()
+    trainer = run(
+        trainer_class, model, rows(16), Look(), eval_dataset=rows(8), eval_steps=1, batch_size=8, max_steps=6,
+        loss_fn=F.mse_loss, learning_rate=3.0,
+    )  # fmt: skip
+    count, mean = seen[trainer.metrics["best_step"]]
+    assert trainer.metrics["best_step"] < 6
+    assert model.count == count
+    assert torch.equal(model.norm.running_mean, mean)
 
 
 # --- modes of modules

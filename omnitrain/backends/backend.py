@@ -188,6 +188,27 @@ class Backend:
         """Raise the CheckpointError of `load_weights`, if there is one; nothing is changed."""
         state.check_weights(self.model, tensors, where)
 
+    def keep_weights(self, kept: dict[str, torch.Tensor]) -> None:
+        """Copy this rank's part of the weights to the host.
+
+        Args:
+            kept: An earlier copy, whose memory is taken; empty for the first one.
+        """
+        for name, tensor in self.model_tensors().items():
+            own = self._own_part(tensor)
+            held = kept.get(name)
+            if held is None or held.shape != own.shape or held.dtype != own.dtype:
+                held = kept[name] = torch.empty_like(own, device="cpu", requires_grad=False)
+            held.copy_(own)
+
+    def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+        """Copy what `keep_weights` kept, and what `checkpoint.state.extra_state` returned, back into the model."""
+        self.load_weights(kept, "the weights on the host", extra)
+
+    def _own_part(self, tensor: Any) -> torch.Tensor:
+        """Return what of an entry of `model_tensors` this rank is to keep."""
+        return tensor.detach()
+
     def load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
         """Copy weights into the model.
 

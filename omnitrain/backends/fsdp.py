@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from omnitrain.backends.ddp import DDP, start_from_main
+from omnitrain.checkpoint.state import from_json, load_by_own_way
 
 __all__ = ["FSDP"]
 
@@ -30,6 +32,16 @@ class FSDP(DDP):
         model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
         self.optimizer = prepared.optimizer
         return model, model
+
+    def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, tensor in self.model_tensors().items():
+                self._own_part(tensor).copy_(kept[name])
+        if extra:
+            load_by_own_way(self.model, {name: from_json(value) for name, value in extra.items()}, "the best weights")
+
+    def _own_part(self, tensor: Any) -> torch.Tensor:
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if not isinstance(self.model, FSDPModule):

@@ -190,6 +190,10 @@ class Zero(DDP):
             if one.requires_grad:
                 _set(one, value)
 
+    def _own_part(self, tensor: Any) -> torch.Tensor:
+        # DeepSpeed's buffers differ between stages: the whole is kept, as it is written into a checkpoint
+        return tensor.read() if isinstance(tensor, Gathered) else tensor.detach()
+
     def optimizer_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what the same optimizer has on one device, each tensor gathered from all ranks when it is read."""
         from deepspeed.utils import safe_get_full_optimizer_state

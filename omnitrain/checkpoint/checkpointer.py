@@ -70,6 +70,11 @@ class Checkpointer:
         """The step of the latest checkpoint that was saved for more than being the best."""
         self._has_failed = False
         """Whether the disk refused the latest checkpoint."""
+        self._best: dict[str, torch.Tensor] = {}
+        """The weights of the best evaluation, on the host: this rank's part of them. Without a `save_dir` only."""
+        self._best_extra: dict[str, Any] = {}
+        self._best_progress: Progress | None = None
+        """Where in the run those are from; None without any."""
         self._background: ThreadPoolExecutor | None = None
         self._host_copies: dict[str, torch.Tensor] = {}
         """What was written in the background the last time, whose memory the next copy takes."""
@@ -383,13 +388,29 @@ class Checkpointer:
     def loads_best(self) -> bool:
         """Whether the model is to have the best weights at the end of the run."""
         wanted = self._run.settings.load_best_at_end
-        return self.store is not None and self._lifecycle.evaluates and wanted is not False
+        return self._lifecycle.evaluates and wanted is not False
+
+    def keep_best(self) -> None:
+        """Keep the weights of the best evaluation so far on the host, where there is no folder for a checkpoint."""
+        if self.store is None and self.loads_best:
+            self._run.backend.keep_weights(self._best)
+            self._best_extra = state.extra_state(self._run.backend.model)
+            self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
 
     def load_best(self) -> None:
-        """Put the best weights into the model, if a checkpoint was saved as the best; all else stays as it is."""
+        """Put the best weights into the model, if there are any; all else stays as it is.
+
+        They are on the host, or in the checkpoint that was saved as the best.
+        """
         lifecycle, ranks = self._lifecycle, self._run.ranks
+        if self._best_progress is not None:
+            self._run.backend.put_back_weights(self._best, self._best_extra)
+            self.weights_from, self._best = self._best_progress, {}
+            logger.info("The model has the best weights now, those of step %d.", self.weights_from.step)
+            return
         name = lifecycle.metrics.get("best_checkpoint")
-        if self.store is None or name is None:
+        if name is None:
+            self.keep_last("no weights of a better evaluation were kept")
             return
         if lifecycle.objective.best_step != self._credited_step:
             logger.warning(
@@ -398,7 +419,8 @@ class Checkpointer:
             )  # fmt: skip
         # by name first: the pointer may stand for an evaluation that closed a shorter run
         # where it was resumed from need not be the `save_dir`
-        roots = [self.store.root, *([] if self.resumed is None else [self.resumed[0].parent])]
+        roots = [] if self.store is None else [self.store.root]
+        roots += [] if self.resumed is None else [self.resumed[0].parent]
         places = [*(root / name for root in roots), *(root / "best" for root in roots)]
         found = ranks.on_main(
             "a look for the best", lambda: next((one for one in places if os.path.lexists(one)), None)
@@ -418,6 +440,11 @@ class Checkpointer:
             return
         self.weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
+
+    def keep_last(self, reason: str) -> None:
+        """Say that the model ends with its last weights although there were evaluations."""
+        step = self._lifecycle.progress.step
+        logger.info("The model keeps its last weights, those of step %d: %s.", step, reason)
 
 
 def check_allowed(names: Collection[str]) -> None:

@@ -179,6 +179,8 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
         del said["epochs"]  # as in transformers, where `max_steps` takes the place of the epochs
     if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
         del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
+    if given.get("load_best_at_end") is None:
+        said["load_best_at_end"] = args.load_best_model_at_end  # off by default, whether anything is saved or not
     if all(given.get(name) is None for name in ("eval_dataset", "eval_loader")):
         for name in ("optimization_metric", "optimization_direction"):
             said.pop(name, None)  # transformers' scripts name a metric whether they evaluate or not

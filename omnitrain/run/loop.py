@@ -208,8 +208,8 @@ class Loop:
             self.log()
         if checkpointer.loads_best and has_time:
             checkpointer.load_best()
-        elif checkpointer.loads_best:
-            logger.info("A signal ended the run: the model keeps its last weights, and not the best ones.")
+        elif lifecycle.evaluates:
+            checkpointer.keep_last("a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False")
 
     # --- answers to requests
 
@@ -333,6 +333,8 @@ class Loop:
             )  # fmt: skip
             logger.warning("Not finite in the evaluation at step %d: %s.%s", lifecycle.progress.step, bad, means)
         lifecycle.evaluated(metrics, counts)
+        if lifecycle.improved:
+            self.checkpointer.keep_best()
         follows = hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing
         if hooks.lr_scheduler is not None and follows and math.isfinite(metrics[key]):
             hooks.lr_scheduler.step(metrics[key])

@@ -56,6 +56,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> Any:
     """Return a trainer of this backend; on two processes `batch_size` is that of each of them."""
     options = {"progress_bar": False, "log_steps": 1, **options}
+    if "_" not in backend and "save_dir" not in options and (len(data) > 1 or "eval_dataset" in options):
+        options.setdefault("load_best_at_end", False)  # what is compared are the last weights
     if backend == "native":
         return Trainer(model, *data, device="cpu", **options)
     if backend.startswith("hf"):
