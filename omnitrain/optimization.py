@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ __all__ = [
     "TRANSFORMERS_SCHEDULES",
     "build_optimizer",
     "build_scheduler",
+    "check_optimizers",
     "follows_evaluations",
     "fused_adamw",
     "import_class",
     "optimizer_class",
+    "optimizers_among",
 ]
 
 
@@ -278,3 +281,42 @@ def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, to
         return shape(min((step - warmup) / decay, 1.0)) if decay > 0 else 1.0
 
     return LambdaLR(optimizer, factor)
+
+
+def check_optimizers(optimizers: Any, takes_several: bool) -> None:
+    """Raise ConfigError unless these are optimizers by name that can be kept in checkpoints.
+
+    Args:
+        optimizers: What was assigned to `self.optimizers`.
+        takes_several: Whether the backend does.
+    """
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise ConfigError(f"`optimizers` must be a dict of optimizers by name, got {optimizers!r}.")
+    for name, optimizer in optimizers.items():
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"`optimizers[{name!r}]` must be an instance of torch.optim.Optimizer, got {optimizer!r}."
+            )
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name) or name == "state":
+            raise ConfigError(
+                f"`optimizers` cannot name one {name!r}, which names its file in a checkpoint. Use letters, digits, "
+                "'_' and '-' (and not 'state')."
+            )
+    if not takes_several:
+        raise ConfigError(
+            "`optimizers` cannot be used with sharded weights (FSDP, ZeRO), which have one optimizer. Train under DDP "
+            "or on one process."
+        )
+
+
+def optimizers_among(attributes: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that an object holds, by attribute; of those in a list or dict, by attribute and key."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    for name, value in attributes.items():
+        entries = {name: value}
+        if isinstance(value, dict):
+            entries = {f"{name}[{key!r}]": one for key, one in value.items()}
+        elif isinstance(value, (list, tuple)):
+            entries = {f"{name}[{i}]": one for i, one in enumerate(value)}
+        found |= {key: one for key, one in entries.items() if isinstance(one, torch.optim.Optimizer)}
+    return found

@@ -37,11 +37,14 @@ class Backend:
     Attributes:
         model: The user's module, on every backend.
         wrapped: What runs in a forward pass: the model itself, or what DDP, `torch.compile` or DeepSpeed made of it.
+        optimizers: Several by name, the first of which is `optimizer`, where a loop of the user's own has them.
         parameters: Every parameter whose gradient a step clears: those of the model and those of the optimizer.
     """
 
     sharding: ClassVar[str | None] = None
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None where each rank has all of them."""
+    takes_optimizers: ClassVar[bool] = True
+    """Whether a loop of the user's own may have several optimizers."""
     accelerator: Any = None
     """accelerate's `Accelerator`, where there is one."""
 
@@ -61,6 +64,7 @@ class Backend:
         self.parameters: list[nn.Parameter] = []
         self._are_alike = False
         """Whether they are all plain parameters of one device and dtype."""
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -83,6 +87,11 @@ class Backend:
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer, or of all of them."""
+        return [group for one in self.optimizers.values() or [self.optimizer] for group in one.param_groups]
 
     @property
     def may_skip(self) -> bool:
@@ -160,7 +169,7 @@ class Backend:
         Those that the optimizer does not hold are listed too, or their gradients would pile up.
         """
         listed = {id(parameter): parameter for parameter in self.model.parameters()}
-        for group in self.optimizer.param_groups:
+        for group in self.groups:
             listed |= {id(parameter): parameter for parameter in group["params"]}
         self.parameters = list(listed.values())
         self._are_alike = len({(type(one), one.device, one.dtype) for one in self.parameters}) == 1
@@ -172,7 +181,7 @@ class Backend:
 
     def parameters_without_group(self) -> list[str]:
         """Return the names of the model's parameters that require a gradient and that the optimizer does not hold."""
-        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        held = {id(one) for group in self.groups for one in group["params"]}
         return [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in held]
 
     def end_evaluation(self) -> None:

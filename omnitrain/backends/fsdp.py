@@ -24,6 +24,7 @@ class FSDP(DDP):
     """accelerate shards the model in place, so that any call of it, also by a unit that holds it, is a sharded one."""
 
     sharding: ClassVar[str | None] = "FSDP"
+    takes_optimizers = False
     _reduces = True
     """Whether backward passes average gradients at present."""
 

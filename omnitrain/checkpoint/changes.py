@@ -6,7 +6,7 @@ What follows from a change (an error, or a new value in force) is in `checkpoint
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +107,10 @@ class InitialOptions:
     optimizer: list[dict[str, Any]] | None = None
     schedule: dict[str, Any] | None = None
 
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Note the options of the groups, unless that was done; called before a schedule changes them."""
         if self.optimizer is None:
-            self.optimizer = _optimizer_options(optimizer)
+            self.optimizer = _optimizer_options(groups)
 
     def note_schedule(self, scheduler: Any) -> None:
         """Note what a schedule of the user's own was made with, unless that was done."""
@@ -118,10 +118,10 @@ class InitialOptions:
             self.schedule = _schedule_options(scheduler)
 
 
-def _optimizer_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _optimizer_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options of an optimizer's groups as JSON types, but for those that say how it computes."""
     found = []
-    for group in optimizer.param_groups:
+    for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}
         options["lr"] = group.get("initial_lr", group.get("lr"))
         found.append({key: _plain(value) for key, value in options.items()})

@@ -24,6 +24,7 @@ from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.identity import IDENTITIES
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
+from omnitrain.optimization import optimizers_among
 from omnitrain.progress import Progress
 from omnitrain.settings import local_path
 
@@ -183,6 +184,29 @@ class Checkpointer:
                 f"{there[-1].name!r}. Pass resume_from='auto' to train() to go on with that run, overwrite=True to "
                 "replace it, or another `save_dir`."
             )
+
+    def check_optimizers(self, attributes: Mapping[str, Any], resumes: bool) -> None:
+        """Say that a trainer has optimizers of its own which no checkpoint holds, and refuse to resume it.
+
+        Args:
+            attributes: What the trainer holds.
+            resumes: Whether a checkpoint is about to be restored.
+
+        Raises:
+            CheckpointError: If it is.
+        """
+        backend = self._run.backend
+        held = [id(backend.optimizer), *map(id, backend.optimizers.values())]
+        loose = [name for name, one in optimizers_among(attributes).items() if id(one) not in held]
+        if not loose or (self.store is None and not resumes):
+            return
+        named, remedy = ", ".join(loose), "Put them into `self.optimizers`, a dict by name, which checkpoints hold."
+        if resumes:
+            raise CheckpointError(
+                f"The trainer has optimizers of its own, whose state is in no checkpoint: {named}. A resumed run would "
+                f"start them anew. {remedy}"
+            )
+        logger.warning("The trainer has optimizers whose state is in no checkpoint: %s. %s", named, remedy)
 
     def check_disk(self) -> None:
         """Find out before the first step what could not be saved, and whether there is room for the rest."""

@@ -54,6 +54,11 @@ Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by file and name."""
 
 
+def optimizer_file(name: str) -> str:
+    """Return the name of the file of one of several optimizers."""
+    return f"optimizer/{name}.safetensors"
+
+
 class Run(Protocol):
     """What a checkpoint uses of a trainer."""
 
@@ -341,25 +346,49 @@ class Contents:
     # --- the optimizer
 
     def _capture_optimizer(self) -> tuple[Files, dict[str, Any]]:
-        tensors, rest = self._run.backend.optimizer_state()
-        return {OPTIMIZER: tensors}, {"optimizer": rest}
+        backend = self._run.backend
+        tensors, rest = backend.optimizer_state()
+        files, others = {OPTIMIZER: tensors}, {}
+        for name, optimizer in backend.optimizers.items():
+            if optimizer is backend.optimizer:
+                others[name] = None  # it is `optimizer`
+            else:
+                files[optimizer_file(name)], others[name] = state.optimizer_state(optimizer, backend.model)
+        return files, {"optimizer": rest, "optimizers": others}
 
     def _restore_optimizer(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         backend = self._run.backend
         if "optimizer" in changed:
             logger.warning("The optimizer is another one now: it starts without the state of the old one.")
             return
-        fresh = [dict(group) for group in backend.optimizer.param_groups]
+        self._check_names(folder, content)
+        fresh = [dict(group) for group in backend.groups]
         tensors = TensorFile(folder / OPTIMIZER, self._run.ranks)
         backend.load_optimizer(tensors, content["optimizer"], repr(str(folder)))
+        for name, saved in content.get("optimizers", {}).items():
+            if saved is not None:
+                tensors = TensorFile(folder / optimizer_file(name), self._run.ranks)
+                state.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         before, after = content["settings"]["optimizer_groups"], self._initial.optimizer or []
-        for group, new, now, then in zip(backend.optimizer.param_groups, fresh, after, before, strict=True):
+        for group, new, now, then in zip(backend.groups, fresh, after, before, strict=True):
             if "lr_scheduler" in changed:
                 group |= {key: new[key] for key in ("lr", "initial_lr") if key in new}
             elif now["lr"] != then["lr"]:  # allowed to change: the rate of this moment changes in proportion
                 group["lr"] = group["lr"] * (now["lr"] / then["lr"]) if then["lr"] else now["lr"]
                 group |= {"initial_lr": now["lr"]} if "initial_lr" in group else {}
             group |= {key: new[key] for key in now.keys() - {"lr"} if now[key] != then.get(key)}
+
+    def _check_names(self, folder: Path, content: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of other optimizers, and a run with some that no checkpoint holds."""
+        saved, backend = content.get("optimizers", {}), self._run.backend
+        then = {name: one is None for name, one in saved.items()}
+        now = {name: one is backend.optimizer for name, one in backend.optimizers.items()}
+        if then != now:
+            told = [", ".join(map(repr, names)) or "nothing" for names in (then, now)]
+            raise CheckpointError(
+                f"{str(folder)!r} was saved with {told[0]} in `self.optimizers`, and the trainer has {told[1]} there. "
+                "Give it the same names, in the same order."
+            )
 
     # --- the schedule
 

@@ -28,7 +28,7 @@ from omnitrain.errors import CheckpointError, ConfigError, DistributedError, add
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
-from omnitrain.optimization import build_optimizer, build_scheduler, follows_evaluations
+from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
 from omnitrain.precision import Precision
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import deterministic as deterministic_kernels
@@ -403,7 +403,7 @@ class BaseTrainer(Hooks, ABC):
         spec = self.settings.lr_scheduler if lr_scheduler is None else lr_scheduler
         warmup = self.settings.warmup_steps if warmup_steps is None else warmup_steps
         self.settings = replace(self.settings, lr_scheduler=spec, warmup_steps=warmup)
-        self._initial.note_optimizer(self.optimizer)
+        self._initial.note_optimizer(self.backend.groups)
         steps = self.total_steps
         if self.scheduler_interval != "step":
             steps = None if steps is None or not self.steps_per_epoch else -(-steps // self.steps_per_epoch)
@@ -453,6 +453,7 @@ class BaseTrainer(Hooks, ABC):
             elif found is None:
                 self._checkpointer.check_save_dir()
             self._begin_run(resumes=found is not None)
+            self._checkpointer.check_optimizers(vars(self), resumes=found is not None)
             if found is not None:
                 self._checkpointer.resume(*found, allow_change)
             self._checkpointer.check_disk()
@@ -653,6 +654,23 @@ class BaseTrainer(Hooks, ABC):
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.settings = replace(self.settings, optimizer=optimizer)  # it stays for further runs
         self.backend.optimizer = optimizer
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Several optimizers by name, for a `_train_epoch` of your own; empty if there is one alone.
+
+        Set it in `_setup_training_components`. All of them are in every checkpoint. The first is `optimizer`: it counts
+        the steps of the run, and has the schedule.
+        """
+        return self.backend.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        check_optimizers(optimizers, self.backend.takes_optimizers)
+        self.backend.optimizers = dict(optimizers)
+        self.optimizer = next(iter(optimizers.values()))
+        self._initial.optimizer = None
+        self._initial.note_optimizer(self.backend.groups)
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
