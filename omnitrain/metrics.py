@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from omnitrain.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 
-__all__ = ["MetricRow", "MetricsDict", "WeightedMean"]
+__all__ = ["TABLES", "MetricRow", "MetricsDict", "WeightedMean"]
 
 _PREFIXES = ("eval_", "test_", "train_")
 _POSITION = ("epoch", "step")
-_TABLES = ("train_metrics_history", "valid", "test")
+TABLES = ("train_metrics_history", "valid", "test")
 _FACTS = ("best_step", "best_checkpoint", "stop_reason")
 _TRAIN_COLUMNS = {"train_loss": "train_loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
 _FIRST_ROWS, _LAST_ROWS = 5, 15
@@ -84,7 +84,7 @@ class MetricsDict(dict[str, Any]):
 
     def __init__(self) -> None:
         """Begin an empty history; `from_dict` and `from_json` read an old one."""
-        super().__init__({name: [] for name in _TABLES})
+        super().__init__({name: [] for name in TABLES})
         self["best_valid"] = {}
 
     if TYPE_CHECKING:  # the types of the values; at run time it is the dict's own
@@ -103,14 +103,14 @@ class MetricsDict(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Store a copy of `value` as plain numbers and strings."""
-        if key in _TABLES:
+        if key in TABLES:
             value = [_plain_row(row) for row in value]
         elif key == "best_valid":
             value = _plain_row(value)
         elif key in _FACTS:
             value = _plain(key, value)
         else:
-            known = [*_TABLES, "best_valid", *_FACTS]
+            known = [*TABLES, "best_valid", *_FACTS]
             raise ConfigError(
                 f"MetricsDict has no place for {key!r}, only for {quoted(known)}.{did_you_mean(str(key), known)}"
             )
@@ -138,8 +138,12 @@ class MetricsDict(dict[str, Any]):
         """Add a test: `epoch, step, test_loss, test_<metric>, ...`; it never selects."""
         self["test"].append(_plain_row(row))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a copy for strict JSON, which has no NaN and no infinity: they become strings."""
+    def to_dict(self, with_rows: bool = True) -> dict[str, Any]:
+        """Return a copy for strict JSON, which has no NaN and no infinity: they become strings.
+
+        Args:
+            with_rows: Whether the tables are in it; else how many "rows" each of them has.
+        """
 
         def strict(value: Any) -> Any:
             if isinstance(value, dict):
@@ -149,7 +153,10 @@ class MetricsDict(dict[str, Any]):
             is_odd = isinstance(value, float) and not math.isfinite(value)
             return json.dumps(value) if is_odd else value
 
-        return strict(self)
+        if with_rows:
+            return strict(self)
+        facts = {name: value for name, value in self.items() if name not in TABLES}
+        return {**strict(facts), "rows": {name: len(self[name]) for name in TABLES}}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> MetricsDict:

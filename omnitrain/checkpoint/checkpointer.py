@@ -21,6 +21,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import DECIDING, changed_settings
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot
 from omnitrain.checkpoint.disk import check_free_space, check_writable
+from omnitrain.checkpoint.history import HISTORY, Lines, read_history
 from omnitrain.checkpoint.identity import IDENTITIES
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
@@ -76,6 +77,7 @@ class Checkpointer:
         self._best_extra: dict[str, Any] = {}
         self._best_progress: Progress | None = None
         """Where in the run those are from; None without any."""
+        self._lines = Lines()
         self._background: ThreadPoolExecutor | None = None
         self._host_copies: dict[str, torch.Tensor] = {}
         """What was written in the background the last time, whose memory the next copy takes."""
@@ -245,7 +247,10 @@ class Checkpointer:
             "credited_step": credited,
             "scored": list(scored if score is not None and is_final else self._scored),
         }
-        return Snapshot(files, payload, step, score, best, evaluated)
+        rows = (
+            self._lines.up_to(history["metrics"]["rows"], lifecycle.metrics) if self._run.ranks.is_main else (b"", "")
+        )
+        return Snapshot(files, payload, step, score, best, evaluated, rows)
 
     def _write(self, store: Store, snapshot: Snapshot) -> Path:
         """Write a checkpoint, to which all ranks give their parts; only the main one touches the disk."""
@@ -269,6 +274,10 @@ class Checkpointer:
                 with contextlib.suppress(RuntimeError):  # the interpreter is closing: the file is read back
                     digests[file] = pool.submit(state.digest, ready)
                 state.save_tensors(ready, path)
+            text, digest = snapshot.rows
+            store.fs.write(folder / HISTORY, text)
+            digests[HISTORY] = Future()
+            digests[HISTORY].set_result(digest)
             state.write_config(self._run.backend.model, folder)
             self._write_beside(folder)
 
@@ -349,8 +358,13 @@ class Checkpointer:
         if which not in ("auto", "last", "best"):
             which = local_path(which, "resume_from")
         store, ranks = self.store or Store(Path(which).parent), self._run.ranks
+
+        def look() -> tuple[Path, dict[str, Any]] | None:
+            found = store.resolve(which, self._contents.check)
+            return found and (found[0], {**found[1], "metrics": read_history(*found)})
+
         with ranks.at("load"):
-            found = ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which, self._contents.check))
+            found = ranks.on_main("the choice of a checkpoint", look)
         if not weights_suffice and found is not None and found[1].get("only_model"):
             raise CheckpointError(
                 f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "

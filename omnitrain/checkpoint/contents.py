@@ -24,6 +24,7 @@ from omnitrain import __version__
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import InitialOptions, changed_settings
+from omnitrain.checkpoint.history import HISTORY, read_history
 from omnitrain.checkpoint.identity import Difference, Identity
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.tensors import TensorFile, load_tensors
@@ -132,6 +133,8 @@ class Snapshot:
     score: float | None
     best: bool
     evaluated_step: int
+    rows: tuple[bytes, str]
+    """The history as lines of JSON, and the sha256 of these."""
 
     @property
     def by_size(self) -> list[str]:
@@ -158,7 +161,7 @@ class Snapshot:
                 if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
                     held = kept[f"{file}:{name}"] = torch.empty_like(tensor, device="cpu", requires_grad=False)
                 copies[name] = held.copy_(tensor.detach())
-        return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step)
+        return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step, self.rows)
 
 
 class Contents:
@@ -241,6 +244,8 @@ class Contents:
         """
         where, files = repr(str(folder)), content["files"]
         validate(content, where)
+        if HISTORY in files or "rows" in content["metrics"]:
+            read_history(folder, content)
         only_model = content.get("only_model", False)
         count = len(content["rng"]) if isinstance(content.get("rng"), list) else 1
         generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
@@ -299,7 +304,6 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a checkpoint that is not of this run."""
         where, run = repr(str(folder)), self._run
-        self.check(folder, content)
         run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where)
         if "optimizer" not in changed:
             run.backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)

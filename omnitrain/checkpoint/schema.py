@@ -15,10 +15,11 @@ from datetime import datetime
 from typing import Any
 
 from omnitrain.errors import CheckpointError
+from omnitrain.metrics import TABLES
 from omnitrain.progress import Progress
 
 __all__ = ["LARGEST", "Check", "check_limits", "each", "flag", "maybe", "number", "record", "table", "text", "validate"]
-__all__ += ["whole"]
+__all__ += ["row", "whole"]
 
 Check = Callable[[Any, str], None]
 """Raises a ValueError that says what is wrong with a value, given also the value's place."""
@@ -249,7 +250,14 @@ def _counter(default: Any) -> Check:
 
 
 _steps = whole(-1)
-_rows = each(table(_number_or_text))
+
+
+def row(value: Any, where: str) -> None:
+    """Pass a row of the history: numbers and text by name."""
+    table(_number_or_text)(value, where)
+
+
+_rows = each(row)
 _sums = record({"sum": number(odd=True), "weight": number(), "marked": each(number(odd=True), 2)})
 _generators = record(
     {"python": record({"version": whole(3, 3), "gauss": maybe(number())})},
@@ -300,6 +308,7 @@ _ALWAYS: dict[str, Check] = {
             "best_step": _steps,
             "best_checkpoint": _pattern(r"checkpoint-[0-9]{1,19}", "the name of a checkpoint"),
             "stop_reason": text,
+            "rows": record({}, {name: whole() for name in TABLES}, open=False),
         },
         open=False,
     ),

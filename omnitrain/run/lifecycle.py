@@ -224,7 +224,7 @@ class Lifecycle:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return progress, objective, history and the callbacks' states as JSON types."""
+        """Return progress, objective, how long the history is, and the callbacks' states."""
         self.tick()
         names = [type(callback).__qualname__ for callback in self.callbacks]
         states = [
@@ -234,7 +234,7 @@ class Lifecycle:
         return {
             "progress": self.progress.state_dict(),
             "objective": self.objective.state_dict(),
-            "metrics": self.metrics.to_dict(),
+            "metrics": self.metrics.to_dict(with_rows=False),
             "evaluated_step": self.evaluated_step,
             "callbacks": [entry for entry in states if entry["state"]],
         }

@@ -28,6 +28,7 @@ from resuming import Killed, build, differences, disturb_generators, journal, ou
 from omnitrain import Callback, CheckpointError, Trainer
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes to kill them")
@@ -442,12 +443,12 @@ def test_damage_to_any_file_of_the_newest_checkpoint_is_named_and_the_one_before
     play(run, [{"cut": ("kill", 5)}], **options)
     newest = run / "checkpoint-000004"
     files = [path.relative_to(newest).as_posix() for path in sorted(newest.rglob("*")) if path.is_file()]
-    assert files == ["model.safetensors", MANIFEST, "optimizer/state.safetensors", "rng/state.safetensors"]
+    assert files == [HISTORY, "model.safetensors", MANIFEST, "optimizer/state.safetensors", "rng/state.safetensors"]
     cases = 0
     for file in files:
         for kind, damaged in damages((newest / file).read_bytes()):
             copy = folder / "copy"
-            shutil.copytree(run, copy)
+            shutil.copytree(run, copy, symlinks=True)
             target = copy / newest.name / file
             target.unlink()
             if damaged is not None:
@@ -466,7 +467,7 @@ def test_damage_to_any_file_of_the_newest_checkpoint_is_named_and_the_one_before
             assert not differences(without_streams(outcome(trainer)), without_streams(expected)), f"{file} {kind}"
             shutil.rmtree(copy)
             cases += 1
-    assert cases == 40
+    assert cases == 50
 
 
 def test_when_every_checkpoint_is_damaged_auto_is_an_error_and_nothing_is_touched(folder: Path) -> None:

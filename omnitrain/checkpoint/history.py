@@ -1,0 +1,95 @@
+"""The history of a run beside omnitrain.json: a line of JSON for each row, encoded once and for all. No torch.
+
+In omnitrain.json it would be encoded again by every save of a run, whose time would grow with its evaluations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omnitrain.checkpoint.header import open_regular
+from omnitrain.checkpoint.schema import check_limits, row
+from omnitrain.errors import CheckpointError
+from omnitrain.metrics import TABLES, MetricsDict
+
+__all__ = ["HISTORY", "Lines", "read_history"]
+
+HISTORY = "history.jsonl"
+
+
+class Lines:
+    r"""The rows of a history as lines of JSON; those that were there the last time are not encoded again.
+
+    >>> lines, metrics = Lines(), MetricsDict()
+    >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.5})
+    >>> lines.up_to({"train_metrics_history": 1}, metrics)[0]
+    b'{"train_metrics_history":{"epoch":1,"step":10,"train_loss":0.5}}\n'
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        self._text = bytearray()
+        self._hash = hashlib.sha256()
+
+    def up_to(self, counts: Mapping[str, int], metrics: MetricsDict) -> tuple[bytes, str]:
+        """Return the first rows of each table as text, and its sha256.
+
+        Args:
+            counts: How many rows of each table; none that was there the last time may have changed.
+            metrics: The history.
+        """
+        tables = {name: dict.__getitem__(metrics, name) for name in counts}
+        if any(
+            self._tables.get(name) is not tables[name] or self._counts[name] > counts[name] for name in self._counts
+        ):
+            self.__init__()  # another history: that of a checkpoint that was loaded
+        new = bytearray()
+        for name, count in counts.items():
+            for entry in tables[name][self._counts.get(name, 0) : count]:
+                new += json.dumps({name: entry}, separators=(",", ":")).encode() + b"\n"
+        self._tables, self._counts = tables, dict(counts)
+        self._text += new
+        self._hash.update(new)
+        return bytes(self._text), self._hash.hexdigest()
+
+
+def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint has under `metrics`, with the rows of its history.
+
+    Args:
+        folder: Of the checkpoint.
+        content: Its omnitrain.json; the first checkpoints have the rows in it.
+
+    Raises:
+        CheckpointError: If the file of the rows is not what a run writes.
+    """
+    facts = {name: value for name, value in content["metrics"].items() if name != "rows"}
+    counts = content["metrics"].get("rows")
+    if counts is None:
+        return facts
+    tables: dict[str, list[Any]] = {name: [] for name in TABLES}
+    number = 0
+    try:
+        with open_regular(folder / HISTORY) as file:
+            lines = file.read().splitlines()
+        for line in lines:
+            number += 1
+            ((name, entry),) = json.loads(line).items()
+            check_limits(entry)
+            row(entry, f"{name}")
+            tables[name].append(entry)
+        if {name: len(rows) for name, rows in tables.items()} != {name: counts.get(name, 0) for name in TABLES}:
+            raise ValueError(f"not the {counts} rows that are to be in it")
+    except OSError as error:
+        raise CheckpointError(f"{str(folder / HISTORY)!r} cannot be read: {error}. Take another checkpoint.") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{str(folder)!r} is damaged: line {number} of {HISTORY!r} is no row of a history "
+            f"({type(error).__name__}: {error}). Take another checkpoint."
+        ) from None
+    return {**facts, **tables}
