@@ -86,6 +86,32 @@ def test_nothing_but_the_history_grows_over_a_long_run(tmp_path: Path) -> None:
     )
 
 
+# --- runs that are interrupted
+
+
+def chaos(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Return what came of trials, all of which had to end with the bits of an undisturbed run."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    run(BENCHMARKS / "chaos.py", "--json", "out.json", *arguments, cwd=tmp_path, TMPDIR=str(folder))
+    assert not list(folder.glob("chaos-*"))
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+@pytest.mark.distributed
+def test_runs_that_are_killed_and_stopped_at_random_end_with_the_same_bits(tmp_path: Path) -> None:
+    found = chaos(tmp_path, "--trials", "2", "--backends", "native", "ddp", "--faults", "kill")
+    assert sorted(one["backend"] for one in found) == ["ddp", "native"] and all(one["same"] for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1500)
+def test_thirty_runs_of_all_backends_that_are_interrupted_at_random_end_with_the_same_bits(tmp_path: Path) -> None:
+    found = chaos(tmp_path, "--trials", "30", "--seed", str(os.getpid()))
+    assert len(found) == 30 and all(one["same"] for one in found)
+
+
 # what runs on a GPU, without one
 
 
