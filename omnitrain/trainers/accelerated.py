@@ -173,7 +173,7 @@ class AccelerateTrainer(BaseTrainer):
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
-            label_names: The keys of a dict batch that are its labels; of several, labels are a tuple. None is "labels"
+            label_names: The keys of labels in a dict batch; several give a tuple, None looks under the usual names.
             optimization_metric: What evaluations are judged by; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.
