@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -30,6 +31,7 @@ __all__ = [
     "no_token_counts",
     "run_unit",
     "shifts_labels",
+    "sum_of_class_weights",
     "without_effect",
 ]
 
@@ -301,6 +303,38 @@ def count_labels(batch: Any, shifted: bool = False, names: Sequence[str] = ()) -
     if labels.device.type != "cpu":
         return int((labels != IGNORED_LABEL).sum())
     return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
+
+
+def sum_of_class_weights(loss_fn: Any, batch: Any, label_names: Sequence[str] = ()) -> float | None:
+    """Return what PyTorch's own loss with class weights divides by for a batch on the host; None for other losses.
+
+    The mean of `nn.CrossEntropyLoss(weight=...)` and `nn.NLLLoss(weight=...)` is over the weights of the targets.
+    """
+    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss) or loss_fn.weight is None or loss_fn.reduction != "mean":
+        return None
+    labels, weights = labels_of(batch, label_names), loss_fn.weight
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        return None  # probabilities of classes: a mean over samples
+    kept = labels[labels != loss_fn.ignore_index]
+    if not kept.numel():
+        return 0.0
+    if int(kept.min()) < 0 or int(kept.max()) >= len(weights):
+        return None  # for the loss to refuse
+    counts = torch.bincount(kept.flatten(), minlength=len(weights)).cpu()
+    return float(counts.double() @ _on_host(loss_fn))
+
+
+_host_weights: weakref.WeakKeyDictionary[Any, tuple[int, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _on_host(loss_fn: Any) -> Tensor:
+    """Return a loss's class weights on the host; copied once, as reading a device waits for it."""
+    weights = loss_fn.weight
+    version, held = _host_weights.get(loss_fn, (-1, weights))
+    if version != weights._version:
+        held = weights.detach().cpu().double()
+        _host_weights[loss_fn] = weights._version, held
+    return held
 
 
 def shifts_labels(model: Any) -> bool:

@@ -32,7 +32,7 @@ from recipes import (
 )
 from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from transformers import DataCollatorWithFlattening
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, DataError, HFTrainer, NonFiniteError, Trainer
@@ -1054,3 +1054,39 @@ def test_a_folder_that_may_not_be_written_is_refused_before_the_first_step(
     with pytest.raises(ConfigError, match=f"{tmp_path}.*Make it writable"):
         trainer.train()
     assert trainer.progress.step == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_of_the_loss_give_the_same_numbers_in_every_split(trainer_class: Any, smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(0, 3, (32,), generator=generator)
+    labels[::5] = 7  # left out
+    data = TensorDataset(torch.randn(32, 4, generator=generator, dtype=torch.float64), labels)
+
+    def trained(batch: int, accumulation: int) -> tuple[list[torch.Tensor], list[float]]:
+        torch.manual_seed(0)
+        model, trace = nn.Linear(4, 3, dtype=torch.float64), Trace()
+        weight = torch.tensor([1.0, 10.0, 0.1], dtype=torch.float64)
+        loss = nn.CrossEntropyLoss(weight=weight, ignore_index=7, label_smoothing=smoothing)
+        trainer = run(
+            trainer_class, model, data, trace, loss_fn=loss, optimizer=sgd, batch_size=batch, epochs=2,
+            gradient_accumulation_steps=accumulation, learning_rate=2e-5, eval_dataset=data, eval_batch_size=batch,
+        )  # fmt: skip
+        return weights(model), [*(row["loss"] for row in trace.logs), trainer.metrics["valid"][-1]["eval_loss"]]
+
+    whole, losses = trained(16, 1)
+    for split in ((2, 8), (1, 16)):
+        found, seen = trained(*split)
+        assert distance(found, whole) <= 1e-12
+        np.testing.assert_allclose(seen, losses, rtol=0, atol=1e-12)
+
+
+def test_batch_norm_is_said_to_depend_on_the_split_where_a_step_is_split(
+    trainer_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    with caplog.at_level("INFO", logger="omnitrain"):
+        run(trainer_class, model, rows(8), batch_size=4, max_steps=1)
+        assert "BatchNorm" not in caplog.text
+        run(trainer_class, model, rows(8), batch_size=4, max_steps=1, gradient_accumulation_steps=2)
+    assert "a step of 2 of them does not give the numbers of one large batch" in caplog.text

@@ -20,7 +20,7 @@ from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.settings import Settings
-from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_counts, shifts_labels
+from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_counts, shifts_labels, sum_of_class_weights
 
 __all__ = ["Feed"]
 
@@ -167,6 +167,9 @@ class Feed:
         if self._reduction == "sum":
             return 1
         if isinstance(self._hooks.unit, ModelUnit):  # a unit of the user's own counts its targets, or means its samples
+            weighted = sum_of_class_weights(self._hooks.unit.loss_fn, batch, self._label_names)
+            if weighted is not None:
+                return weighted
             labels = count_labels(batch, self.shifts_labels, self._label_names)
             if labels is not None:
                 return labels

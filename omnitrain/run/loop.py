@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.data.loaders import Loader, end_workers
@@ -92,6 +94,7 @@ class Loop:
         """
         lifecycle = self.lifecycle
         lifecycle.begin_train()
+        self._tell_of_batch_norm()
         self._sent = None
         (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
         self._sends_ahead = self.ranks.world_size > 1 and not alone
@@ -118,6 +121,15 @@ class Loop:
         self.train()
         if not lifecycle.is_closing:
             self.close()
+
+    def _tell_of_batch_norm(self) -> None:
+        splits = self.feed.accumulation * self.ranks.world_size
+        kinds = [type(module) for module in self.hooks.backend.model.modules()]
+        if splits > 1 and any(issubclass(kind, _BatchNorm) and kind is not nn.SyncBatchNorm for kind in kinds):
+            logger.info(
+                "The model has BatchNorm, whose statistics are of one micro-batch on one rank: a step of %d of them "
+                "does not give the numbers of one large batch.", splits,
+            )  # fmt: skip
 
     def train(self) -> None:
         """Train epoch by epoch until something ends the run."""

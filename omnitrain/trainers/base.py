@@ -24,7 +24,7 @@ from omnitrain.checkpoint.store import Store
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
-from omnitrain.errors import CheckpointError, ConfigError, DistributedError, add_place
+from omnitrain.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
@@ -467,7 +467,7 @@ class BaseTrainer(Hooks, ABC):
                     self._loop.run(found)
                 failed = False
             except BaseException as error:
-                if isinstance(error, Exception):
+                if isinstance(error, Exception) and not isinstance(error, NonFiniteError):  # which says where it was
                     progress = self.progress
                     add_place(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
                 self.lifecycle.failed(error)
