@@ -445,7 +445,11 @@ def grown(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros([size + 1 for size in tensor.shape] or [2], dtype=tensor.dtype)
 
 
-@pytest.mark.parametrize("change", [grown, lambda one: one.flatten()[:1].clone(), torch.Tensor.double], ids=str)
+def shrunk(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten()[:1].clone()
+
+
+@pytest.mark.parametrize("change", [grown, shrunk, torch.Tensor.double], ids=["grown", "shrunk", "double"])
 @pytest.mark.parametrize("name", ["AdamW", "amsgrad", "SGD", "Adafactor", "NAdam", "RMSprop"])
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_tensor_that_the_optimizer_would_not_hold_is_refused_before_any_is_loaded(
