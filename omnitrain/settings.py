@@ -36,6 +36,7 @@ __all__ = [
     "describe",
     "describe_data",
     "folder_path",
+    "is_loader",
     "local_path",
     "refuse_assignment",
     "refuse_class",
@@ -268,9 +269,9 @@ NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "
                   "save_required", "save_only_model", "async_save")  # fmt: skip
 NEEDS_A_LIMIT = ("keep_every",)
 """What has no effect without `save_total_limit`, as all checkpoints are kept then."""
-OF_A_LOADER = ("shuffle", "drop_last", "global_batch_size", "batch_size")
+OF_A_LOADER = ("shuffle", "drop_last", "global_batch_size")
 """What has no effect on a `train_loader`."""
-OF_DATASETS = ("data_collator", "num_workers", "pin_memory")
+OF_DATASETS = ("batch_size", "data_collator", "num_workers", "pin_memory")
 """What has no effect where every set is a loader."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
 
@@ -465,7 +466,8 @@ def _check_data(given: Mapping[str, Any]) -> None:
     if given["train_loader"] is not None or is_loader(given["train_dataset"]):
         only_loaders = all(one is None or is_loader(one) for one in sets)
         name = "train_dataset" if given["train_loader"] is None else "train_loader"
-        for unused in OF_A_LOADER + (OF_DATASETS if only_loaders else ()):
+        of_datasets = OF_DATASETS if only_loaders else ("batch_size",) if given["eval_batch_size"] is not None else ()
+        for unused in OF_A_LOADER + of_datasets:
             if given[unused] != DEFAULTS[unused]:
                 instead = " For evaluations there is `eval_batch_size`." if unused == "batch_size" else ""
                 raise ConfigError(

@@ -115,19 +115,23 @@ class Stream(Algorithm):
 
 
 class Rates(Callback):
-    """Writes down the learning rates of all groups after every step, and where the run began."""
+    """Writes down the learning rates of all groups after every step, where the run began, and torch's generator."""
 
     order = -10  # before whatever kills
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
         self.start = (0, 0)
+        self.generator: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Any) -> None:
         self.start = (trainer.progress.samples, windows_of(trainer))
 
     def on_step_end(self, trainer: Any) -> None:
         self.seen.append([float(group["lr"]) for group in trainer.optimizer.param_groups])
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.generator = torch.get_rng_state()  # the program's own comes back after the run
 
 
 # --- how it ends
@@ -243,7 +247,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "schedule": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
         "scaler": scaler.state_dict() if scaler is not None else None,
         "callbacks": [state for callback in trainer.lifecycle.callbacks if (state := callback.state_dict())],
-        "generator": torch.get_rng_state(),
+        "generator": [one.generator for one in trainer.lifecycle.callbacks if isinstance(one, Rates)],
         "tensors": tensors,
     }
     if trainer.store is not None and (last := trainer.store.resolve("auto")) is not None:

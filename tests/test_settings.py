@@ -135,7 +135,7 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
         "batch_size=4.*train_loader.*loader",
     ),
     "batches beside a loader, with evaluations": (
-        {"train_dataset": loader(), "batch_size": 4, **EVAL},
+        {"train_dataset": loader(), "batch_size": 4, "eval_batch_size": 8, **EVAL},
         ConfigError,
         "batch_size=4.*train_dataset.*eval_batch_size",
     ),

@@ -129,7 +129,7 @@ def r5(folder: Path) -> Facts:
 def r6() -> Facts:
     def direction(name: str) -> str:
         try:
-            return trainer_of(Regressor(), Rows(), optimization_metric=name).objective.direction
+            return trainer_of(Regressor(), Rows(), eval_dataset=Rows(4), optimization_metric=name).objective.direction
         except OmnitrainError as error:
             return type(error).__name__
 
@@ -159,7 +159,7 @@ def r8() -> Facts:
         trainer_of(model, Rows(), epochs=2, batch_size=4, learning_rate=1e-2, **settings).train()
         return weights(model)
 
-    return {"difference": distance(train(), train(eval_dataset=Rows(20), eval_steps=3))}
+    return {"difference": distance(train(), train(eval_dataset=Rows(20), eval_steps=3, load_best_at_end=False))}
 
 
 def r9(folder: Path) -> Facts:

@@ -210,11 +210,15 @@ class Checkpointer:
             )
         logger.warning("The trainer has optimizers whose state is in no checkpoint: %s. %s", named, remedy)
 
+    def identify(self) -> None:
+        """Take the fingerprints of data and code that each checkpoint of the run is to hold."""
+        if self.store is not None:
+            self._contents.identify()
+
     def check_disk(self) -> None:
         """Find out before the first step what could not be saved, and whether there is room for the rest."""
         if self.store is None:
             return
-        self._contents.identify()
         files, _ = self._contents.capture_tensors()
         self._contents.check_states()
         if not self._run.ranks.is_main:

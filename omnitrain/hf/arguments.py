@@ -23,6 +23,7 @@ from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.precision import precision_name
 from omnitrain.scoring import ByBatch
+from omnitrain.settings import is_loader
 
 __all__ = [
     "HFTrainingArguments",
@@ -179,6 +180,9 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
         del said["epochs"]  # as in transformers, where `max_steps` takes the place of the epochs
     if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
         del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
+    if given.get("train_loader") is not None or is_loader(given.get("train_dataset")):
+        for name in ("batch_size", "pin_memory"):
+            said.pop(name, None)  # which training arguments always have
     if given.get("load_best_at_end") is None:
         said["load_best_at_end"] = args.load_best_model_at_end  # off by default, whether anything is saved or not
     if all(given.get(name) is None for name in ("eval_dataset", "eval_loader")):

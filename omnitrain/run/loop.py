@@ -94,6 +94,7 @@ class Loop:
         """
         lifecycle = self.lifecycle
         lifecycle.begin_train()
+        self.checkpointer.identify()  # it reads data, which may take seconds: now a signal is heeded
         self._tell_of_batch_norm()
         self._sent = None
         (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)

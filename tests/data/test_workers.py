@@ -39,18 +39,19 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has n
 class Rows(Dataset[Any]):
     """Data that are slower than training, of which one row may send a signal to the whole process group.
 
-    Row 27 is in the second window: what is left of it is fetched after the signal.
+    Row 27 is in the second window: what is left of it is fetched after the signal. It is sent once training has
+    `started`, not where a fingerprint of the data is taken.
     """
 
-    def __init__(self, size: int, sends: int = 0) -> None:
-        self.size, self.sends = size, sends
+    def __init__(self, size: int, sends: int = 0, started: Path = Path()) -> None:
+        self.size, self.sends, self.started = size, sends, started
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.01)
-        if index == 27 and self.sends:
+        if index == 27 and self.sends and self.started.exists():
             os.killpg(0, self.sends)
             time.sleep(0.2)
         return torch.full((4,), float(index)), torch.zeros(1)
@@ -67,8 +68,11 @@ class Stream(IterableDataset[Any]):
 class Report(Callback):
     """Says which worker processes there are, and how the run has ended; may send a signal in the second step."""
 
-    def __init__(self, sends: Callable[[], None] | None) -> None:
-        self.sends = sends
+    def __init__(self, sends: Callable[[], None] | None, started: Path) -> None:
+        self.sends, self.started = sends, started
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        self.started.touch()
 
     def on_step_start(self, trainer: Any) -> None:
         print("children", *(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -85,11 +89,12 @@ def train(kind: str, where: str, number: int, folder: str, everyone: bool = True
     torch.set_num_threads(1)
     if kind == "spawn":
         torch.multiprocessing.set_start_method("spawn", force=True)
-    data: Any = Rows(64, number if where == "data" else 0)
-    evaluation: Any = Rows(32, number if where == "eval" else 0)
-    options: dict[str, Any] = {"shuffle": False, "num_workers": 2}
+    started = Path(folder, "started")
+    data: Any = Rows(64, number if where == "data" else 0, started)
+    evaluation: Any = Rows(32, number if where == "eval" else 0, started)
+    options: dict[str, Any] = {"shuffle": False, "num_workers": 2, "batch_size": 2}
     if kind == "stream":
-        data, options = Stream(data), {"num_workers": 2}
+        data, options = Stream(data), {"num_workers": 2, "batch_size": 2}
     elif kind == "given":
         options = {
             "train_loader": DataLoader(data, batch_size=2, num_workers=2),
@@ -101,9 +106,9 @@ def train(kind: str, where: str, number: int, folder: str, everyone: bool = True
         os.killpg(0, number) if everyone else os.kill(os.getpid(), number)
 
     trainer = Trainer(
-        torch.nn.Linear(4, 1), data, evaluation, loss_fn=torch.nn.functional.mse_loss, epochs=1, batch_size=2,
+        torch.nn.Linear(4, 1), data, evaluation, loss_fn=torch.nn.functional.mse_loss, epochs=1,
         gradient_accumulation_steps=8, eval_steps=1, save_steps=100, save_dir=Path(folder, "run"), device="cpu",
-        progress_bar=False, callbacks=[Report(send if where == "step" else None)], **options,
+        progress_bar=False, callbacks=[Report(send if where == "step" else None, started)], **options,
     )  # fmt: skip
     trainer.train(resume_from="auto")
 

@@ -482,7 +482,7 @@ def test_an_evaluation_whose_end_is_unknown_is_told_of(
 ) -> None:
     monkeypatch.setattr("omnitrain.run.evaluation._LONG_S", 0.0)
     trainer(t16(), loss_fn=F.mse_loss).evaluate(Streamed(rows(8)))
-    assert "The evaluation set goes on after 1 batches and 0 seconds, and its length is unknown" in caplog.text
+    assert "The dataset goes on after 1 batches and 0 seconds, and its length is unknown" in caplog.text
 
 
 # Labels under other keys

@@ -109,7 +109,7 @@ def test_state_goes_to_the_callback_of_the_same_class(caplog: pytest.LogCaptureF
     new_first, new_second = Counter(), Counter()
     new = lifecycle(Callback(), new_first, new_second)
     kept = old.state_dict()
-    new.load_state_dict(kept)
+    new.load_state_dict({**kept, "metrics": old.metrics.to_dict()})
     with contextlib.ExitStack() as undo:
         new.load_callbacks(kept["callbacks"], undo)
         undo.pop_all()

@@ -189,7 +189,7 @@ def test_an_error_of_a_metric_names_it_and_the_set(trainer_class: Any) -> None:
 
     text = told(
         trainer_class, Classes(), ZeroDivisionError, eval_dataset={"web": Classes(8)},
-        compute_metrics=["accuracy", exact],
+        compute_metrics=["accuracy", exact], sanity=False,
     )  # fmt: skip
     assert "Raised by the metric exact in `compute_metrics`." in text
     assert "It was to score the evaluation set 'web'." in text
