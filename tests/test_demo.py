@@ -181,7 +181,7 @@ def test_what_a_user_puts_into_the_demos_folder_stays(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"Cannot write to .*demo.*--out"):
+    with pytest.raises(ConfigError, match=r"save_dir.*demo.* is a file"):
         demo.digits(Trainer, tmp_path / "file" / "demo", **SHORT)
 
 

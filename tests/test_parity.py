@@ -277,7 +277,10 @@ def test_the_last_step_is_evaluated_once_though_no_interval_falls_on_it(trainer_
 
 
 def test_the_result_has_one_row_per_epoch_and_per_evaluation(trainer_class: Any) -> None:
-    trainer = run(trainer_class, t16(), rows(20), eval_dataset=rows(7), batch_size=4, epochs=2, eval_batch_size=3)
+    trainer = run(
+        trainer_class, t16(), rows(20), eval_dataset=rows(7), batch_size=4, epochs=2, eval_batch_size=3,
+        load_best_at_end=False,
+    )  # fmt: skip
     metrics = trainer.metrics
     assert [(row["epoch"], row["step"]) for row in metrics["train_metrics_history"]] == [(1, 5), (2, 10)]
     assert set(metrics["train_metrics_history"][0]) == {"epoch", "step", "train_loss", "learning_rate", "grad_norm"}

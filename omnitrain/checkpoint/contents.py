@@ -186,7 +186,8 @@ class Contents:
     def identify(self) -> None:
         """Take the fingerprints of data and code, which each checkpoint of the run then holds."""
         take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
-        self._identity = self._run.ranks.on_main("the fingerprints of data and code", take)
+        with self._run.ranks.at("data"):
+            self._identity = self._run.ranks.on_main("the fingerprints of data and code", take)
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return what of data and code is not what a checkpoint was trained with; nothing if it does not say so."""
@@ -194,7 +195,8 @@ class Contents:
         if then is None:
             return []
         identity = Identity(self._run.settings, self._sets, self._run.backend.model)
-        return self._run.ranks.on_main("a look at data and code", lambda: identity.differences(then))
+        with self._run.ranks.at("data"):
+            return self._run.ranks.on_main("a look at data and code", lambda: identity.differences(then))
 
     def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
         """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.

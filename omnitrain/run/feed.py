@@ -11,7 +11,7 @@ from typing import Any
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import copied_ahead, count_samples
-from omnitrain.data.loaders import Loader, MapLoader
+from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
 from omnitrain.data.sampling import Counted, Window, windows
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
@@ -91,12 +91,16 @@ class Feed:
             ranks.place = "step"
             if window is None:
                 self._groups = None
-                if loader.size not in (None, done):
+                if self._size_of(loader) not in (None, done):
                     raise _other_count(done, loader.size)
                 return
             if window.samples:  # else no rank has any left but stand-ins
                 done += window.samples
                 yield window
+
+    def _size_of(self, loader: Loader) -> int | None:
+        """Return the samples that all ranks must find in an epoch; None of loaders of the user's own, one for each."""
+        return None if isinstance(loader, GivenLoader) and self._ranks.world_size > 1 else loader.size
 
     def read_ahead(self) -> Sequence[float]:
         """Read the next window at the end of a step, and return what the other ranks are to know of it."""
@@ -204,7 +208,8 @@ class Feed:
             count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, own)
             done += int(samples)
             if not count:
-                if not only_first and loader.size not in (None, done) and self._lifecycle.control.stop != "signal":
+                is_whole = only_first or self._size_of(loader) in (None, done)
+                if not is_whole and self._lifecycle.control.stop != "signal":
                     raise _other_count(done, loader.size)
                 return
             if empty:

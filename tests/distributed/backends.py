@@ -435,7 +435,7 @@ def resume(
         "<backend>-<backend>" those that were resumed, and the other jobs by their names.
     """
     pairs = list(itertools.product(backends, backends) if pairs is None else pairs)
-    options = {"save_steps": 5, "load_best_at_end": False}
+    options = {"save_steps": 5, "load_best_at_end": False, "keep_best": 0}
     cut = {f"{one}-{dtype_of(one, other)}": one for one, other in [*zip(backends, backends, strict=True), *pairs]}
     cut |= {f"native-{name.split('-')[1]}": "native" for name in cut}
     jobs = [

@@ -50,6 +50,8 @@ def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = Non
     if "train_loader" not in options:
         options["train_dataset"] = rows(64, torch.float32) if train is None else train
     defaults = {"batch_size": 4, "epochs": 2, "loss_fn": F.mse_loss, "learning_rate": 0.01, "progress_bar": False}
+    if "train_loader" in options:
+        del defaults["batch_size"]
     return AccelerateTrainer(model or t16(dtype=torch.float32), **{**defaults, **options})
 
 
@@ -146,7 +148,7 @@ def train_and_fail(
     elif kind == "snapshot":
         options |= {"callbacks": [Snapshot()] if is_bad else []}
     elif kind == "metric":
-        options |= {**evaluated, "compute_metrics": lambda prediction: boom()}
+        options |= {**evaluated, "compute_metrics": lambda prediction: boom(), "sanity": False}
     elif kind == "evaluation":
         options |= {**evaluated, "model": InEvaluation()}
     elif kind == "writing" and is_bad:
@@ -431,7 +433,9 @@ def train_unevenly(lengths: list[int], wrapping: str, loader: bool, accumulation
             name: torch.utils.data.DataLoader(list(zip(*own, strict=True)), batch_size=2)  # type: ignore[arg-type]
             for name in ("train_loader", "eval_loader")
         }
-    trainer: Any = make(wrapping, **data, gradient_accumulation_steps=accumulation, batch_size=2)
+    else:
+        data["batch_size"] = 2
+    trainer: Any = make(wrapping, **data, gradient_accumulation_steps=accumulation)
     metrics = trainer.train()
     return {"step": trainer.progress.step, "samples": trainer.progress.samples, "best": metrics["best_valid"]}
 

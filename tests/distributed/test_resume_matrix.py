@@ -116,7 +116,14 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict
 
     The latter are done in one piece, and resumed.
     """
-    options = {"dtype": "float32", "dropout": 0.3, "noisy": True, "save_steps": 5, "load_best_at_end": False}
+    options = {
+        "dtype": "float32",
+        "dropout": 0.3,
+        "noisy": True,
+        "save_steps": 5,
+        "load_best_at_end": False,
+        "keep_best": 0,
+    }
     before, after = [], []
     for one in sorted(asked_for(request, "backend", test="test_a_resumed_run_draws")):
         for name, cut in (("straight", 0), ("cut", 5)):

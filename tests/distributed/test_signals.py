@@ -94,7 +94,7 @@ def make(folder: str, wrapping: str = "ddp", net: Net | None = None, **options: 
     defaults = {
         "model": net or Net(), "gradient_accumulation_steps": 3, "eval_dataset": rows(90, torch.float32),
         "eval_steps": 3, "compute_metrics": "mae", "save_dir": folder, "load_best_at_end": False,
-        "save_total_limit": None,
+        "save_total_limit": None, "keep_best": 0,
         "train": rows(130, torch.float32), "lr_scheduler": "cosine", "log_steps": 2,
     }  # fmt: skip
     return test_faults.make(wrapping, **{**defaults, **options})

@@ -35,15 +35,16 @@ BACKENDS = ("ddp", "fsdp", "zero2", "zero3", "hf2")
 
 
 class Stands:
-    """Stops this process, or hangs in it, the first time that one of its ranks comes to a phase."""
+    """Stops this process, or hangs in it, the first time that one of its ranks comes to a phase after a step."""
 
     def __init__(self, phase: str, rank: int, how: str) -> None:
         self.phase, self.how = phase, how
         self.is_slow = False
         self.is_armed = int(os.environ["RANK"]) == rank
+        self.has_begun = False
 
     def at(self, phase: str) -> None:
-        if phase != self.phase or not self.is_armed:
+        if phase != self.phase or not self.is_armed or not self.has_begun:
             return
         self.is_armed = False
         mark()
@@ -98,6 +99,9 @@ class Net(nn.Module):
 class InSave(Callback):
     def __init__(self, stands: Stands) -> None:
         self.stands = stands
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.stands.has_begun = True
 
     def state_dict(self) -> dict[str, Any]:
         self.stands.at("save")
