@@ -69,7 +69,7 @@ class Feed:
         Raises:
             DataError: If the data end, and they were not as many samples as an epoch has.
         """
-        done = progress.samples_in_epoch
+        done, size = progress.samples_in_epoch, self._size_of(loader)
         groups, last = windows(self.weighed(loader.rest(epoch, progress)), self.accumulation), None
         # a sample's random numbers are its own, so only those of data by index may be read before their time
         self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
@@ -91,8 +91,8 @@ class Feed:
             ranks.place = "step"
             if window is None:
                 self._groups = None
-                if self._size_of(loader) not in (None, done):
-                    raise _other_count(done, loader.size)
+                if size not in (None, done):
+                    raise _other_count(done, size)
                 return
             if window.samples:  # else no rank has any left but stand-ins
                 done += window.samples
@@ -199,7 +199,7 @@ class Feed:
         if isinstance(loader, MapLoader):  # whose batches are as many by themselves
             yield from self.until_signal(batches)
             return
-        last, done = None, 0
+        last, done, size = None, 0, None if only_first else self._size_of(loader)
         batches = iter(self.until_signal(batches))
         while True:
             counted = next(batches, None)
@@ -208,9 +208,8 @@ class Feed:
             count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, own)
             done += int(samples)
             if not count:
-                is_whole = only_first or self._size_of(loader) in (None, done)
-                if not is_whole and self._lifecycle.control.stop != "signal":
-                    raise _other_count(done, loader.size)
+                if size not in (None, done) and self._lifecycle.control.stop != "signal":
+                    raise _other_count(done, size)
                 return
             if empty:
                 _refuse_empty(ranks.gather("data that yield nothing", None if last is None else 0))
