@@ -131,8 +131,9 @@ def train(
 
     class Tell(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith(f"Rank {rank} has ") and own != rank:
-                (case / f"told-{own}").touch()
+            told = case / f"told-{own}"
+            if record.getMessage().startswith(f"Rank {rank} has ") and own != rank and not told.exists():
+                told.touch()
                 for number in range(signals):
                     time.sleep(0.7 * number)
                     os.kill(os.getpid(), signal.SIGTERM)
