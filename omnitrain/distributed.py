@@ -252,6 +252,7 @@ class ProcessRanks(Ranks):
     def __init__(self) -> None:
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
+        self.moves: int = 0
         self._world, self._process = dist.group.WORLD, os.getpid()
         store = distributed_c10d._get_default_store()  # the one place that all ranks can surely reach
         with contextlib.suppress(RuntimeError):  # a connection of our own: a stuck collective may hold the other

@@ -150,7 +150,7 @@ class Tolerance:
     def __init__(self, what: str, then: str) -> None:
         self.what = what
         self.then = then
-        self.has_failed = False
+        self.has_failed: bool = False
 
     def __enter__(self) -> None:
         """Begin to write."""

@@ -56,7 +56,7 @@ class JsonlLogger(Callback):
     order: ClassVar[int] | int = 40
 
     def __init__(self, filename: str = "metrics.jsonl") -> None:
-        self.filename = str(local_path(filename, "filename"))
+        self.filename: str = str(local_path(filename, "filename"))
         self._path: Path | None = None
         self._file: FileIO | None = None
         self._until: float | None = None

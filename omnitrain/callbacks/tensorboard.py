@@ -64,7 +64,7 @@ class TensorBoardLogger(Callback):
 
     def __init__(self, log_dir: str | Path | None = None) -> None:
         is_address = "://" in str(log_dir)  # TensorBoard writes to some stores by itself
-        self.log_dir = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
+        self.log_dir: str | Path | None = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
         self._writer: SummaryWriter | None = None
         self._is_open = False
         self._purge_step: int | None = None

@@ -71,8 +71,8 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / LOCK
-        self.token = secrets.token_hex(4)
+        self.path: Path = folder / LOCK
+        self.token: str = secrets.token_hex(4)
         self._depth = 0
         self._descriptor: int | None = None
         self._process = 0
