@@ -28,6 +28,8 @@ def make(kind: str, device: torch.device, model: nn.Module, data: Any, *more: An
     """Return a trainer of a kind; those that choose for themselves take the GPU where there is one."""
     place = {"device": device} if kind == "native" else {}
     defaults: dict[str, Any] = {"progress_bar": False, "learning_rate": 0.01, "batch_size": 4, "epochs": 1, **place}
+    if "train_loader" in options:
+        del defaults["batch_size"]
     if isinstance(model, nn.Sequential):
         defaults["loss_fn"] = F.mse_loss
     trainer = trainer_class(kind)(model, data, *more, **{**defaults, **options})

@@ -161,7 +161,14 @@ def test_batches_arrive_as_they_were_while_memory_is_taken_and_freed(
     options = dict(SOURCES[source])
     model = Reads()
     trainer = make(
-        kind, device, model, options.pop("train_dataset", None), batch_size=1, epochs=2, log_steps=1000, **options
+        kind,
+        device,
+        model,
+        options.pop("train_dataset", None),
+        epochs=2,
+        log_steps=1000,
+        **({} if "train_loader" in options else {"batch_size": 1}),
+        **options,
     )
     trainer.train()
     seen = torch.stack(model.seen).cpu()
@@ -186,7 +193,7 @@ class Refills:
 def test_a_batch_counts_for_what_it_was_before_the_loader_filled_it_anew(device: torch.device, kind: str) -> None:
     ends = []
     for reuses in (False, True):
-        trainer = make(kind, device, Tagger(dtype=FP32), None, train_loader=Refills(reuses), epochs=2, batch_size=2)
+        trainer = make(kind, device, Tagger(dtype=FP32), None, train_loader=Refills(reuses), epochs=2)
         history = trainer.train()["train_metrics_history"]
         ends.append(([row["train_loss"] for row in history], trainer.progress.tokens, trainer.progress.samples))
     assert ends[0] == ends[1]

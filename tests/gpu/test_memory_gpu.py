@@ -100,7 +100,7 @@ def test_memory_that_runs_out_in_an_evaluation_says_what_makes_it_smaller(device
     stops = Stops()
     trainer = make(
         kind, device, Greedy(t16(dtype=FP32), "evaluation"), rows(12, FP32), rows(8, FP32), loss_fn=F.mse_loss,
-        callbacks=[stops],
+        callbacks=[stops], sanity=False,
     )  # fmt: skip
     assert "`eval_batch_size` makes smaller" in run_out(trainer)
     assert stops.step == 3
