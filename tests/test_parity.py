@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from transformers import DataCollatorWithFlattening
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, DataError, HFTrainer, NonFiniteError, Trainer
+from omnitrain.checkpoint import identity
 from omnitrain.checkpoint.store import Store
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.run import lifecycle
@@ -930,11 +931,19 @@ def test_a_limit_that_is_given_lifts_the_default_of_three_epochs(
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0  # the schedule is of the same length
 
 
-def test_rates_leave_out_what_is_spent_in_evaluations_and_saves(
-    trainer_class: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("evaluates_first", [True, False])
+def test_rates_leave_out_what_is_spent_in_evaluations_and_saves_and_before_the_first_step(
+    trainer_class: Any, evaluates_first: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
+    data_of = identity.data_of
+
+    def slowly(*args: Any) -> Any:
+        now[0] += 100
+        return data_of(*args)
+
     monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(identity, "data_of", slowly)
 
     class Slow(Callback):
         def on_step_end(self, trainer: Any) -> None:
@@ -957,7 +966,7 @@ def test_rates_leave_out_what_is_spent_in_evaluations_and_saves(
     trace = Trace()
     run(
         trainer_class, t16(), rows(48), trace, Slow(), epochs=1, batch_size=4, log_steps=3, eval_dataset=rows(4),
-        eval_steps=2, eval_on_start=True, compute_metrics=scored, save_dir=tmp_path, save_steps=5,
+        eval_steps=2, eval_on_start=evaluates_first, compute_metrics=scored, save_dir=tmp_path, save_steps=5,
     )  # fmt: skip
     assert [row["samples_per_second"] for row in trace.logs] == pytest.approx([4, 4, 4, 4])
 

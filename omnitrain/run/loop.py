@@ -94,7 +94,8 @@ class Loop:
         """
         lifecycle = self.lifecycle
         lifecycle.begin_train()
-        self.checkpointer.identify()  # it reads data, which may take seconds: now a signal is heeded
+        with lifecycle.aside():
+            self.checkpointer.identify()  # it reads data, which may take seconds: now a signal is heeded
         self._tell_of_batch_norm()
         self._sent = None
         (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
@@ -111,7 +112,8 @@ class Loop:
             self.answer()
             self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
-            self.rehearse_evaluation()
+            with lifecycle.aside():
+                self.rehearse_evaluation()
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
         if self.has_epoch_to_end:  # a checkpoint on an epoch's last step comes before the epoch's end
@@ -222,7 +224,7 @@ class Loop:
         if checkpointer.loads_best and has_time:
             checkpointer.load_best()
         elif lifecycle.evaluates:
-            checkpointer.keep_last("a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False")
+            checkpointer.tell_last("a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False")
 
     # --- answers to requests
 
