@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from omnitrain.checkpoint import state
+from omnitrain.checkpoint.tensors import host_copy
 from omnitrain.distributed import Ranks
 
 __all__ = ["Backend"]
@@ -204,11 +205,7 @@ class Backend:
             kept: An earlier copy, whose memory is taken; empty for the first one.
         """
         for name, tensor in self.model_tensors().items():
-            own = self._own_part(tensor)
-            held = kept.get(name)
-            if held is None or held.shape != own.shape or held.dtype != own.dtype:
-                held = kept[name] = torch.empty_like(own, device="cpu", requires_grad=False)
-            held.copy_(own)
+            kept[name] = host_copy(self._own_part(tensor), kept.get(name))
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         """Copy what `keep_weights` kept, and what `checkpoint.state.extra_state` returned, back into the model."""
@@ -237,8 +234,7 @@ class Backend:
 
     def check_groups(self, saved: Any, where: str) -> None:
         """Raise a CheckpointError if the optimizer's groups hold other parameters than those that were saved."""
-        names = state.parameter_names(self.model)
-        now = [[names.get(id(one), "?") for one in group["params"]] for group in self.optimizer.param_groups]
+        now = state.names_by_group(self.optimizer, self.model)
         state.check_groups(now, [group["params"] for group in saved["groups"]], where)
 
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:

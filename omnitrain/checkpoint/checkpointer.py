@@ -363,12 +363,12 @@ class Checkpointer:
             which = local_path(which, "resume_from")
         store, ranks = self.store or Store(Path(which).parent), self._run.ranks
 
-        def look() -> tuple[Path, dict[str, Any]] | None:
-            found = store.resolve(which, self._contents.check)
-            return found and (found[0], {**found[1], "metrics": read_history(*found)})
+        def accept(folder: Path, content: dict[str, Any]) -> None:
+            self._contents.check(folder, content)
+            content["metrics"] = read_history(folder, content)
 
         with ranks.at("load"):
-            found = ranks.on_main("the choice of a checkpoint", look)
+            found = ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which, accept))
         if not weights_suffice and found is not None and found[1].get("only_model"):
             raise CheckpointError(
                 f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
@@ -452,7 +452,7 @@ class Checkpointer:
             return
         name = lifecycle.metrics.get("best_checkpoint")
         if name is None:
-            self.keep_last("no weights of a better evaluation were kept")
+            self.tell_last("no weights of a better evaluation were kept")
             return
         if lifecycle.objective.best_step != self._credited_step:
             logger.warning(
@@ -483,7 +483,7 @@ class Checkpointer:
         self.weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
 
-    def keep_last(self, reason: str) -> None:
+    def tell_last(self, reason: str) -> None:
         """Say that the model ends with its last weights although there were evaluations."""
         step = self._lifecycle.progress.step
         logger.info("The model keeps its last weights, those of step %d: %s.", step, reason)

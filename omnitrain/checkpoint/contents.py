@@ -24,10 +24,9 @@ from omnitrain import __version__
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import InitialOptions, changed_settings
-from omnitrain.checkpoint.history import HISTORY, read_history
 from omnitrain.checkpoint.identity import Difference, Identity
 from omnitrain.checkpoint.schema import validate
-from omnitrain.checkpoint.tensors import TensorFile, load_tensors
+from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.streams import Mark
@@ -148,8 +147,6 @@ class Snapshot:
     def on_host(self, kept: dict[str, torch.Tensor]) -> Snapshot:
         """Return a copy that further training cannot change, in the host memory of the copy before it.
 
-        Newly allocated memory would take most of a copy's time, as each page is cleared when it is first written.
-
         Args:
             kept: The tensors of the copy before it, no longer in use; filled for the next one.
         """
@@ -157,10 +154,8 @@ class Snapshot:
         for file, tensors in self.files.items():
             copies = files[file] = {}
             for name, tensor in tensors.items():
-                held = kept.get(f"{file}:{name}")
-                if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                    held = kept[f"{file}:{name}"] = torch.empty_like(tensor, device="cpu", requires_grad=False)
-                copies[name] = held.copy_(tensor.detach())
+                key = f"{file}:{name}"
+                copies[name] = kept[key] = host_copy(tensor, kept.get(key))
         return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step, self.rows)
 
 
@@ -246,12 +241,11 @@ class Contents:
         """
         where, files = repr(str(folder)), content["files"]
         validate(content, where)
-        if HISTORY in files or "rows" in content["metrics"]:
-            read_history(folder, content)
         only_model = content.get("only_model", False)
         count = len(content["rng"]) if isinstance(content.get("rng"), list) else 1
         generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
-        for name in [state.WEIGHTS, *([] if only_model else [OPTIMIZER]), *generators]:
+        optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _others(content))]
+        for name in [state.WEIGHTS, *optimizers, *generators]:
             if name not in files:
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
         weights = TensorFile(folder / state.WEIGHTS)
@@ -261,15 +255,18 @@ class Contents:
         state.check_references([content["callbacks"], content["algorithms"]], states, where)
         for tensors, rest in self._generators(folder, content):
             state.check_rng_tensors(tensors, rest, self._run.device, where)
-        optimizer, backend = TensorFile(folder / OPTIMIZER), self._run.backend
+        backend = self._run.backend
         if "optimizer" in changed_settings(content["settings"], self._run.resolved_config()):
             return
         try:
             backend.check_weights(weights, where)
+            self._check_names(folder, content)
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
             return  # of another model, for which `restore` refuses it
-        backend.check_optimizer(optimizer, content["optimizer"], where)
+        backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
+        for name, saved in _others(content).items():
+            self._check_other(folder, name, saved)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Put the run back to a checkpoint, but for its random numbers; one that is refused leaves it as it was.
@@ -308,7 +305,10 @@ class Contents:
         where, run = repr(str(folder)), self._run
         run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where)
         if "optimizer" not in changed:
+            self._check_names(folder, content)
             run.backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
+            for name, saved in _others(content).items():
+                self._check_other(folder, name, saved)
         if run.lr_scheduler is not None and "lr_scheduler" not in changed:
             saved, present = state.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
             taken = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
@@ -367,14 +367,12 @@ class Contents:
         if "optimizer" in changed:
             logger.warning("The optimizer is another one now: it starts without the state of the old one.")
             return
-        self._check_names(folder, content)
         fresh = [dict(group) for group in backend.groups]
         tensors = TensorFile(folder / OPTIMIZER, self._run.ranks)
         backend.load_optimizer(tensors, content["optimizer"], repr(str(folder)))
-        for name, saved in content.get("optimizers", {}).items():
-            if saved is not None:
-                tensors = TensorFile(folder / optimizer_file(name), self._run.ranks)
-                state.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
+        for name, saved in _others(content).items():
+            tensors = TensorFile(folder / optimizer_file(name), self._run.ranks)
+            state.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         before, after = content["settings"]["optimizer_groups"], self._initial.optimizer or []
         for group, new, now, then in zip(backend.groups, fresh, after, before, strict=True):
             if "lr_scheduler" in changed:
@@ -395,6 +393,11 @@ class Contents:
                 f"{str(folder)!r} was saved with {told[0]} in `self.optimizers`, and the trainer has {told[1]} there. "
                 "Give it the same names, in the same order."
             )
+
+    def _check_other(self, folder: Path, name: str, saved: Any) -> None:
+        """Refuse what was saved of one of several optimizers, if it is not what this one holds."""
+        backend, tensors = self._run.backend, TensorFile(folder / optimizer_file(name))
+        state.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
     # --- the schedule
 
@@ -587,6 +590,11 @@ class Contents:
         except CheckpointError as error:
             logger.warning("A resumed run will read the stream again from the beginning of the epoch: %s", error)
             return None
+
+
+def _others(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint has of each of several optimizers, but for the one that is there as `optimizer`."""
+    return {name: saved for name, saved in content.get("optimizers", {}).items() if saved is not None}
 
 
 def _rng_file(rank: int) -> str:

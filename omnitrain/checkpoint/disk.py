@@ -17,6 +17,7 @@ from pathlib import Path
 
 from omnitrain.checkpoint.header import open_regular
 from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.settings import folder_path
 
 __all__ = ["FileSystem", "check_free_space", "check_writable", "hashing", "listing"]
 
@@ -103,9 +104,8 @@ def check_writable(root: Path) -> None:
     Raises:
         ConfigError: If it, or the folder that it would be made in, is read-only or a file.
     """
-    there = next(path for path in (root, *root.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"`save_dir={str(root)!r}`: {str(there)!r} is a file. Pass the path of a folder.")
+    root = folder_path(root, "save_dir")  # a file may have come there since it was first looked at
+    there = next(path for path in (root, *root.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
             f"`save_dir={str(root)!r}`: nothing may be written into {str(there)!r}. Make it writable, or pass another "

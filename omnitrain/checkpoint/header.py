@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from omnitrain.checkpoint.schema import unique_keys
 from omnitrain.errors import CheckpointError
 
 __all__ = ["SIZES", "Entry", "open_regular", "read_header"]
@@ -79,7 +80,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, total - 8):
                 raise ValueError(f"its header has {length} bytes, and the file {total}")
-            header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
+            header = json.loads(file.read(length).decode(), object_pairs_hook=unique_keys)
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Take another checkpoint.") from error
     except (ValueError, RecursionError) as error:
@@ -118,13 +119,6 @@ def _entry(path: Path, name: str, content: Any, start: int) -> tuple[Entry, int]
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(one) is int and 0 <= one < _LARGEST_DIMENSION for one in values)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("its header has a key twice")
-    return found
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

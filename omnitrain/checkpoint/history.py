@@ -31,6 +31,9 @@ class Lines:
     """
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._tables: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
         self._text = bytearray()
@@ -47,7 +50,7 @@ class Lines:
         if any(
             self._tables.get(name) is not tables[name] or self._counts[name] > counts[name] for name in self._counts
         ):
-            self.__init__()  # another history: that of a checkpoint that was loaded
+            self._forget()  # another history: that of a checkpoint that was loaded
         new = bytearray()
         for name, count in counts.items():
             for entry in tables[name][self._counts.get(name, 0) : count]:

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 
 from omnitrain.checkpoint.disk import hashing
 from omnitrain.checkpoint.header import open_regular
-from omnitrain.checkpoint.schema import check_limits, flag, maybe, number, record, table, whole
+from omnitrain.checkpoint.schema import check_limits, flag, maybe, number, record, table, unique_keys, whole
 from omnitrain.errors import CheckpointError
 
 __all__ = [
@@ -108,7 +108,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not digest or hashlib.sha256(data.replace(digest[1], _ZEROS.encode(), 1)).hexdigest() != digest[1].decode():
         raise CheckpointError(f"{name} is damaged: {MANIFEST!r} does not match its own sha256; it was changed.")
     try:
-        content = json.loads(data.decode(), object_pairs_hook=_unique)
+        content = json.loads(data.decode(), object_pairs_hook=unique_keys)
         check_limits(content)
         _check_own(content, "")
     except RecursionError:
@@ -120,13 +120,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if "\\" in file or path.is_absolute() or ".." in path.parts or path.as_posix() != file or file in (".", ""):
             raise CheckpointError(f"{name} is refused: {MANIFEST!r} lists {file!r}, which lies outside of the folder.")
     return content
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key twice in one object")
-    return found
 
 
 def _check_digest(value: Any, where: str) -> None:

@@ -18,8 +18,22 @@ from omnitrain.errors import CheckpointError
 from omnitrain.metrics import TABLES
 from omnitrain.progress import Progress
 
-__all__ = ["LARGEST", "Check", "check_limits", "each", "flag", "maybe", "number", "record", "table", "text", "validate"]
-__all__ += ["row", "whole"]
+__all__ = [
+    "LARGEST",
+    "Check",
+    "check_limits",
+    "each",
+    "flag",
+    "maybe",
+    "number",
+    "record",
+    "row",
+    "table",
+    "text",
+    "unique_keys",
+    "validate",
+    "whole",
+]
 
 Check = Callable[[Any, str], None]
 """Raises a ValueError that says what is wrong with a value, given also the value's place."""
@@ -42,6 +56,14 @@ def check_limits(content: Any) -> None:
             waiting += [(inner, depth + 1) for inner in value]
         elif isinstance(value, int) and abs(value) >= 2**64:
             raise ValueError(f"a number of {value.bit_length()} bits")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object that a parser of JSON has found, if no key is in it twice: the last one would win unseen."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice in one object")
+    return found
 
 
 def _wrong(value: Any, where: str, wanted: str) -> ValueError:
@@ -274,6 +296,10 @@ _LOOP = record(
 
 _MARK = record({"epoch": _steps, "position": whole(), "state": _anything, "has_ended": flag}, open=False)
 
+_OPTIMIZER = record(
+    {"groups": each(_all_of(record({"params": each(text)}), tagged)), "rest": table(_object), "shared": _object}
+)
+
 _ALWAYS: dict[str, Check] = {
     "extra_state": _all_of(table(_anything), tagged),
     "settings": record(
@@ -314,18 +340,12 @@ _ALWAYS: dict[str, Check] = {
     ),
     "evaluated_step": _steps,
     "credited_step": _steps,
-    "callbacks": each(record({"callback": text, "state": _object})),
+    "callbacks": each(record({"callback": text, "state": _object}, {"turn": whole()})),
     "loop": _LOOP,
     "owes": record({"evaluation": flag, "save": flag}),
 }
 _WHOLE: dict[str, Check] = {
-    "optimizer": record(
-        {
-            "groups": each(_all_of(record({"params": each(text)}), tagged)),
-            "rest": table(_object),
-            "shared": _object,
-        }
-    ),
+    "optimizer": _OPTIMIZER,
     "rng": _one_or_each(_generators),
     "scheduler": maybe(_object),
     "scaler": _object,
@@ -335,6 +355,7 @@ _WHOLE: dict[str, Check] = {
 _OPTIONAL: dict[str, Check] = {
     "only_model": flag,
     "for_best": flag,
+    "optimizers": table(maybe(_OPTIMIZER)),
     "order": _pattern("drawn|keyed", "'drawn' or 'keyed'"),
     "identity": maybe(
         record(

@@ -1,7 +1,7 @@
 """Model and optimizer state by name: weights under the bare module's names, moments under parameter names.
 
 Only safetensors and JSON: nothing is pickled and nothing is unpickled. Folders, manifests and retention are in
-`store.py`; what of a trainer is kept, in `trainers/saving.py`.
+`store.py`; what of a trainer is kept, in `contents.py`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ __all__ = [
     "load_tensors",
     "load_weights",
     "model_tensors",
+    "names_by_group",
     "optimizer_state",
     "restore_optimizer",
     "restore_rng_tensors",
@@ -352,6 +353,12 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): bare_name(name) for name, parameter in unwrap(model).named_parameters()}
 
 
+def names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return the bare names of the parameters in each group of an optimizer; "?" for one that is not the model's."""
+    names = parameter_names(model)
+    return [[names.get(id(one), "?") for one in group["params"]] for group in optimizer.param_groups]
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
     """Return an optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types.
 
@@ -392,7 +399,7 @@ def restore_optimizer(
     check_optimizer(optimizer, model, tensors, saved, where)
     names = parameter_names(model)
     parameters = {names.get(id(one), ""): one for group in optimizer.param_groups for one in group["params"]}
-    now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
+    now = names_by_group(optimizer, model)
     wanted = {names[key]: held.specs for key, held in state_specs(optimizer).items()}
     optimizer.state.clear()  # before the new state is read: there need not be room for both
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
@@ -434,8 +441,7 @@ def check_optimizer(
         CheckpointError: If its parameters or groups are others, or a tensor is not what it holds for its parameter.
     """
     names = parameter_names(model)
-    now = [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
-    check_groups(now, [group["params"] for group in saved["groups"]], where)
+    check_groups(names_by_group(optimizer, model), [group["params"] for group in saved["groups"]], where)
     check_options(optimizer.param_groups, saved["groups"], where)
     nested = check_references([saved["rest"], saved["shared"]], tensors, where)
     wanted = {names[key]: held for key, held in state_specs(optimizer).items()}

@@ -21,6 +21,7 @@ __all__ = [
     "Spec",
     "TensorFile",
     "digest",
+    "host_copy",
     "host_tensors",
     "is_in_parts",
     "load_tensors",
@@ -153,6 +154,16 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
 def host_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors as they can be written: in host memory, each in one piece; what is so already is not copied."""
     return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def host_copy(tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy in host memory: in that of `held`, an earlier copy, if it fits.
+
+    Newly allocated memory would take most of a copy's time, as each page is cleared when it is first written.
+    """
+    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+        held = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    return held.copy_(tensor.detach())
 
 
 def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = whole) -> None:

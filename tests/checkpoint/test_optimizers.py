@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forging import content_of, forge_tensors, seal
 from recipes import rows, same, weights
 from torch import nn
 
-from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, Trainer
+from omnitrain import AccelerateTrainer, Callback, CheckpointError, ConfigError, Trainer
+
+
+class Keeps(Callback):
+    """Has a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 1}
 
 
 class Pair(nn.Module):
@@ -114,3 +122,44 @@ def test_what_are_no_optimizers_by_name_is_refused(wrong: Any) -> None:
     given = {key: trainer.optimizer if one == "sgd" else one for key, one in wrong.items()} if wrong else wrong
     with pytest.raises(ConfigError, match="`optimizers"):
         trainer.optimizers = given
+
+
+FORGERIES: dict[str, Any] = {
+    "no object": lambda one: 5,
+    "no groups": lambda one: {"rest": {}, "shared": {}},
+    "a rate that is text": lambda one: {**one, "groups": [{**one["groups"][0], "lr": "fast"}]},
+    "a group of other parameters": lambda one: {**one, "groups": [{**one["groups"][0], "params": ["generator.bias"]}]},
+}
+
+
+@pytest.mark.parametrize("how", [*FORGERIES, "a moment of another shape", "no file", "a turn that is text"])
+def test_forged_state_of_one_of_several_optimizers_is_refused_and_auto_takes_the_one_before(
+    how: str, tmp_path: Path
+) -> None:
+    def make(epochs: int) -> Any:
+        return adversarial(Trainer)(
+            Pair(), rows(20, torch.float32), batch_size=4, epochs=epochs, save_dir=tmp_path, progress_bar=False,
+            device="cpu", callbacks=[Keeps()],
+        )  # fmt: skip
+
+    make(2).train()
+    newest = tmp_path / "checkpoint-000010"
+    content, file = content_of(newest), "optimizer/discriminator.safetensors"
+    if how in FORGERIES:
+        content["optimizers"]["discriminator"] = FORGERIES[how](content["optimizers"]["discriminator"])
+    elif how == "no file":
+        del content["files"][file]
+    elif how == "a turn that is text":
+        content["callbacks"][0]["turn"] = "first"
+    else:
+        forge_tensors(newest, file, lambda tensors: tensors.update({next(iter(tensors)): torch.zeros(3, 5)}))
+        content = content_of(newest)
+    seal(newest, content)
+    trainer = make(3)
+    before = weights(trainer.model)
+    with pytest.raises(CheckpointError, match="checkpoint-000010"):
+        trainer.train(resume_from="last")
+    assert same(weights(trainer.model), before)
+    trainer = make(3)
+    trainer.train(resume_from="auto")
+    assert trainer.progress.step == 15
