@@ -20,6 +20,7 @@ import difflib
 import logging
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -35,6 +36,7 @@ __all__ = [
     "add_place",
     "did_you_mean",
     "is_disk_error",
+    "listed",
     "named_samples",
 ]
 
@@ -113,9 +115,14 @@ def named_samples(indices: Iterable[int], of: str = "") -> str:
     >>> named_samples([37], "the training set"), named_samples([3, 4])
     ('sample 37 of the training set', 'samples 3, 4')
     """
-    listed = [str(int(index)) for index in indices]
-    shown = ", ".join(listed[:20]) + (", ..." if len(listed) > 20 else "")
-    return f"sample{'s' * (len(listed) > 1)} {shown}" + (f" of {of}" if of else "")
+    indices = list(indices)
+    return f"sample{'s' * (len(indices) > 1)} {listed(indices)}" + (f" of {of}" if of else "")
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Return the first 20 of some values, separated by commas."""
+    texts = [str(value) for value in values]
+    return ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "")
 
 
 def is_disk_error(error: BaseException | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omnitrain.errors import NonFiniteError, Tolerance
+from omnitrain.errors import NonFiniteError, Tolerance, listed
 from omnitrain.run.evaluation import Evaluation, evaluating
 from omnitrain.run.hooks import Hooks
 
@@ -36,7 +36,7 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
     """
     indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples), hooks.ranks.rank
     _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
-    which = f" It comes from these samples of the training set: {_listed(indices)}." if indices else ""
+    which = f" It comes from these samples of the training set: {listed(indices)}." if indices else ""
     return NonFiniteError(
         f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {rank})."
         f"{which} The weights were not updated by it. Look at these samples, lower the learning rate, or pass "
@@ -64,7 +64,7 @@ def evaluation_error(
     _report(hooks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:
-        which = f" It comes from these samples of it: {_listed(indices)}."
+        which = f" It comes from these samples of it: {listed(indices)}."
     return NonFiniteError(
         f"The loss of {loader.name} is {loss} at step {step}.{which} Look at these samples, or pass "
         "on_nonfinite='skip' to go on without such an evaluation."
@@ -76,10 +76,6 @@ def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None
         with Tolerance("nonfinite.json", "What it would have said is in the error that follows."):
             save_dir.mkdir(parents=True, exist_ok=True)
             (save_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _listed(indices: list[int]) -> str:
-    return ", ".join(map(str, indices[:20])) + (", ..." if len(indices) > 20 else "")
 
 
 def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
