@@ -85,6 +85,11 @@ class Lock:
         """Whether it should be held, and the disk did not let it be taken: others are not kept out then."""
         return self._depth > 0 and self._descriptor is None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether others are kept out."""
+        return self._descriptor is not None
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the lock inside; within another `held` of the same object this changes nothing."""

@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +67,21 @@ def _any(folder: Path, content: dict[str, Any]) -> None:
     """Accept whatever was written."""
 
 
+def _facts(content: Mapping[str, Any]) -> Kept:
+    """Return what retention is to know, from the content of omnitrain.json."""
+    for_best = bool(content.get("for_best"))  # the first checkpoints of format 1 lack it
+    return Kept(content["step"], content["score"], content["sequence"], content["best"], for_best)
+
+
+def _in_order(kept: Iterable[Kept]) -> list[Kept]:
+    return sorted(kept, key=lambda found: (found.sequence, found.step))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether it is a folder or leads to one; of a folder the listing itself says so."""
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+
+
 class Store:
     """The checkpoints of one run folder: saves them whole or not at all, and finds them again.
 
@@ -87,6 +102,10 @@ class Store:
         self.fs: FileSystem = fs or FileSystem()
         self.lock: Lock = Lock(self.root)
         self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}
+        self._present: dict[int, Kept] = {}
+        """The complete checkpoints that the latest `begin` found, with what was saved and deleted since."""
+        self._present_under = ""
+        """The token of the lock that was held then: what was found is true for as long."""
         self._sound: dict[int, int] = {}
         """Step and sequence of the checkpoints that are known to verify."""
 
@@ -140,7 +159,7 @@ class Store:
         with self._saving(step):
             self.lock.check()
             self._make_root()
-            self._clear_leftovers()
+            self._look_around()
             self.fs.mkdir(self.temporary(step))
         return self.temporary(step)
 
@@ -180,7 +199,7 @@ class Store:
             files, folders = listing(folder)
             content = {
                 "step": step,
-                "sequence": 1 + max((kept.sequence for kept in self.kept()), default=0),
+                "sequence": 1 + max((kept.sequence for kept in self._known()), default=0),
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
@@ -193,6 +212,7 @@ class Store:
             self.lock.check()
             self._publish(step)
         self._sound[step] = content["sequence"]
+        self._present[step] = _facts(content)
         self._point_to(step, best)
         return self.path(step)
 
@@ -235,6 +255,7 @@ class Store:
         """Give the finished folder its name; a checkpoint that has the name steps aside until then."""
         source, target = self.temporary(step), self.path(step)
         self._glances.pop(target.name, None)
+        self._present.pop(step, None)
         if target.exists() and not (target / MANIFEST).exists():
             # Not ours, or ours without its manifest: it is kept, as that is unknown.
             self._set_aside(target, f"has no {MANIFEST}")
@@ -254,7 +275,7 @@ class Store:
         """Do what follows a commit. The checkpoint is safe by now, so a failure here is only a warning."""
         try:
             self._write_pointer("last", step)
-            best_step = step if best else self._pointed("best")
+            best_step = step if best else self._pointed("best", self._known())
             if best_step is not None:
                 self._write_pointer("best", best_step)
             old = self.path(step).with_name(self.path(step).name + ".old")
@@ -263,16 +284,38 @@ class Store:
         except OSError as error:
             logger.warning("%r is complete, but tidying up after it failed: %s.", str(self.path(step)), error)
 
-    def _clear_leftovers(self) -> None:
-        """Undo or finish what a killed save or deletion had begun; one that resists is left with a warning."""
-        for path in () if self.lock.is_wanting else self.root.glob("*.*.tmp"):
-            if _POINTER.fullmatch(path.name):
-                with contextlib.suppress(OSError):
-                    self.fs.remove(path)
+    def _look_around(self) -> None:
+        """Clear away what a killed save left behind, and note which checkpoints there are; each is looked at once."""
+        listing = self._listing()
+        if self._clear_leftovers(listing):
+            listing = self._listing()
+        known = self._present if self._present_under == self.lock.token else {}
+        self._present, self._present_under = {}, self.lock.token if self.lock.is_held else ""
+        for step, path in self._folders(listing).items():
+            with contextlib.suppress(CheckpointError):
+                self._present[step] = known[step] if step in known else self._glance(step, path)
+
+    def _known(self) -> list[Kept]:
+        """Return what `kept` does, without another look for as long as the lock keeps others out."""
+        if self.lock.is_held and self._present_under == self.lock.token:
+            return _in_order(self._present.values())
+        return self.kept()
+
+    def _clear_leftovers(self, listing: Sequence[os.DirEntry[str]]) -> bool:
+        """Undo or finish what a killed save or deletion had begun; one that resists is left with a warning.
+
+        Returns:
+            Whether there was anything of the kind.
+        """
+        left = [Path(entry.path) for entry in listing if _POINTER.fullmatch(entry.name) and not self.lock.is_wanting]
+        for path in left:
+            with contextlib.suppress(OSError):
+                self.fs.remove(path)
         for suffix in (".deleting", ".old", ".tmp"):  # .deleting first: deleting an .old needs the name
-            for step, path in self._entries(suffix):
+            for step, path in self._entries(suffix, listing):
                 if self.lock.is_wanting and path != self.temporary(step):
                     continue  # it may be another run's, which nothing keeps out
+                left.append(path)
                 try:
                     if suffix == ".old" and not self.path(step).exists():
                         self.fs.rename(path, self.path(step))
@@ -282,6 +325,7 @@ class Store:
                         self.fs.remove(path)
                 except OSError as error:
                     logger.warning("Cannot clear %r, left by an interrupted save: %s.", str(path), error)
+        return bool(left)
 
     # Finding
 
@@ -295,7 +339,7 @@ class Store:
         for step, path in self.folders().items():
             with contextlib.suppress(CheckpointError):
                 kept.append(self._glance(step, path))
-        return sorted(kept, key=lambda found: (found.sequence, found.step))
+        return _in_order(kept)
 
     def verify(
         self, path: str | os.PathLike[str], hashes: bool = True, accept: Callable[[Path, dict[str, Any]], None] = _any
@@ -349,20 +393,33 @@ class Store:
         files = self._glances[path.name][2]
         return sum(entry["size"] for entry in files.values()) + (path / MANIFEST).stat().st_size
 
-    def _entries(self, suffix: str) -> list[tuple[int, Path]]:
-        """Return step and path of our folders with this suffix; anything else in the run folder is ignored."""
+    def _listing(self) -> list[os.DirEntry[str]]:
+        """Return what is in the run folder, by name; nothing if it is not there."""
         if not self.root.is_dir():
             return []
-        found = ((_NAME.fullmatch(path.name), path) for path in sorted(self.root.iterdir()))
+        with os.scandir(self.root) as found:
+            return sorted(found, key=lambda entry: entry.name)
+
+    def _entries(self, suffix: str, listing: Sequence[os.DirEntry[str]]) -> list[tuple[int, Path]]:
+        """Return step and path of our folders with this suffix; anything else in the run folder is ignored."""
         return [
-            (int(match[1]), path)
-            for match, path in found
-            if match and (match[2] or "") == suffix and f"{int(match[1]):06d}" == match[1] and path.is_dir()
+            (int(match[1]), Path(entry.path))
+            for match, entry in ((_NAME.fullmatch(entry.name), entry) for entry in listing)
+            if match and (match[2] or "") == suffix and f"{int(match[1]):06d}" == match[1] and _is_folder(entry)
         ]
 
     def folders(self) -> dict[int, Path]:
         """Return the folder of each step, damaged or not; an .old one counts while its successor has no name yet."""
-        return dict(self._entries(".old")) | dict(self._entries(""))
+        return self._folders(self._listing())
+
+    def _folders(self, listing: Sequence[os.DirEntry[str]]) -> dict[int, Path]:
+        return dict(self._entries(".old", listing)) | dict(self._entries("", listing))
+
+    def _folder_of(self, step: int) -> Path:
+        """Return the folder of a step like `folders`, without a listing; there or not."""
+        path = self.path(step)
+        aside = path.with_name(path.name + ".old")
+        return aside if not path.is_dir() and aside.is_dir() else path
 
     def _glance(self, step: int, path: Path) -> Kept:
         """Check sizes and return the facts about one checkpoint; an unchanged manifest is read only once."""
@@ -374,9 +431,7 @@ class Store:
         known = self._glances.get(path.name)
         if known is None or known[0] != signature:
             content = read_manifest(path)
-            for_best = bool(content.get("for_best"))  # the first checkpoints of format 1 lack it
-            kept = Kept(content["step"], content["score"], content["sequence"], content["best"], for_best)
-            known = self._glances[path.name] = (signature, kept, content["files"])
+            known = self._glances[path.name] = (signature, _facts(content), content["files"])
         if known[1].step != step:
             raise CheckpointError(f"{str(path)!r} was saved as step {known[1].step}, and renamed since.")
         check_sizes(path, known[2])
@@ -389,7 +444,7 @@ class Store:
                 candidates.append(self._glance(step, path))
             except CheckpointError as error:
                 reasons.append(str(error))
-        for kept in sorted(candidates, key=lambda found: (found.sequence, found.step), reverse=True):
+        for kept in reversed(_in_order(candidates)):
             path = folders[kept.step]
             try:
                 content = inspect(path, hashes=True)
@@ -413,10 +468,11 @@ class Store:
         Raises:
             CheckpointError: There is none.
         """
-        step = self._pointed(which)
+        kept = self.kept()
+        step = self._pointed(which, kept)
         if step is not None:
-            return self.folders().get(step, self.path(step))
-        if which == "best" and self.kept():
+            return self._folder_of(step)
+        if which == "best" and kept:
             raise CheckpointError(
                 f"No checkpoint in {str(self.root)!r} was saved as the best. Pass 'last', or evaluate before saving."
             )
@@ -436,13 +492,13 @@ class Store:
 
     # Pointers
 
-    def _pointed(self, which: str) -> int | None:
-        """Return the step that `last` or `best` stands for.
+    def _pointed(self, which: str, kept: Sequence[Kept]) -> int | None:
+        """Return the step that `last` or `best` stands for, where these are the complete checkpoints.
 
         A kill may strike between a commit and its pointers, so the manifests have the word; but a pointer to a
         damaged or missing checkpoint is followed, so that an older one is never used silently.
         """
-        kept, named = self.kept(), self._read_pointer(which)
+        named = self._read_pointer(which)
         if named is not None and named not in {found.step for found in kept}:
             return named
         steps = [found.step for found in kept if which == "last" or found.best]
@@ -503,7 +559,7 @@ class Store:
         """
         self.lock.check()
         pointed = (self._read_pointer("last"), self._read_pointer("best"))
-        kept = self.kept()
+        kept = self._known()
         doomed = [s for s in to_delete(kept, keep_last, keep_best, keep_every, direction) if s not in pointed]
         if doomed and not self._has_sound([found for found in kept if found.step not in doomed]):
             logger.warning("No checkpoint in %r would be left that verifies: none is deleted.", str(self.root))
@@ -519,11 +575,10 @@ class Store:
 
     def _has_sound(self, kept: Sequence[Kept]) -> bool:
         """Return whether one of these verifies, the newest first; what was saved here was hashed as it was written."""
-        if any(self._sound.get(found.step) == found.sequence for found in kept):
-            return True
         for found in reversed(kept):
+            is_hashed = self._sound.get(found.step) == found.sequence
             with contextlib.suppress(CheckpointError):
-                inspect(self.path(found.step), hashes=True)
+                inspect(self._folder_of(found.step), hashes=not is_hashed)
                 self._sound[found.step] = found.sequence
                 return True
         return False
@@ -531,7 +586,8 @@ class Store:
     def delete(self, step: int) -> None:
         """Delete the checkpoint of `step`; a kill in between leaves nothing that looks like one."""
         self.lock.check()
-        self._delete_folder(self.folders().get(step, self.path(step)))
+        self._present.pop(step, None)
+        self._delete_folder(self._folder_of(step))
 
     def _delete_folder(self, path: Path) -> None:
         self._glances.pop(path.name, None)

@@ -308,6 +308,10 @@ class Engine(Searching):
         if self.has_ended and self.owner.lifecycle.stop:
             loop.close()  # before transformers' own end of training
 
+    def _get_output_dir(self, trial: Any) -> str:
+        """Name the folder to save into, and else none: they list it at the end, where a bad disk would end the run."""
+        return super()._get_output_dir(trial) if self.control.should_save else os.devnull
+
     def take_flags(self, requests: Sequence[str]) -> None:
         """Take what transformers' callbacks ask for by their flags as requests of ours."""
         owner, control = self.owner, self.control

@@ -43,6 +43,7 @@ AUDITED = (
     "os.truncate",
     "os.utime",
     "os.listdir",
+    "os.scandir",
     "os.symlink",
 )
 
@@ -64,7 +65,7 @@ class Disk:
             return
         index, self.count = self.count, self.count + 1
         if self.at is not None and (index >= self.at if self.stays else index == self.at):
-            if self.stays and what in ("os.remove", "os.rmdir", "os.listdir", "os.truncate", "reading"):
+            if self.stays and what in ("os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.truncate", "reading"):
                 return  # which a full disk does
             self.failed.append(f"{what} {path}")
             raise error() if error else OSError(self.number, os.strerror(self.number), os.fsdecode(path))

@@ -696,6 +696,46 @@ def test_reader_sees_a_step_that_another_process_saved_again(run: Path) -> None:
     assert [kept.best for kept in reader.kept()] == [True]
 
 
+def test_writers_that_take_turns_see_what_the_others_saved_and_deleted(run: Path) -> None:
+    one, other = Store(run), Store(run)
+    for step, store in enumerate((one, other, one, other, one), start=1):
+        with store.lock.held() if run.exists() else contextlib.nullcontext():
+            store.save(step, lambda folder: None, {})
+            store.prune(keep_last=2)
+        assert [kept.step for kept in Store(run).kept()] == list(range(max(1, step - 1), step + 1))
+        assert Store(run).verify(store.path(step))["sequence"] == step
+
+
+def test_what_is_deleted_or_added_by_hand_during_a_run_is_noticed_by_the_next_save(run: Path, caplog: Any) -> None:
+    store = Store(run)
+    with contextlib.ExitStack() as stack:
+        store.take()
+        stack.callback(store.lock.release)
+        for step in (10, 20):
+            store.save(step, lambda folder: None, {})
+        shutil.rmtree(run / "checkpoint-000010")
+        shutil.copytree(run / "checkpoint-000020", run / "checkpoint-000015")  # says that it is step 20
+        store.path(5).mkdir()
+        store.save(30, lambda folder: None, {})
+        assert store.prune(keep_last=2) == []
+        store.save(40, lambda folder: None, {})
+        assert store.prune(keep_last=2) == [store.path(20)]
+    assert sorted(path.name for path in run.iterdir()) == [
+        *(f"checkpoint-0000{step}" for step in ("05", 15, 30, 40)), "last",
+    ]  # fmt: skip
+    assert not caplog.records
+
+
+def test_nothing_is_deleted_for_a_new_checkpoint_that_was_damaged_right_after(run: Path) -> None:
+    store = Store(run)
+    store.take()
+    for step in (10, 20):
+        store.save(step, lambda folder: (folder / "a").write_bytes(b"abc"), {})
+    (run / "checkpoint-000020" / "a").write_bytes(b"ab")
+    assert store.prune(keep_last=1) == []
+    store.lock.release()
+
+
 def test_large_files_are_hashed_and_checked_in_threads_alike(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "_WORTH_A_THREAD", 0)
     for number in (1, 2):
