@@ -100,7 +100,9 @@ def sharding_arguments(backend: str, has_eval: bool, options: dict[str, Any]) ->
         eval_steps=options.pop("eval_steps", None),
         save_strategy=("steps" if "save_steps" in options else "epoch") if "save_dir" in options else "no",
         save_steps=options.pop("save_steps", 500),
-        load_best_model_at_end=options.pop("load_best_at_end", False), logging_steps=options.pop("log_steps", 1), **how,
+        # transformers refuses it where nothing is saved, so there it is said in our words
+        load_best_model_at_end="save_dir" in options and options.pop("load_best_at_end", False),
+        logging_steps=options.pop("log_steps", 1), **how,
     )  # fmt: skip
 
 

@@ -1,0 +1,140 @@
+"""The user's module on ranks: it keeps the modes that the user gave it, and ends a run on its best weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Job, asked_for, launch_all, make_trainer, named, sound
+from marks import thinned
+from recipes import rows, same, t16
+from torch import nn
+
+from omnitrain import Callback
+from omnitrain.checkpoint.tensors import whole
+
+HERE = Path(__file__).stem
+BACKENDS = ("ddp", "fsdp", "hf2", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
+
+
+class Rates(Callback):
+    """Trains well for three steps, then with a rate by which the loss grows; keeps the weights of step 3."""
+
+    order = 30
+    weights: dict[str, torch.Tensor]
+
+    def on_step_start(self, trainer: Any) -> None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.01 if trainer.progress.step < 3 else 1.0
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        if trainer.progress.step == 3:
+            self.weights = weights_of(trainer)
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(one).clone() for name, one in sorted(trainer.backend.model_tensors().items())}
+
+
+def worsen(backend: str) -> dict[str, Any]:
+    noted, data = Rates(), rows(32, torch.float32)
+    trainer = make_trainer(
+        backend, t16(dtype=torch.float32), data, data, loss_fn=F.mse_loss, batch_size=8, max_steps=8, eval_steps=1,
+        load_best_at_end=True, patience=4, callbacks=[noted],
+    )  # fmt: skip
+    trainer.train()
+    ended = weights_of(trainer)
+    return {
+        "best_step": trainer.metrics["best_step"],
+        "best": trainer.metrics["best_valid"]["eval_loss"],
+        "last": trainer.metrics["valid"][-1]["eval_loss"],
+        "stopped": trainer.metrics["stop_reason"],
+        "loss": trainer.evaluate()["eval_loss"],
+        "tensors": {f"kept/{name}": one for name, one in noted.weights.items()}
+        | {f"ended/{name}": one for name, one in ended.items()},
+    }
+
+
+class Composed(nn.Module):
+    """A frozen encoder with dropout, a normalization, and a head that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(self.norm(self.encoder(x))))
+
+
+class Modes(Callback):
+    """Notes what is in training, whenever something may have changed it."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def on_step_start(self, trainer: Any) -> None:
+        self.seen.append(in_training(trainer.model))
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.seen.append(in_training(trainer.model))
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        self.seen.append(in_training(trainer.model))
+
+
+def in_training(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if module.training]
+
+
+def freeze(backend: str) -> dict[str, Any]:
+    model, noted, data = Composed(), Modes(), rows(32, torch.float32)
+    model.encoder.eval()
+    model.norm.eval()
+    before = in_training(model)
+    statistics = {name: one.clone() for name, one in model.named_buffers()}
+    trainer = make_trainer(
+        backend, model, data, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=2,
+        eval_steps=1, callbacks=[noted],
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    return {
+        "before": before,
+        "seen": [*noted.seen, in_training(trainer.model)],
+        "moved": [name for name, one in trainer.model.named_buffers() if not torch.equal(one, statistics[name])],
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    jobs = [
+        Job(f"{function}-{backend}", backend, f"{HERE}:{function}")
+        for function, test in {"worsen": "test_worsened", "freeze": "test_freezing"}.items()
+        for backend in sorted(asked_for(request, "backend", test=test))
+    ]
+    return sound(launch_all(jobs, tmp_path_factory.mktemp("module")))
+
+
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "fsdp", "zero3")))
+def test_worsened_weights_give_way_to_the_best_on_every_rank_without_a_folder(results: Any, backend: str) -> None:
+    for found in results[f"worsen-{backend}"]:
+        assert (found["best_step"], found["stopped"]) == (3, "early_stopping")
+        assert found["last"] > found["best"]
+        assert found["loss"] == pytest.approx(found["best"], rel=1e-6)
+        assert same(named(found, "kept").values(), named(found, "ended").values())
+
+
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "zero3", "hf2")))
+def test_freezing_modules_by_eval_keeps_them_so_in_steps_and_after_evaluations(results: Any, backend: str) -> None:
+    for found in results[f"freeze-{backend}"]:
+        assert found["before"] == ["", "dropout", "head"]
+        assert len(found["seen"]) > 12
+        assert all(modes == found["before"] for modes in found["seen"])
+        assert found["moved"] == []
