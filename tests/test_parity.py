@@ -842,6 +842,20 @@ def test_modes_that_a_callback_sets_between_epochs_stay(trainer_class: Any) -> N
     assert torch.equal(kept[0], kept[2])
 
 
+def test_modes_that_a_callback_sets_at_the_beginning_of_each_run_stay(trainer_class: Any) -> None:
+    class Freeze(Callback):
+        def on_train_start(self, trainer: Any) -> None:
+            trainer.model.norm.eval()
+
+    model = WithNorm()
+    statistics = model.norm.running_mean.clone()
+    trainer = run(trainer_class, model, rows(12), Freeze(), loss_fn=F.mse_loss, epochs=1, batch_size=4)
+    model.train()
+    trainer.train()
+    assert torch.equal(model.norm.running_mean, statistics)
+    assert not model.norm.training
+
+
 def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_trained(trainer_class: Any) -> None:
     def losses(prepare: Any) -> list[dict[str, float]]:
         model = WithNorm()

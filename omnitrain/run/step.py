@@ -124,7 +124,6 @@ class Step:
         optimizer.zero_grad()
         self._is_first = True
         self._is_in_training = False
-        self._evaluating = kept_in_evaluation(self._backend.model)
         self._backend.collect_parameters()
         self._tell_of_left_out()
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip
@@ -147,7 +146,7 @@ class Step:
         model, wrapped = self._backend.model, self._backend.wrapped
         if self._is_in_training and wrapped.training and model.training:
             return
-        if not self._is_in_training and model.training:  # callbacks may have changed modes since
+        if not self._is_in_training:  # now, since a callback may have set modes when the run began
             self._evaluating = kept_in_evaluation(model)
         wrapped.train()
         for module in self._evaluating:
