@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import hashlib
 import io
 import itertools
 import json
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -102,6 +103,24 @@ class Ranks:
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all ranks in order; any picklable object."""
         return [value]
+
+    def check_alike(self, what: str, values: Mapping[str, Any], remedy: str) -> None:
+        """Compare what must be the same on all ranks: digests of it, and only if they differ the values themselves.
+
+        Args:
+            what: What the values are, as the subject of the message.
+            values: By name, as JSON types.
+            remedy: What to do about it.
+
+        Raises:
+            DistributedError: On all ranks, with the values that differ, by rank.
+        """
+        if self.world_size == 1:
+            return
+        told = {name: json.dumps(value) for name, value in values.items()}
+        digest = hashlib.sha256(json.dumps(list(told.items())).encode()).digest()
+        if len(set(self.gather(f"{what}, compared", digest))) > 1:
+            raise DistributedError(_difference(what, self.gather(what, told), remedy))
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """Return the result of `work` on the main rank; raise its error on all ranks."""
@@ -194,6 +213,30 @@ class Ranks:
             f"{' '.join(map(in_words, found))} No progress for `timeout={self._limit:g}` seconds ends the run{whole}. "
             "Start it again with resume_from='auto', or with a longer `timeout` if a part of it takes as long."
         )
+
+
+_NAMED = 3
+"""How many of the values that differ between ranks an error names."""
+
+
+def _difference(what: str, everywhere: Sequence[Mapping[str, str]], remedy: str) -> str:
+    """Return the message for ranks that have other values, each of them as text.
+
+    >>> print(_difference("The arguments of the ranks", [{"seed": "1", "a": "0"}, {"seed": "2", "a": "0"}], "Stop."))
+    The arguments of the ranks differ: `seed` is 1 on rank 0 and 2 on rank 1. Stop.
+    """
+    names = dict.fromkeys(name for one in everywhere for name in one)
+    differing = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
+    listed = []
+    for name in differing[:_NAMED]:
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(everywhere):
+            ranks.setdefault(one.get(name, "nothing"), []).append(rank)
+        said = [f"{value:.200} on rank {', '.join(map(str, some[:8]))}{', ...' * (len(some) > 8)}"
+                for value, some in ranks.items()]  # fmt: skip
+        listed.append(f"`{name}` is {' and '.join(said)}")
+    more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    return f"{what} differ: {'; '.join(listed) or 'their order does'}{more}. {remedy}"
 
 
 _FIELDS = 20

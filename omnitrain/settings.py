@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
+    from omnitrain.distributed import Ranks
+
 __all__ = [
     "DEFAULTS",
     "Nothing",
@@ -30,11 +32,12 @@ __all__ = [
     "Settings",
     "change_setting",
     "check_list",
+    "check_same_on_ranks",
     "check_settings",
     "check_switch",
     "check_type",
     "describe",
-    "describe_data",
+    "describe_all",
     "folder_path",
     "is_loader",
     "local_path",
@@ -557,7 +560,7 @@ def describe(value: Any) -> Any:
     """Return a setting as JSON types: plain values as they are, objects by the name of what they are."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Path):
+    if isinstance(value, (Path, Duration)):
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): describe(entry) for key, entry in value.items()}
@@ -567,8 +570,41 @@ def describe(value: Any) -> Any:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def describe_data(data: Any) -> Any:
-    """Return a dataset or loader by its type, named sets each by theirs: content has no place in the settings."""
+def describe_all(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by name as JSON types; datasets and loaders by their type, named sets each by theirs."""
+    return {
+        name: _describe_data(value) if name.endswith(("_dataset", "_loader")) else describe(value)
+        for name, value in values.items()
+    }
+
+
+def _describe_data(data: Any) -> Any:
     if isinstance(data, dict):
         return {str(name): describe(type(one)) for name, one in data.items()}
     return None if data is None else describe(type(data))
+
+
+OF_ONE_RANK = ("callbacks", "device", "num_workers", "pin_memory", "prefetch_factor", "progress_bar", "timeout",
+               "trial_name")  # fmt: skip
+"""Arguments that each rank may have its own of: they decide no number, and nothing that ranks do together."""
+
+
+def check_same_on_ranks(ranks: Ranks, described: Mapping[str, Any]) -> None:
+    """Compare the arguments of all ranks, but for those that each may have its own of.
+
+    Only the main rank uses `save_dir`, so the others may have another one; whether there is one, all must say alike.
+
+    Args:
+        ranks: The ranks of the run.
+        described: What `describe` makes of the arguments, by name.
+
+    Raises:
+        DistributedError: On all ranks, naming the arguments that differ and what each rank has.
+    """
+    common = {name: value for name, value in described.items() if name not in OF_ONE_RANK}
+    if common.get("save_dir") is not None:
+        common["save_dir"] = "a folder"
+    ranks.check_alike(
+        "The arguments of the ranks", common,
+        f"Pass the same on every rank. Only {', '.join(OF_ONE_RANK)} may differ, and where `save_dir` is.",
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from omnitrain.distributed import ProcessRanks, Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
 from omnitrain.rendezvous import init_method
-from omnitrain.settings import Settings, check_type
+from omnitrain.settings import Settings, check_same_on_ranks, check_type, describe
 
 __all__ = [
     "adopt_precision",
@@ -128,8 +128,11 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
 
     Raises:
         ConfigError: If `async_save` is set for weights that are sharded.
+        DistributedError: If the ranks have been told to place the model in different ways.
     """
     kind = None if accelerator is None else str(accelerator.distributed_type.value)
+    ranks: Ranks = parts[-1]
+    check_same_on_ranks(ranks, {"accelerator": kind, **_described(accelerator)})
     if kind in ("FSDP", "DEEPSPEED") and settings.async_save:
         raise ConfigError(
             f"`async_save=True` cannot be had with {kind}, whose weights are sharded over the ranks: all of them put "
@@ -143,6 +146,15 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
         scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed scales by itself
         return Zero(accelerator, settings.batch_size, settings.max_grad_norm, rates, model, device, scaler, *rest)
     return DDP(accelerator, *parts)
+
+
+def _described(accelerator: Any) -> dict[str, Any]:
+    """Return how an accelerator is to place the model, as JSON types."""
+    state, handler = getattr(accelerator, "state", None), getattr(accelerator, "ddp_handler", None)
+    zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
+    options = {} if fsdp is None else {f"fsdp_plugin.{name}": describe(one) for name, one in vars(fsdp).items()}
+    unused = {} if handler is None else {"find_unused_parameters": handler.find_unused_parameters}
+    return {**options, **unused, "deepspeed_config": None if zero is None else describe(zero.deepspeed_config)}
 
 
 def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:

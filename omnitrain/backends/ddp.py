@@ -6,7 +6,6 @@ A single process under accelerate is the same with nothing to average.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -121,27 +120,34 @@ class DDP(Backend):
 def start_from_main(model: nn.Module, ranks: Ranks) -> None:
     """Give every rank the weights of the main one, as DDP does when it wraps a model.
 
-    Ranks whose weights are on the meta device, which has no memory, are given some: one process a machine need read a
-    model's files. What each rank sees of its own model decides nothing, or some would wait for others.
+    Raises:
+        ConfigError: If it is the main rank whose weights are on the meta device.
+        DistributedError: If the models of the ranks differ.
+    """
+    if not fill_from_main(model, ranks):
+        for tensor in model_tensors(model).values():
+            if tensor.numel():
+                _take_from_main(tensor, ranks)
+
+
+def fill_from_main(model: nn.Module, ranks: Ranks) -> bool:
+    """Give all ranks the weights and buffers of the main one, if any rank has some on the meta device.
+
+    That has no memory: one process a machine need read a model's files. What each rank sees of its own model decides
+    nothing, or some would wait for others.
+
+    Returns:
+        Whether they were given.
 
     Raises:
         ConfigError: If it is the main rank whose weights are on the meta device.
         DistributedError: If the models of the ranks differ.
     """
-    if _is_empty_anywhere(_held(model), ranks):
-        fill_from_main(model, ranks)
-        return
-    for tensor in model_tensors(model).values():
-        if tensor.numel():
-            _take_from_main(tensor, ranks)
-
-
-def fill_from_main(model: nn.Module, ranks: Ranks) -> None:
-    """Give weights and buffers that any rank has on the meta device those of the main one, on all ranks."""
-    held = _held(model)
+    held = [*model.named_parameters(), *model.named_buffers()]
+    ranks.check_alike("The models of the ranks", dict(map(_described, held)), "Make the same model on every rank.")
     empty = ranks.gather("the tensors on the meta device", [name for name, one in held if one.device.type == "meta"])
     if not any(empty):
-        return
+        return False
     if empty[0]:
         raise ConfigError(
             f"{len(empty[0])} tensors of the main rank's model are on the meta device, {empty[0][0]!r} for instance, "
@@ -154,10 +160,7 @@ def fill_from_main(model: nn.Module, ranks: Ranks) -> None:
             torch.utils.swap_tensors(tensor, _like(tensor))
         if tensor.numel():
             _take_from_main(tensor, ranks)
-
-
-def _held(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+    return True
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,23 +168,10 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _is_empty_anywhere(held: list[tuple[str, torch.Tensor]], ranks: Ranks) -> bool:
-    """Return whether a rank has weights on the meta device; refuse models that differ."""
-    shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in held]
-    is_empty = any(one.device.type == "meta" for _, one in held)
-    everywhere = ranks.gather("the shapes of the weights", (shapes, is_empty))
-    for rank, (other, _) in enumerate(everywhere):
-        first = next((pair for pair in itertools.zip_longest(everywhere[0][0], other) if pair[0] != pair[1]), None)
-        if first is not None:
-            raise DistributedError(
-                f"The models of the ranks differ: where rank 0 has {_described(first[0])}, rank {rank} has "
-                f"{_described(first[1])}. Make the same model on every rank."
-            )
-    return any(empty for _, empty in everywhere)
-
-
-def _described(entry: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "nothing" if entry is None else f"{entry[0]!r} of shape {entry[1]} and {entry[2]}"
+def _described(entry: tuple[str, torch.Tensor]) -> tuple[str, str]:
+    name, tensor = entry
+    trains = ", which trains" if tensor.requires_grad else ""
+    return name, f"{tensor.dtype} of shape {tuple(tensor.shape)}{trains}"
 
 
 def _take_from_main(tensor: torch.Tensor, ranks: Ranks) -> None:

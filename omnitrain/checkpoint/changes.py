@@ -15,7 +15,7 @@ import torch
 from omnitrain.checkpoint.state import IMPLEMENTATION
 from omnitrain.settings import describe
 
-__all__ = ["DECIDING", "InitialOptions", "changed_settings"]
+__all__ = ["DECIDING", "InitialOptions", "changed_settings", "options_of"]
 
 DECIDING = (
     "model",
@@ -110,7 +110,7 @@ class InitialOptions:
     def note_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Note the options of the groups, unless that was done; called before a schedule changes them."""
         if self.optimizer is None:
-            self.optimizer = _optimizer_options(groups)
+            self.optimizer = options_of(groups)
 
     def note_schedule(self, scheduler: Any) -> None:
         """Note what a schedule of the user's own was made with, unless that was done."""
@@ -118,8 +118,8 @@ class InitialOptions:
             self.schedule = _schedule_options(scheduler)
 
 
-def _optimizer_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups as JSON types, but for those that say how it computes."""
+def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options with which groups began, as JSON types, but for those that say how they are computed."""
     found = []
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}

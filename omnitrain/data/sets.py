@@ -70,6 +70,7 @@ class Sets:
             self.train = self.train_loader_of(settings.batch_size)
         self.eval: Any = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
         self.test: Any = self._evaluation_loader(settings.test_dataset, settings.test_loader, "test_dataset")
+        self.check_sizes(self.train, self.eval, self.test)
 
     def train_loader_of(self, batch_size: int) -> Loader:
         """Return a loader of the training set with micro-batches of this size."""
@@ -91,6 +92,20 @@ class Sets:
             if dataset is own:
                 return loader
         return self._evaluation_loader(dataset, None, "dataset")
+
+    def check_sizes(self, *loaders: Any) -> None:
+        """Compare the lengths of data on all ranks; of a loader of the user's own, each rank may have another.
+
+        Raises:
+            DistributedError: On all ranks, if they differ.
+        """
+        each = [one for loader in loaders for one in (loader.values() if isinstance(loader, dict) else [loader])]
+        sizes = {one.name: one.size for one in each if one is not None and not isinstance(one, GivenLoader)}
+        self._ranks.check_alike(
+            "The numbers of samples on the ranks", sizes,
+            "Give every rank the same data, of which each takes its share; or a loader of its own, `train_loader` for "
+            "instance, whose batches are used as they are.",
+        )  # fmt: skip
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         given = dataset if loader is None else loader

@@ -313,6 +313,7 @@ class Loop:
         Raises:
             KeyboardInterrupt: If a signal has cut it short.
         """
+        self.sets.check_sizes(loader)
         try:
             with self.lifecycle.aside(), self.evaluation.outside_run():
                 result = work(self.is_interrupted)

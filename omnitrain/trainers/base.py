@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.defaults import default_callbacks
 from omnitrain.checkpoint import state
-from omnitrain.checkpoint.changes import InitialOptions
+from omnitrain.checkpoint.changes import InitialOptions, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
 from omnitrain.checkpoint.contents import Contents
 from omnitrain.checkpoint.store import Store
@@ -47,9 +47,10 @@ from omnitrain.settings import (
     ScheduleName,
     Settings,
     change_setting,
+    check_same_on_ranks,
     check_settings,
     describe,
-    describe_data,
+    describe_all,
     folder_path,
     local_path,
     refuse_assignment,
@@ -286,6 +287,7 @@ class BaseTrainer(Hooks, ABC):
         parts = {name: getattr(settings, name) for name in ("optimizer", "lr_scheduler", "unit", "loss_fn")}
         refuse_dead_methods(model=model, **parts)
         self.ranks: Ranks = ranks or Ranks()
+        check_same_on_ranks(self.ranks, {"trainer": describe(type(self)), **describe_all(settings.to_dict())})
         self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
         self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
         self.batch_size = settings.batch_size
@@ -446,6 +448,7 @@ class BaseTrainer(Hooks, ABC):
             if self.train_loader is None and not self._loop.has_own_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
+            check_same_on_ranks(self.ranks, _described_run(self, resume_from, allow_change))
             found = None if resume_from is None else self._checkpointer.find(resume_from)
             if found is None and resume_from == "auto":
                 logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
@@ -616,10 +619,7 @@ class BaseTrainer(Hooks, ABC):
             "total_steps": self.total_steps,
             "unit": self.unit,
         }
-        plain = {
-            name: describe_data(value) if name.endswith(("_dataset", "_loader")) else describe(value)
-            for name, value in {**self.settings.to_dict(), **resolved}.items()
-        }
+        plain = describe_all({**self.settings.to_dict(), **resolved})
         return {"trainer": describe(type(self)), "model": describe(state.class_of(self.model)), **plain}
 
     # --- what the trainer has
@@ -749,3 +749,18 @@ class BaseTrainer(Hooks, ABC):
     def world_size(self) -> int:
         """The number of ranks of the run."""
         return self.ranks.world_size
+
+
+def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> dict[str, Any]:
+    """Return what the ranks must agree on when they begin to train, as JSON types."""
+    described, groups = trainer.resolved_config(), trainer.backend.groups
+    del described["samples_per_epoch"]  # of a loader of its own, each rank may have another
+    spec = trainer.settings.lr_scheduler
+    if spec is None or hasattr(spec, "step"):
+        del described["total_steps"]  # which follow from these, and decide nothing then
+    return described | {
+        "optimizer_groups": options_of(groups),  # they may have been changed since the trainer was made
+        "learning_rates": [float(group["lr"]) for group in groups],
+        "resume_from": resume_from if resume_from in (None, "auto", "last", "best") else "a folder",
+        "allow_change": sorted(allow_change),
+    }
