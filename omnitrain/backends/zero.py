@@ -223,7 +223,7 @@ class Zero(DDP):
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Refuse what the same optimizer does not have on one device; ZeRO keeps all of it in full precision."""
         self.check_groups(saved, where)
-        check_options(self.optimizer.param_groups, saved["groups"], where)
+        check_options(self.optimizer, saved["groups"], where)
         flat = state_specs(self.optimizer)  # of its own tensors, in which parameters lie one after the other
         entries = {key.rpartition("/")[2]: spec_of(tensors, key)[0] for key in tensors}
         parameters, wanted = self._parameters(), dict[str, Held]()

@@ -29,7 +29,7 @@ from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
-from omnitrain.data.streams import Mark
+from omnitrain.data.streams import Mark, check_state
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 from omnitrain.events import Algorithm, give_back
@@ -255,6 +255,7 @@ class Contents:
         state.check_references([content["callbacks"], content["algorithms"]], states, where)
         for tensors, rest in self._generators(folder, content):
             state.check_rng_tensors(tensors, rest, self._run.device, where)
+        self._check_stream(content, where)
         backend = self._run.backend
         if "optimizer" in changed_settings(content["settings"], self._run.resolved_config()):
             return
@@ -267,6 +268,17 @@ class Contents:
         backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
         for name, saved in _others(content).items():
             self._check_other(folder, name, saved)
+        saved = {OPTIMIZER: content["optimizer"]}
+        saved |= {optimizer_file(name): one for name, one in _others(content).items()}
+        for file, one in saved.items():
+            state.check_numbers(TensorFile(folder / file), one, repr(str(folder / file)))
+
+    def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
+        """Refuse where a stream was, if the same kind of dataset cannot be put back there."""
+        loader, mark = self._sets.train, content.get("stream")
+        then, now = content["settings"], self._run.resolved_config()
+        if mark is not None and isinstance(loader, StreamLoader) and then.get("train_dataset") == now["train_dataset"]:
+            check_state(loader.dataset, state.from_json(mark["state"]), where)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Put the run back to a checkpoint, but for its random numbers; one that is refused leaves it as it was.

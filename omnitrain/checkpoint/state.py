@@ -45,6 +45,7 @@ __all__ = [
     "check_fit",
     "check_groups",
     "check_like",
+    "check_numbers",
     "check_optimizer",
     "check_options",
     "check_references",
@@ -442,21 +443,75 @@ def check_optimizer(
     """
     names = parameter_names(model)
     check_groups(names_by_group(optimizer, model), [group["params"] for group in saved["groups"]], where)
-    check_options(optimizer.param_groups, saved["groups"], where)
+    check_options(optimizer, saved["groups"], where)
     nested = check_references([saved["rest"], saved["shared"]], tensors, where)
     wanted = {names[key]: held for key, held in state_specs(optimizer).items()}
     check_state(wanted, tensors, nested, where)
 
 
-def check_options(groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str, Any]], where: str) -> None:
-    """Refuse options of an optimizer's groups that are not of the kind that it has; how it computes stays its own."""
-    for present, options in zip(groups, saved, strict=True):
+def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]], where: str) -> None:
+    """Refuse options of an optimizer's groups that are not of the kind that it has; how it computes stays its own.
+
+    PyTorch's own optimizers are asked for the range of each, as they are when one is made with it.
+    """
+    for present, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             if key == "params" or key in IMPLEMENTATION or key not in present:
                 continue
-            now = present[key]
+            now, then = present[key], from_json(value)
             now = now.item() if isinstance(now, torch.Tensor) and now.numel() == 1 else now
-            check_like(from_json(value), now, f"optimizer option {key!r}", where)
+            check_like(then, now, f"optimizer option {key!r}", where)
+            if reason := _reason_against(type(optimizer), key, then):
+                raise CheckpointError(
+                    f"{where} is damaged: optimizer option {key!r} is {reprlib.repr(then)} there, which "
+                    f"{type(optimizer).__name__} refuses ({reason}). Take another checkpoint."
+                )
+
+
+def _reason_against(kind: type, option: str, value: Any) -> str:
+    """Return why an optimizer of PyTorch cannot be made with a value of an option; nothing if it can."""
+    make: Any = kind
+    is_known = kind.__module__.startswith("torch.optim.") and option in inspect.signature(kind).parameters
+    if not is_known or (isinstance(value, float) and -_ROUNDING < value < 0):
+        return ""
+    try:
+        make([nn.Parameter(torch.empty(1, 1))], **{option: value})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+_ROUNDING = 1e-9
+"""How far below zero a schedule may come where it ends at it."""
+_BOOKKEEPING = ("step", "eta", "mu", "mu_product")
+"""What PyTorch's optimizers keep of each parameter in one number; the first counts."""
+
+
+def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+    """Refuse what an optimizer computes factors of all further steps from, if it is no number or a negative count.
+
+    Args:
+        tensors: What was saved of it, keyed "<parameter>/<entry>"; only those of one number are read.
+        saved: The rest of what was saved.
+        where: What an error calls them.
+
+    Raises:
+        CheckpointError: Naming the key.
+    """
+    found = {
+        key: tensors[key].item()
+        for key in tensors
+        if key.rpartition("/")[2] in _BOOKKEEPING and spec_of(tensors, key)[0] == ()
+    }
+    for name, entries in saved["rest"].items():
+        found |= {f"{name}/{key}": from_json(entries[key], tensors) for key in entries if key in _BOOKKEEPING}
+    for key, value in found.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (value < 0 and key.endswith("/step")):
+            raise CheckpointError(
+                f"{where} is damaged: {key!r} of the optimizer is {reprlib.repr(value)} there, which no step leaves. "
+                "Take another checkpoint."
+            )
 
 
 def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set[str]:

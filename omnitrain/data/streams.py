@@ -5,17 +5,21 @@ The loader around it is in `loaders.py`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
 from omnitrain.data.sampling import Collate, Counted, no_end, share
-from omnitrain.errors import named_samples
+from omnitrain.errors import CheckpointError, named_samples
+from omnitrain.events import give_back
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 
-__all__ = ["Mark", "Stream"]
+__all__ = ["Mark", "Stream", "can_seek", "check_state"]
 
 
 class Mark(NamedTuple):
@@ -128,6 +132,53 @@ def can_seek(dataset: Any) -> bool:
     if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
         return False
     return not _has_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def check_state(dataset: Any, state: Any, where: str) -> None:
+    """Refuse a state of a checkpoint that a stream cannot be put back to; it is afterwards where it was.
+
+    Args:
+        dataset: The stream, with `state_dict()` and `load_state_dict()`.
+        state: What its `state_dict()` is to have returned.
+        where: What an error calls the checkpoint.
+
+    Raises:
+        CheckpointError: Naming the key, or what the stream said.
+    """
+    name, present = type(dataset).__qualname__, None
+    with contextlib.suppress(Exception):  # it need not be able to tell before it is read
+        present = dataset.state_dict()
+    for key, value, other in _odd(state, present, ""):
+        raise CheckpointError(
+            f"{where} is damaged: 'omnitrain.json' has {reprlib.repr(value)} for {key} of the state of `train_dataset` "
+            f"({name}), where {reprlib.repr(other)} was expected, or another of its kind. Take another checkpoint."
+        )
+    try:
+        with contextlib.ExitStack() as undo:
+            give_back(dataset, state, undo)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: the state of `train_dataset` in 'omnitrain.json': {error}") from error
+
+
+def _odd(value: Any, present: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what of a state cannot be in the place of the present one: (key, value, present value)."""
+    if isinstance(present, Mapping):
+        fits = isinstance(value, Mapping)
+        for inner in present.keys() & value.keys() if fits else ():
+            yield from _odd(value[inner], present[inner], f"{key}[{inner!r}]")
+    elif isinstance(present, (list, tuple)):
+        fits = isinstance(value, (list, tuple))
+    elif isinstance(present, bool):
+        fits = isinstance(value, bool)
+    elif isinstance(present, (int, float)):
+        is_count = isinstance(present, int) and isinstance(value, int)  # of what was read
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = fits and (math.isfinite(value) or not math.isfinite(present))
+        fits = fits and not (is_count and value < 0 <= present)
+    else:
+        fits = value is None or isinstance(value, str) or not isinstance(present, str)
+    if not fits:
+        yield key or "all", value, present
 
 
 def _has_buffer(part: Any) -> bool:

@@ -140,6 +140,8 @@ FORGED: list[tuple[str, Any]] = [
     (OPTIMIZER, narrow("0.bias/exp_avg")),
     (OPTIMIZER, grow("0.weight/step")),
     (OPTIMIZER, lambda tensors: tensors.pop("0.weight/exp_avg_sq")),
+    (OPTIMIZER, lambda tensors: tensors["0.weight/step"].fill_(float("nan"))),
+    (OPTIMIZER, lambda tensors: tensors["3.bias/step"].neg_()),
     (OPTIMIZER, lambda tensors: tensors.update({"9.weight/exp_avg": torch.zeros(1)})),
     (RNG, shrink("0/torch")),
     (RNG, lambda tensors: tensors["0/python"].neg_()),

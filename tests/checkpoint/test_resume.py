@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import logging
@@ -26,6 +27,7 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
+from forging import content_of, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
@@ -1647,6 +1649,53 @@ def test_stream_whose_state_cannot_be_kept_is_read_again(folder: Path, caplog: p
     assert "will read the stream again" in caplog.text
     resumed = train(build(folder / "run", dataset=Opaque, load_best_at_end=False), resume_from="auto")
     assert (resumed.progress.step, resumed.train_dataset.read) == (9, 66)
+
+
+class Counting(IterableDataset[Any]):
+    """A stream that takes whatever place it is given."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"place": 0, "share": 0.0, "file": "a", "deep": {"shard": 0}}
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.state["place"] < 22:
+            self.state["place"] += 1
+            yield Numbered()[self.state["place"] - 1]
+        self.state["place"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = {**state, "deep": {"shard": state["deep"]["shard"]}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("place", -4), ("place", "x"), ("place", {"__float__": "nan"}), ("place", None), ("place", True),
+        ("share", {"__float__": "inf"}), ("file", 3), ("deep", {"shard": -1}), ("deep", {}), ("deep", 3),
+    ],
+)  # fmt: skip
+def test_state_that_a_stream_cannot_have_had_is_refused_before_anything_is_loaded_and_auto_takes_the_one_before(
+    key: str, value: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"dataset": Counting, "load_best_at_end": False, "save_steps": 2}
+    play(folder / "run", [{"cut": ("stop", 4)}], **options)
+    newest = max(folder.glob("run/checkpoint-*"))
+    content = content_of(newest)
+    content["stream"]["state"][key] = value
+    seal(newest, content)
+    resumed = build(folder / "run", **options)
+    before = copy.deepcopy(resumed.model.state_dict())
+    told = "shard" if value == {} else key
+    with pytest.raises(CheckpointError, match=rf"{newest.name}.*omnitrain.json.*{told}"):
+        resumed.train(resume_from=newest)
+    assert all(torch.equal(one, before[name]) for name, one in resumed.model.state_dict().items())
+    assert resumed.train_dataset.state == Counting().state
+    train(resumed, resume_from="auto")
+    assert resumed.progress.step == 9
+    assert "Passed over" in caplog.text
 
 
 def without_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

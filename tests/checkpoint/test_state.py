@@ -532,6 +532,38 @@ def test_option_of_another_kind_is_refused_by_name(option: str, value: Any) -> N
         state.restore_optimizer(optimizer, model, tensors, rest, "there")
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [("AdamW", "lr", -1.0), ("AdamW", "betas", (0.9, 1.5)), ("AdamW", "weight_decay", -0.1), ("SGD", "momentum", -1)],
+)
+def test_option_out_of_the_range_of_the_optimizer_is_refused_by_name(name: str, option: str, value: Any) -> None:
+    model, optimizer = trained(OPTIMIZERS[name])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    rest["groups"][0][option] = state.to_json(value, option)
+    with pytest.raises(CheckpointError, match=rf"optimizer option '{option}' is .*which {name} refuses"):
+        state.restore_optimizer(optimizer, model, tensors, rest, "there")
+
+
+def test_rate_that_a_schedule_has_brought_a_rounding_error_below_zero_is_taken() -> None:
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    rest["groups"][0]["lr"] = -1e-20
+    state.restore_optimizer(optimizer, model, tensors, rest, "there")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_count_of_steps_that_no_step_leaves_is_refused_by_name(value: float) -> None:
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, rest = state.optimizer_state(optimizer, model)
+    state.check_numbers(tensors, rest, "there")
+    key = next(key for key in tensors if key.endswith("/step"))
+    with pytest.raises(CheckpointError, match=rf"there is damaged: '{key}' of the optimizer is"):
+        state.check_numbers({**tensors, key: torch.tensor(value)}, rest, "there")
+    name = key.removesuffix("/step")
+    with pytest.raises(CheckpointError, match=rf"there is damaged: '{key}' of the optimizer is 'x'"):
+        state.check_numbers({}, {"rest": {name: {"step": "x"}}}, "there")
+
+
 def test_what_is_loaded_needs_the_file_no_more(tmp_path: Path) -> None:
     model, optimizer = trained(OPTIMIZERS["AdamW"])
     tensors, rest = state.optimizer_state(optimizer, model)
