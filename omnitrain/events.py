@@ -128,6 +128,8 @@ class Control:
 class TrainerLike(Protocol):
     """What callbacks and algorithms may use of a trainer."""
 
+    settings: Any
+    """The arguments that it was made with, by name."""
     lr_scheduler: Any
     device: torch.device
     limits: Limits

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, labels_of
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, labels_of, where_labels_are
 from omnitrain.errors import DataError
 
 __all__ = [
@@ -162,11 +162,9 @@ class ModelUnit:
         except Exception as error:
             if labels is not None:
                 raise
-            keys = f"the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _describe(batch)
             raise DataError(
-                f"`loss_fn` got labels=None, as no labels were found in the batch, and failed: {error} The batch has "
-                f"{keys}; labels are the last entry of a tuple, or stand under one of {', '.join(LABEL_KEYS)}. Rename "
-                "them in the dataset or the `data_collator`."
+                f"`loss_fn` got labels=None, as no labels were found in the batch, and failed: {error} "
+                f"{where_labels_are(batch)}"
             ) from error
 
     def _call(self, model: Any, batch: Any) -> Any:

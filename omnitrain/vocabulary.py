@@ -80,7 +80,7 @@ _TRANSFORMERS: dict[str, Meaning] = {
     "report_to": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),
     "disable_tqdm": Meaning("progress_bar", "progress_bar=False"),
     "remove_unused_columns": Meaning("", "Keys that the model does not take are left out, and named in the log."),
-    "label_smoothing_factor": Meaning("algorithms", "`[LabelSmoothing(0.1)]`"),
+    "label_smoothing_factor": Meaning("algorithms", "`[LabelSmoothing(num_classes, 0.1)]`"),
     "group_by_length": Meaning("", _LOADER),
     "max_train_steps": Meaning("max_steps"),
     "resume_from_checkpoint": Meaning("", _RESUME),

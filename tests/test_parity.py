@@ -35,7 +35,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from transformers import DataCollatorWithFlattening
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, DataError, HFTrainer, NonFiniteError, Trainer
+from omnitrain import (
+    AccelerateTrainer,
+    Callback,
+    ConfigError,
+    DataError,
+    HFTrainer,
+    LabelSmoothing,
+    MixUp,
+    NonFiniteError,
+    Trainer,
+)
 from omnitrain.checkpoint import identity
 from omnitrain.checkpoint.store import Store
 from omnitrain.data.sampling import EpochSampler
@@ -887,6 +897,45 @@ def test_a_part_that_from_pretrained_left_in_evaluation_mode_trains_unless_it_is
     assert model.encoder.training is (not frozen)
     assert model.training
     assert model.head.training
+
+
+# --- labels under a name of their own
+
+
+@pytest.mark.parametrize("algorithm", [lambda: LabelSmoothing(3, 0.2), lambda: MixUp(3)], ids=["smoothing", "mixup"])
+def test_algorithms_change_the_labels_that_label_names_names(trainer_class: Any, algorithm: Any) -> None:
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def data(name: str) -> list[dict[str, Any]]:
+        return [{"x": row, name: index % 3} for index, row in enumerate(x)]
+
+    def trained(name: str, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Renamed(nn.Linear(4, 3).double())
+        run(
+            trainer_class, model, data(name), loss_fn=F.cross_entropy, batch_size=4, epochs=2,
+            algorithms=[algorithm()], **options,
+        )  # fmt: skip
+        return weights(model)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert same(trained("kind", label_names=["kind"]), trained("labels"))
+        with pytest.raises(DataError, match=r"label_names=\['kind'\]"):
+            trained("kind")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Renamed(nn.Module):
+    """A layer whose input is called x."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
 
 
 # --- random numbers of the program

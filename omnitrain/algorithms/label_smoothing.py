@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from omnitrain.data.collation import LABEL_KEYS, labels_of
-from omnitrain.errors import ConfigError, DataError
+from omnitrain.data.collation import as_probabilities, required_labels, with_labels
+from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, TrainerLike
 
 __all__ = ["LabelSmoothing"]
@@ -34,13 +30,8 @@ class LabelSmoothing(Algorithm):
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         """Return the batch with smoothed labels; labels that are probabilities already are smoothed too."""
-        labels = labels_of(batch)
-        if not isinstance(labels, torch.Tensor):
-            raise DataError("LabelSmoothing needs labels: a dict batch with 'labels', or a tuple of (inputs, labels).")
+        names = trainer.settings.label_names or ()
+        labels = required_labels(batch, names, "LabelSmoothing")
         if not labels.is_floating_point():
-            labels = F.one_hot(labels, self.num_classes).to(torch.get_default_dtype())
-        smooth = labels * (1 - self.smoothing) + self.smoothing / self.num_classes
-        if isinstance(batch, Mapping):
-            name = next(key for key in LABEL_KEYS if key in batch)
-            return {**batch, name: smooth}
-        return (*batch[:-1], smooth)
+            labels = as_probabilities(labels, self.num_classes)
+        return with_labels(batch, labels * (1 - self.smoothing) + self.smoothing / self.num_classes, names)

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from omnitrain.data.collation import LABEL_KEYS, labels_of
-from omnitrain.errors import ConfigError, DataError
+from omnitrain.data.collation import as_probabilities, required_labels, with_labels
+from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, TrainerLike
 
 __all__ = ["MixUp"]
@@ -37,9 +36,8 @@ class MixUp(Algorithm):
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         """Return the mixed batch: every floating-point tensor and the labels."""
-        labels = labels_of(batch)
-        if not isinstance(labels, torch.Tensor):
-            raise DataError("MixUp needs labels: a dict batch with 'labels', or a tuple of (inputs, labels).")
+        names = trainer.settings.label_names or ()
+        labels = required_labels(batch, names, "MixUp")
         # drawn on the host, where no device has to be waited for
         factor = float(torch.distributions.Beta(self.alpha, self.alpha).sample().numpy())
         factor = max(factor, 1 - factor)
@@ -48,13 +46,10 @@ class MixUp(Algorithm):
         def mix(tensor: torch.Tensor) -> torch.Tensor:
             return factor * tensor + (1 - factor) * tensor[partner]
 
-        mixed_labels = mix(self._as_probabilities(labels))
-        if isinstance(batch, Mapping):
-            return {
-                key: mixed_labels if key in LABEL_KEYS and value is labels else self._mixed(value, mix)
-                for key, value in batch.items()
-            }
-        return (*(self._mixed(value, mix) for value in batch[:-1]), mixed_labels)
+        entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        mixed = {key: self._mixed(value, mix) for key, value in entries}
+        whole = mixed if isinstance(batch, Mapping) else tuple(mixed.values())
+        return with_labels(whole, mix(self._as_probabilities(labels)), names)
 
     @staticmethod
     def _mixed(value: Any, mix: Any) -> Any:
@@ -65,4 +60,4 @@ class MixUp(Algorithm):
             return labels
         if self.num_classes is None:
             raise ConfigError("MixUp needs `num_classes` for integer labels.")
-        return F.one_hot(labels, self.num_classes).to(torch.get_default_dtype())
+        return as_probabilities(labels, self.num_classes)

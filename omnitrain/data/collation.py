@@ -17,12 +17,16 @@ __all__ = [
     "IGNORED_LABEL",
     "LABEL_KEYS",
     "Collator",
+    "as_probabilities",
     "copied_ahead",
     "count_samples",
     "labels_of",
     "move_to_device",
     "pinned",
+    "required_labels",
     "tensors_in",
+    "where_labels_are",
+    "with_labels",
 ]
 
 IGNORED_LABEL = -100
@@ -217,13 +221,66 @@ def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:
     """
     if isinstance(batch, (tuple, list)):
         return batch[-1] if len(batch) > 1 else None
+    keys = _label_keys_of(batch, names)
+    return None if not keys else batch[keys[0]] if len(keys) == 1 else tuple(batch[key] for key in keys)
+
+
+def _label_keys_of(batch: Any, names: Sequence[str]) -> Sequence[str]:
+    if not isinstance(batch, Mapping):
+        return ()
+    if names and all(name in batch for name in names):
+        return names
+    return [key for key in LABEL_KEYS if key in batch][:1]
+
+
+def required_labels(batch: Any, names: Sequence[str], who: str) -> torch.Tensor:
+    """Return the labels of a batch, for an algorithm that changes them.
+
+    Raises:
+        DataError: If there are none, or several of them, or they are no tensor.
+    """
+    labels = labels_of(batch, names)
+    if isinstance(labels, torch.Tensor):
+        return labels
+    if isinstance(labels, tuple):
+        raise DataError(f"{who} changes labels under one key, and `label_names={list(names)!r}` has several of them.")
+    raise DataError(f"{who} needs labels, and found {_kind_of(labels)} in the batch. {where_labels_are(batch)}")
+
+
+def _kind_of(labels: Any) -> str:
+    return "none" if labels is None else f"a {type(labels).__name__} in their place"
+
+
+def where_labels_are(batch: Any) -> str:
+    """Return the remedy for a batch whose labels were not found."""
     if isinstance(batch, Mapping):
-        if names and all(name in batch for name in names):
-            return tuple(batch[name] for name in names) if len(names) > 1 else batch[names[0]]
-        for key in LABEL_KEYS:
-            if key in batch:
-                return batch[key]
-    return None
+        return (
+            f"It has the keys {', '.join(map(repr, batch))}, and labels are looked for under {', '.join(LABEL_KEYS)}: "
+            f"name others by `label_names=`, for instance label_names={[str(key) for key in batch][-1:]!r}."
+        )
+    return "Labels are the last entry of a tuple: let the dataset, or the `data_collator`, return (inputs, labels)."
+
+
+def as_probabilities(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Return integer labels as probabilities, of one more dimension.
+
+    Raises:
+        DataError: If a label is none of the classes, where the device tells.
+    """
+    try:
+        return torch.nn.functional.one_hot(labels.long(), num_classes).to(torch.get_default_dtype())
+    except RuntimeError as error:
+        raise DataError(
+            f"`num_classes={num_classes}` is for labels from 0 to {num_classes - 1}, and a batch has others: {error} "
+            "Not even -100, which losses leave out, has a probability. Mend the labels, or `num_classes`."
+        ) from error
+
+
+def with_labels(batch: Any, labels: Any, names: Sequence[str]) -> Any:
+    """Return a batch with these labels in the place of the ones that `required_labels` returned."""
+    if isinstance(batch, Mapping):
+        return {**batch, _label_keys_of(batch, names)[0]: labels}
+    return (*batch[:-1], labels)
 
 
 def count_samples(batch: Any) -> int:

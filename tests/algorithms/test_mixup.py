@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from omnitrain import ConfigError, DataError, LabelSmoothing, MixUp
+from omnitrain.settings import Settings
 
-TRAINER: Any = None
+TRAINER: Any = SimpleNamespace(settings=Settings())
 
 
 def test_inputs_and_labels_are_mixed_by_the_same_factor_with_the_same_partner() -> None:
@@ -50,3 +52,25 @@ def test_label_smoothing_gives_what_torch_gives() -> None:
     torch.testing.assert_close(torch.nn.functional.cross_entropy(logits, smooth), expected)
     with pytest.raises(ConfigError, match="smoothing"):
         LabelSmoothing(3, 1.0)
+
+
+@pytest.mark.parametrize("algorithm", [MixUp(num_classes=2), LabelSmoothing(2)])
+def test_labels_are_those_that_the_trainer_was_told_of(algorithm: Any) -> None:
+    trainer: Any = SimpleNamespace(settings=Settings(label_names=["kind"]))
+    batch = {"x": torch.randn(4, 2), "kind": torch.tensor([0, 1, 0, 1]), "labels": torch.arange(4)}
+    changed = algorithm.transform_batch(trainer, batch)
+    assert changed["kind"].shape == (4, 2)
+    assert torch.equal(changed["labels"], batch["labels"])
+
+
+@pytest.mark.parametrize("algorithm", [MixUp(num_classes=2), LabelSmoothing(2)])
+def test_labels_that_it_cannot_change_are_told_with_the_remedy(algorithm: Any) -> None:
+    x, kind = torch.randn(4, 2), torch.tensor([0, 1, 0, 1])
+    with pytest.raises(DataError, match=r"the keys 'x', 'kind'.*label_names=\['kind'\]"):
+        algorithm.transform_batch(TRAINER, {"x": x, "kind": kind})
+    several: Any = SimpleNamespace(settings=Settings(label_names=["kind", "other"]))
+    with pytest.raises(DataError, match="has several of them"):
+        algorithm.transform_batch(several, {"x": x, "kind": kind, "other": kind})
+    for odd in (-100, 2):
+        with pytest.raises(DataError, match="labels from 0 to 1"):
+            algorithm.transform_batch(TRAINER, (x, kind + odd))
