@@ -115,6 +115,10 @@ def run_trial(engine: Searching, resume_from_checkpoint: str | None = None, tria
 class Searching(Uploading):
     """transformers' Trainer, whose search has a trainer of ours for each trial."""
 
+    def folder_of(self, trial: Any) -> str:
+        """Return the folder that a trial writes into."""
+        return super()._get_output_dir(trial)
+
     def hyperparameter_search(
         self,
         hp_space: Any = None,
@@ -144,7 +148,7 @@ class Trial:
         self.engine = engine
         self.trial = trial
         self.values: dict[str, Any] = self._values()
-        self.folder: Any = engine._get_output_dir(trial)
+        self.folder: Any = engine.folder_of(trial)
         self.name: str = Path(self.folder).name
 
     def _values(self) -> dict[str, Any]:
