@@ -131,7 +131,9 @@ def test_ctrl_c_outside_of_training_exits_with_130(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_demo_in_order_and_tells_the_shell(number: signal.Signals, code: int, tmp_path: Path) -> None:
     with start("-m", "omnitrain.cli", "demo", "--data", "stdlib", cwd=tmp_path) as process:
         assert process.stdout is not None

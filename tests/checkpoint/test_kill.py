@@ -70,6 +70,11 @@ def exit_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def some_of(every: int) -> Any:
+    """Parametrize `every`: all operations of a run are for `make test-all`, one of so many for each `make test`."""
+    return pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), every])
+
+
 # --- killed at every operation on the disk
 
 
@@ -146,12 +151,13 @@ def kill(disk: Disk, path: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@some_of(5)
 def test_sigkill_at_every_file_operation_of_a_run_costs_only_the_work_since_the_last_save(
-    folder: Path, undisturbed: dict[str, Any]
+    every: int, folder: Path, undisturbed: dict[str, Any]
 ) -> None:
     number = operations(folder)
     assert number > 80
-    for k in range(number):
+    for k in range(0, number, every):
         run = folder / str(k)
         trainer = build(run, **RUN)
         with disk(trainer, Disk(k, kill)):
@@ -176,10 +182,11 @@ def cut_power(disk: Disk, path: Path) -> None:
     raise Killed
 
 
+@some_of(4)
 def test_power_cut_at_every_file_operation_of_a_run_costs_only_the_work_since_the_last_save(
-    folder: Path, undisturbed: dict[str, Any]
+    every: int, folder: Path, undisturbed: dict[str, Any]
 ) -> None:
-    for k in range(operations(folder)):
+    for k in range(0, operations(folder), every):
         run = folder / "power" / str(k)
         trainer = build(run, **RUN)
         with disk(trainer, Disk(k, cut_power)) as fake:
@@ -346,10 +353,11 @@ def test_disk_that_fails_at_any_operation_costs_checkpoints_and_not_the_run(
         shutil.rmtree(run, ignore_errors=True)
 
 
-def test_disk_that_fails_while_an_earlier_run_is_replaced_does_not_end_the_new_one(folder: Path) -> None:
+@some_of(5)
+def test_disk_that_fails_while_an_earlier_run_is_replaced_does_not_end_the_new_one(every: int, folder: Path) -> None:
     play(folder / "earlier", save_steps=2, epochs=2)
     options = {**NO_BEST, "overwrite": True, "save_steps": 4}
-    for k in itertools.count():
+    for k in itertools.count(0, every):
         run = folder / str(k)
         shutil.copytree(folder / "earlier", run)
         trainer = build(run, **options)
@@ -434,8 +442,9 @@ def damages(data: bytes) -> Iterator[tuple[str, bytes | None]]:
         yield f"bit flipped in byte {position}", bytes(flipped)
 
 
+@some_of(3)
 def test_damage_to_any_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_taken(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    every: int, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {**RUN, "save_total_limit": None, "load_best_at_end": False}
     expected = play(folder / "undisturbed", **options)
@@ -444,30 +453,28 @@ def test_damage_to_any_file_of_the_newest_checkpoint_is_named_and_the_one_before
     newest = run / "checkpoint-000004"
     files = [path.relative_to(newest).as_posix() for path in sorted(newest.rglob("*")) if path.is_file()]
     assert files == [HISTORY, "model.safetensors", MANIFEST, "optimizer/state.safetensors", "rng/state.safetensors"]
-    cases = 0
-    for file in files:
-        for kind, damaged in damages((newest / file).read_bytes()):
-            copy = folder / "copy"
-            shutil.copytree(run, copy, symlinks=True)
-            target = copy / newest.name / file
-            target.unlink()
-            if damaged is not None:
-                target.write_bytes(damaged)
-            for which in (copy / newest.name, "last"):
-                trainer = build(copy, **options)
-                with pytest.raises(CheckpointError, match=rf"(?s){Path(file).name}.*'checkpoint-000002'"):
-                    trainer.train(resume_from=which)
-                assert trainer.progress.step == 0 and not trainer.optimizer.state
-            caplog.clear()
+    cases = [(file, *case) for file in files for case in damages((newest / file).read_bytes())]
+    assert len(cases) == 50
+    for file, kind, damaged in cases[::every]:
+        copy = folder / "copy"
+        shutil.copytree(run, copy, symlinks=True)
+        target = copy / newest.name / file
+        target.unlink()
+        if damaged is not None:
+            target.write_bytes(damaged)
+        for which in (copy / newest.name, "last"):
             trainer = build(copy, **options)
-            disturb_generators()
-            trainer.train(resume_from="auto")
-            passed = [r.getMessage() for r in caplog.records if "Passed over" in r.getMessage()]
-            assert len(passed) == 1 and Path(file).name in passed[0] and "checkpoint-000002" in passed[0], kind
-            assert not differences(without_streams(outcome(trainer)), without_streams(expected)), f"{file} {kind}"
-            shutil.rmtree(copy)
-            cases += 1
-    assert cases == 50
+            with pytest.raises(CheckpointError, match=rf"(?s){Path(file).name}.*'checkpoint-000002'"):
+                trainer.train(resume_from=which)
+            assert trainer.progress.step == 0 and not trainer.optimizer.state
+        caplog.clear()
+        trainer = build(copy, **options)
+        disturb_generators()
+        trainer.train(resume_from="auto")
+        passed = [r.getMessage() for r in caplog.records if "Passed over" in r.getMessage()]
+        assert len(passed) == 1 and Path(file).name in passed[0] and "checkpoint-000002" in passed[0], kind
+        assert not differences(without_streams(outcome(trainer)), without_streams(expected)), f"{file} {kind}"
+        shutil.rmtree(copy)
 
 
 def test_when_every_checkpoint_is_damaged_auto_is_an_error_and_nothing_is_touched(folder: Path) -> None:

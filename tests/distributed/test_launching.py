@@ -137,7 +137,8 @@ def test_the_example_goes_on_where_it_was_stopped_on_another_number_of_processes
 @pytest.mark.parametrize(
     ("way", "options"),
     [
-        ("zero2", ["--zero", "2", "-m", "launched"]),
+        ("ddp", ["-m", "launched"]),
+        pytest.param("zero2", ["--zero", "2", "-m", "launched"], marks=pytest.mark.slow),
         pytest.param("ddp", [SCRIPT], marks=pytest.mark.slow),
         pytest.param("fsdp2", ["--fsdp", SCRIPT], marks=pytest.mark.slow),
         pytest.param("zero3", ["--zero", "3", SCRIPT], marks=pytest.mark.slow),

@@ -20,7 +20,9 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import programs  # noqa: E402
+from backends import asked_for  # noqa: E402
 from forking import HERE, Case, Found, Outcome, joined, mark, play  # noqa: E402
+from marks import thinned  # noqa: E402
 from recipes import distance, rows, t16, weights  # noqa: E402
 
 from omnitrain import Callback  # noqa: E402
@@ -161,6 +163,12 @@ SIGNALLED = {
         (USR1, [1], "step", "ddp"), (USR1, [0], "step", "fsdp"),
     ]
 }  # fmt: skip
+ALIKE = [
+    name
+    for name, (number, ranks, moment, wrapping) in SIGNALLED.items()
+    if (ranks == [0, 1] and moment != "evaluation") or moment == "epoch" or (number == USR1 and wrapping == "fsdp")
+]
+"""Those that come to the same as others there."""
 CASES = [
     Case(
         name, "test_signals:signalled", {"number": int(number), "ranks": ranks, "moment": moment, "wrapping": wrapping}
@@ -189,13 +197,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Found[list[Outcome]]:
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    asked = asked_for(request, "name")
     killed = [
         Case(name, "test_signals:train", {"number": int(KILL), **options}, hosted="store" in name)
         for name, options in KILLED.items()
     ]
     others = [Case("straight", "test_signals:train"), Case("evaluation", "test_signals:evaluate_and_die")]
-    cases = in_folders([*CASES, *killed, *others], folder)
+    cases = in_folders([*(case for case in CASES if case.name in asked), *killed, *others], folder)
     found = play(cases, folder / "first")
     resumed = [
         Case(f"{case.name} resumed", case.function, {"folder": case.options["folder"], "resume": True})
@@ -204,7 +213,7 @@ def outcomes(folder: Path) -> Found[list[Outcome]]:
     return joined(found, play(resumed, folder / "second"))
 
 
-@pytest.mark.parametrize("name", SIGNALLED)
+@pytest.mark.parametrize("name", thinned(SIGNALLED, [name for name in SIGNALLED if name not in ALIKE]))
 def test_signal_to_any_process_saves_there_and_the_resumed_run_equals_the_straight_one(
     name: str, outcomes: dict[str, list[Outcome]]
 ) -> None:
