@@ -152,6 +152,11 @@ class ModelUnit:
                 loss = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
         scores = _scores_in(outputs, loss)
         if needs_loss or loss is not None:
+            if self.loss_fn is not None and not isinstance(loss, Tensor):
+                raise DataError(
+                    f"`loss_fn` returned {_describe(loss)}. Return the loss as a scalar tensor that gradients can be "
+                    "taken of."
+                )
             loss = self._checked(loss, outputs)
         return StepOutput(loss, scores, labels)
 
@@ -161,6 +166,8 @@ class ModelUnit:
             return self.loss_fn(outputs, labels)
         except Exception as error:
             if labels is not None:
+                if not isinstance(outputs, Tensor):
+                    error.add_note(f"`loss_fn` got what the model returned as a whole: {_describe(outputs)}.")
                 raise
             raise DataError(
                 f"`loss_fn` got labels=None, as no labels were found in the batch, and failed: {error} "
@@ -171,13 +178,31 @@ class ModelUnit:
         if isinstance(batch, (tuple, list)):
             return model(*batch[:-1]) if len(batch) > 1 else model(*batch)
         if isinstance(batch, Mapping):
-            if self.loss_fn is None:
-                if "labels" in self._names and "labels" not in batch:
-                    batch = self._with_labels(batch)
-                if self._takes is None or batch.keys() <= self._takes:
-                    return model(**{**self._always, **batch})
-            return model(**{**self._always, **self._fitting(batch)})
+            try:
+                return model(**{**self._always, **self._keywords(batch)})
+            except TypeError as error:
+                self._check_names(batch, error)
+                raise
         return model(batch)
+
+    def _keywords(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what of a batch the model is called with."""
+        if self.loss_fn is None:
+            if "labels" in self._names and "labels" not in batch:
+                batch = self._with_labels(batch)
+            if self._takes is None or batch.keys() <= self._takes:
+                return batch
+        return self._fitting(batch)
+
+    def _check_names(self, batch: Mapping[str, Any], error: TypeError) -> None:
+        """Raise DataError for a call that failed as the batch lacks what forward() cannot do without."""
+        lacking = sorted(self._needs - batch.keys() - {"labels"})
+        if lacking:
+            raise DataError(
+                f"The model's forward() needs {', '.join(map(repr, lacking))}, and the batch has the keys "
+                f"{', '.join(map(repr, batch))}. Give the samples the names of its arguments, or make them tuples "
+                "(inputs, labels), of which the inputs are passed by position."
+            ) from error
 
     def _with_labels(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with its labels, if it has any, under the name that the model takes."""

@@ -899,6 +899,57 @@ def test_a_part_that_from_pretrained_left_in_evaluation_mode_trains_unless_it_is
     assert model.head.training
 
 
+# --- mistakes that were raw errors, or late
+
+
+def test_a_loss_that_is_cut_off_from_the_model_is_refused_with_the_remedy(trainer_class: Any) -> None:
+    def detached(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs, labels).detach()
+
+    with pytest.raises(ConfigError, match="The loss has no gradient"):
+        run(trainer_class, t16(), rows(8), loss_fn=detached, epochs=1)
+
+
+def test_data_in_another_precision_than_the_model_are_told_with_the_remedy(trainer_class: Any) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        run(trainer_class, t16(dtype=torch.float32), rows(8), epochs=1)
+    assert any("The batch has torch.float64, and the model torch.float32" in note for note in caught.value.__notes__)
+
+
+def test_a_schedule_that_is_shorter_than_the_run_is_named(trainer_class: Any) -> None:
+    def short(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+
+    with pytest.raises(ValueError, match="Tried to step") as caught:
+        run(trainer_class, t16(), rows(12), batch_size=2, epochs=1, lr_scheduler=short)
+    assert any("OneCycleLR, at the end of step 3" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_train_end"])
+def test_training_inside_of_training_is_refused_and_outside_goes_on(trainer_class: Any, event: str) -> None:
+    class Nests(Callback):
+        pass
+
+    def nest(self: Any, trainer: Any) -> None:
+        if not tried:
+            tried.append(1)
+            trainer.train()
+
+    tried: list[int] = []
+    setattr(Nests, event, nest)
+    trainer = trainer_class(
+        t16(), rows(8), loss_fn=F.mse_loss, epochs=1, callbacks=[Nests()], **placed_on_cpu(trainer_class)
+    )
+    with pytest.raises(ConfigError, match="called inside of `train"):
+        trainer.train()
+    assert trainer.train()["stop_reason"] == "epochs"
+
+
+def test_evaluation_sets_that_are_not_named_by_text_are_refused_at_once(trainer_class: Any) -> None:
+    with pytest.raises(ConfigError, match=r"names its sets by text.*got 1"):
+        trainer_class(t16(), rows(8), {1: rows(4)}, loss_fn=F.mse_loss, **placed_on_cpu(trainer_class))
+
+
 # --- labels under a name of their own
 
 

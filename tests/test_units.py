@@ -565,3 +565,26 @@ def test_a_loss_without_labels_names_the_keys_that_there_are() -> None:
 def test_a_loss_that_needs_no_labels_works_without() -> None:
     unit = ModelUnit(nn.Linear(4, 1), lambda outputs, labels: outputs.mean())
     assert unit(nn.Linear(4, 1), {"input": torch.ones(2, 4)}).loss is not None
+
+
+@pytest.mark.parametrize("loss", [None, 0.5])
+def test_a_loss_function_that_returns_no_tensor_is_named(loss: Any) -> None:
+    unit = ModelUnit(nn.Linear(4, 1), lambda outputs, labels: loss)
+    with pytest.raises(DataError, match=r"`loss_fn` returned (NoneType|float)"):
+        unit(nn.Linear(4, 1), (torch.ones(2, 4), torch.ones(2, 1)))
+
+
+def test_a_loss_function_that_fails_on_outputs_which_are_no_tensor_is_told_what_it_got() -> None:
+    class Pair(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x
+
+    with pytest.raises(AttributeError) as caught:
+        ModelUnit(Pair(4, 1), F.mse_loss)(Pair(4, 1), (torch.ones(2, 4), torch.ones(2, 1)))
+    assert "a tuple of 2: a tensor of shape (2, 1), a tensor of shape (2, 4)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("loss_fn", [None, F.mse_loss])
+def test_a_batch_without_what_forward_needs_names_it_and_the_keys_that_there_are(loss_fn: Any) -> None:
+    with pytest.raises(DataError, match=r"forward\(\) needs 'input', and the batch has the keys 'x', 'labels'"):
+        ModelUnit(nn.Linear(4, 1), loss_fn)(nn.Linear(4, 1), {"x": torch.ones(2, 4), "labels": torch.ones(2, 1)})

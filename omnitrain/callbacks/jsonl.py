@@ -138,6 +138,9 @@ class JsonlLogger(Callback):
         """Write the rows that wait, and open the file for them."""
         with self._tolerance:
             try:
+                if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+                    logger.warning("%s was deleted during the run: a new one is begun.", str(self._path))
+                    self._close()
                 file = self._file or self._open()
                 while self._waiting:
                     row = self._waiting[0]

@@ -110,6 +110,12 @@ class Sets:
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         given = dataset if loader is None else loader
         if is_named_sets(given):
+            odd = next((key for key in given if not isinstance(key, str)), None)
+            if odd is not None:
+                raise ConfigError(
+                    f"`{name}` names its sets by text, as the names of metrics begin with it, got {odd!r}. Pass "
+                    f"{{{str(odd)!r}: ...}}."
+                )
             parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:

@@ -190,6 +190,12 @@ class Hooks:
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`."""
+        if not loss.requires_grad:
+            raise ConfigError(
+                "The loss has no gradient: it depends on no parameter that requires one, or was cut off from them, by "
+                ".detach(), .item() or torch.no_grad() in the model, the `loss_fn` or the `unit`, or by a new tensor "
+                "made of its value. Return the tensor that was computed from the outputs."
+            )
         self.backend.backward(loss)
 
     # --- the update

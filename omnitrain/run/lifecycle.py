@@ -67,6 +67,8 @@ class Lifecycle:
         self.signal: int = 0
         """The number of the signal that ended it."""
         self.is_closing = False
+        self.is_running = False
+        """Whether `train()` is at work."""
         """Whether the run is writing its last rows, which a longer run would not have had."""
         self._clock = time.perf_counter()
         self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
@@ -110,6 +112,7 @@ class Lifecycle:
 
     def begin_train(self) -> None:
         """Start the clock and emit TRAIN_START."""
+        self.is_running = True
         self._clock = time.perf_counter()
         self.control, self.stop, self.signal = Control(), "", 0
         order = ", ".join(f"{type(callback).__name__} ({callback.order})" for callback in self.callbacks)
@@ -126,10 +129,13 @@ class Lifecycle:
         self.tick()
         if self.stop:
             self.metrics["stop_reason"] = self.stop
-        if failed:
-            self._emit_safely(Event.TRAIN_END)
-        else:
-            self.emit(Event.TRAIN_END)
+        try:
+            if failed:
+                self._emit_safely(Event.TRAIN_END)
+            else:
+                self.emit(Event.TRAIN_END)
+        finally:
+            self.is_running = False
 
     def _emit_safely(self, event: Event, *details: Any) -> None:
         for callback, handler in self._listeners[event]:

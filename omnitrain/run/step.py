@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from omnitrain.backends.backend import Backend
+from omnitrain.data.collation import tensors_in
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
@@ -215,8 +216,20 @@ class Step:
         except Exception as error:
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise self._too_few_to_normalize(turn) from error
+            if isinstance(error, RuntimeError) and "dtype" in str(error):
+                self._name_dtypes(error, batch)
             self._name_samples(error, turn)
             raise
+
+    def _name_dtypes(self, error: RuntimeError, batch: Any) -> None:
+        """Add the remedy to an error of a forward pass, where the data are in another precision than the model."""
+        found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}
+        own = {str(one.dtype) for one in self._backend.model.parameters() if one.is_floating_point()}
+        if found - own:
+            error.add_note(
+                f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. Arrays of NumPy "
+                "are float64 unless told otherwise: convert the data, array.astype('float32') or tensor.float()."
+            )
 
     def _too_few_to_normalize(self, turn: int) -> DataError:
         """Return the error for a layer that normalizes over its batch, of which there is a single sample."""
@@ -302,13 +315,24 @@ class Step:
                 for group in backend.optimizer.param_groups
             ]
             if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
-                hooks.lr_scheduler.step()
+                self._move_schedule(hooks.lr_scheduler)
         else:
             self._check_loss_scale()
             if self._may_undo:
                 self.loss.undo_step()
         backend.clear_gradients()
         return applied
+
+    def _move_schedule(self, scheduler: Any) -> None:
+        try:
+            scheduler.step()
+        except Exception as error:
+            error.add_note(
+                f"Raised by `lr_scheduler`, a {type(scheduler).__name__}, at the end of step "
+                f"{self._lifecycle.progress.step + 1}. One that is made for a number of steps needs those of the run; "
+                "a name, such as 'cosine', finds them."
+            )
+            raise
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that."""

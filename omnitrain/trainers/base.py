@@ -440,6 +440,11 @@ class BaseTrainer(Hooks, ABC):
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
             KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
         """
+        if self.lifecycle.is_running:
+            raise ConfigError(
+                "`train()` was called inside of `train()`, by a callback or a hook of this trainer. A callback asks "
+                "the run itself: request_evaluate(), request_save(), stop(); another run is made by another trainer."
+            )
         with (
             self.ranks.calling("train()", self._timeout),
             isolated_rng(self.device),

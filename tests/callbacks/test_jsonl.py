@@ -64,6 +64,17 @@ def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
     logger.on_train_end(trainer)
 
 
+def test_a_file_that_is_deleted_during_the_run_is_begun_anew_with_a_word(tmp_path, caplog):
+    logger, trainer = JsonlLogger(), make_trainer(tmp_path)
+    logger.on_train_start(trainer)
+    run_to(logger, trainer, 4)
+    (tmp_path / "metrics.jsonl").unlink()
+    run_to(logger, trainer, 8)
+    logger.on_train_end(trainer)
+    assert [row["step"] for row in read(tmp_path)] == [6, 8]
+    assert caplog.text.count("was deleted during the run") == 1
+
+
 def test_non_finite_values_become_null(tmp_path):
     logger, trainer = JsonlLogger(), make_trainer(tmp_path)
     logger.on_train_start(trainer)
