@@ -60,8 +60,10 @@ FAULTS: dict[str, set[int]] = {
 """What may happen, and the exit codes that may come of it: 1 is the error of a process that has lost another one."""
 INTERRUPTIONS = 4
 """How often a trial is interrupted, at most."""
-LIMIT = 180.0
+LIMIT = 240.0
 """Seconds after which a start of the program has hung."""
+TIMEOUT = 60.0
+"""The trainer's `timeout`, and what it waits at the start for a process that was killed before it came."""
 FILE_LIMIT = 6000
 """Bytes of a file in a trial with a full disk: less than a checkpoint needs."""
 
@@ -108,7 +110,7 @@ def train(backend: str, folder: Path, has_full_disk: bool) -> dict[str, Any]:
         "loss_fn": F.mse_loss, "batch_size": 8 // processes, "epochs": 3, "learning_rate": 0.05, "max_grad_norm": 0.5,
         "lr_scheduler": "cosine", "warmup_steps": 2, "eval_steps": 5, "save_steps": 3, "save_total_limit": 2,
         "log_steps": 1, "compute_metrics": "mae", "load_best_at_end": False, "progress_bar": False,
-        "save_dir": folder, "callbacks": [FullDisk()] if has_full_disk else [], "timeout": LIMIT / 2,
+        "save_dir": folder, "callbacks": [FullDisk()] if has_full_disk else [], "timeout": TIMEOUT,
     }  # fmt: skip
     options |= {"async": {"async_save": True}, "workers": {"num_workers": 2}}.get(extra, {})
     data = Rows(76, 0.002 * processes), Rows(24, 0.0)
@@ -159,7 +161,6 @@ class Start:
     codes: dict[int, int | None] = field(default_factory=dict)
 
     def __enter__(self) -> Start:
-        _use_extensions_of(self.folder.parent)
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -247,18 +248,6 @@ class Start:
         return "\n---\n".join(texts)
 
 
-def _use_extensions_of(folder: Path) -> None:
-    """Let DeepSpeed load what it has compiled from a folder of this trial's own: a kill leaves a lock in it."""
-    own, known = folder / "extensions", os.environ.get("TORCH_EXTENSIONS_DIR")
-    if not own.exists():
-        if known is not None and Path(known).exists():
-            shutil.copytree(known, own)
-        own.mkdir(exist_ok=True)
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(own)
-    for lock in own.rglob("lock"):
-        lock.unlink()
-
-
 def _children(pid: int) -> list[int]:
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -269,8 +258,8 @@ def _children(pid: int) -> list[int]:
 # --- faults
 
 
-def strike(fault: str, start: Start, chance: random.Random) -> bool:
-    """Do it to one of the processes, or to all; return whether the program is to end by it."""
+def strike(fault: str, start: Start, chance: random.Random) -> bool | None:
+    """Do it to one of the processes, or to all; return whether the program may end by it, None if nothing was done."""
     ranks = [rank for rank in start.pids if rank not in start.codes]
     rank = chance.choice(ranks)
     pid = start.pids[rank]
@@ -289,7 +278,7 @@ def strike(fault: str, start: Start, chance: random.Random) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(chance.choice(children), signal.SIGKILL)
     else:
-        return False
+        return None
     return True
 
 
@@ -310,11 +299,9 @@ def trial(backend: str, fault: str, seconds: float, folder: Path, seed: int, exp
         leaves_alone = strikes >= INTERRUPTIONS
         with Start(backend, folder / "run", fault == "full disk" and not leaves_alone) as start:
             ends = False
-            while not (
-                ends or leaves_alone or strikes >= INTERRUPTIONS or start.wait(chance.uniform(0.0, 0.8 * seconds))
-            ):
-                strikes += 1
-                ends = strike(fault, start, chance)
+            while not ends and strikes < INTERRUPTIONS and not start.wait(chance.uniform(0.0, 0.8 * seconds)):
+                done = strike(fault, start, chance)
+                strikes, ends = strikes + (done is not None), bool(done)
             start.wait(LIMIT)
         codes = [start.codes[rank] for rank in start.pids]
         odd = [code for code in codes if code not in (FAULTS[fault] if ends else {0})]
@@ -345,18 +332,13 @@ def references(backends: Sequence[str], folder: Path) -> dict[str, tuple[float, 
     """
     found = {}
     for backend in backends:
-        for _ in range(2):  # the first start of DeepSpeed compiles
-            shutil.rmtree(folder / "run", ignore_errors=True)
-            begin = time.monotonic()
-            with Start(backend, folder / "run") as start:
-                start.wait(4 * LIMIT)
-            seconds = time.monotonic() - begin
-            if "zero" not in backend:
-                break
+        begin = time.monotonic()
+        with Start(backend, folder / backend) as start:
+            start.wait(LIMIT)
         results = start.results()
         if not all(results) or any(result != results[0] for result in results):
             raise RuntimeError(f"{backend} ends with {start.codes}, undisturbed: {start.last_words()}")
-        found[backend] = seconds, results[0]
+        found[backend] = time.monotonic() - begin, results[0]
     return found
 
 
@@ -387,6 +369,17 @@ def run(plan: Sequence[tuple[str, str, int]], at_once: int, folder: Path) -> Ite
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
                 os.waitpid(pid, 0)
+
+
+def _load_deepspeed(folder: Path) -> None:
+    """Compile and load what DeepSpeed communicates by, for all processes that are forked from this one.
+
+    Each would do it by itself, under a lock that outlives a process that is killed: the next start waits for it.
+    """
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
+    ShareMemCommBuilder().load()
 
 
 def _leave(*_: object) -> None:
@@ -422,6 +415,17 @@ def show(found: Sequence[dict[str, Any]]) -> list[str]:
     return table(["backend", *faults, "interruptions", "else"], rows)
 
 
+def planned(pairs: Sequence[tuple[str, str]], trials: int, chance: random.Random) -> list[tuple[str, str, int]]:
+    """Return (backend, fault, seed) of trials in which no backend, and no fault of it, comes much less than others."""
+    seen, plan = Counter[object](), list[tuple[str, str, int]]()
+    while len(plan) < trials:
+        shuffled = chance.sample(pairs, len(pairs))
+        backend, fault = pair = min(shuffled, key=lambda one: (seen[one[0]], seen[one], seen[one[1]]))
+        seen.update((backend, fault, pair))
+        plan.append((backend, fault, chance.getrandbits(32)))
+    return plan
+
+
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=30)
@@ -446,13 +450,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]  # fmt: skip
     if not pairs:
         raise SystemExit("Nothing to try: a dead worker needs a backend with workers.")
-    chance, plan = random.Random(args.seed), list[tuple[str, str, int]]()
-    while len(plan) < args.trials:
-        plan += [(*pair, chance.getrandbits(32)) for pair in chance.sample(pairs, len(pairs))]
-    found = []
+    plan, found = planned(pairs, args.trials, random.Random(args.seed)), []
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # no TemporaryDirectory, which each forked process would remove
     try:
-        for one in run(plan[: args.trials], args.at_once, folder):
+        if any(backend.startswith("zero") for backend in args.backends):
+            _load_deepspeed(folder)
+        for one in run(plan, args.at_once, folder):
             found.append(one)
             verdict = "the same bits" if one["same"] else "OTHER BITS"
             print(f"{one['backend']}, {one['fault']}: {verdict} after {one['strikes']} interruptions", flush=True)

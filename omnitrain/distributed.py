@@ -38,9 +38,10 @@ from torch.distributed import distributed_c10d
 from omnitrain import signals
 from omnitrain.errors import DistributedError
 from omnitrain.events import STOP_REASONS, Control, first_reason
+from omnitrain.processes import is_alive, is_known, own_process
 from omnitrain.stalls import Post, Stall, Stalls, in_words
 
-__all__ = ["ProcessRanks", "Ranks", "is_of_connection"]
+__all__ = ["QUIET_S", "SILENCE_S", "ProcessRanks", "Ranks", "is_of_connection"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 _POLL_INTERVAL = datetime.timedelta(seconds=1)
-_QUIET_S = 30.0
+QUIET_S = 30.0
 """Seconds without progress after which a rank is reported."""
 _TIMEOUT_S = 1800.0
 """Seconds without progress after which a run on several processes ends, unless its trainer says otherwise."""
@@ -80,6 +81,8 @@ class Ranks:
     _is_waiting: bool = False
     _limit: float = math.inf
     """Seconds without progress of any rank after which the present call ends."""
+    _silence: float = math.inf
+    """Seconds without a post of a rank after which it ends as well."""
     _processor_s: float = 0.0
     """The time on processors that this process had used at its latest post."""
 
@@ -139,13 +142,15 @@ class Ranks:
         return tensor
 
     @contextlib.contextmanager
-    def calling(self, what: str, timeout: float | None = None) -> Iterator[None]:
+    def calling(self, what: str, timeout: float | None = None, is_start: bool = False) -> Iterator[None]:
         """Enter a call that all ranks must make; an error inside ends it on all of them.
 
         Args:
             what: The name of the call.
             timeout: Seconds without progress after which it ends; None is 30 minutes on several ranks, and never on
                 one.
+            is_start: Whether libraries set up their communication in it, in which they wait for each rank by itself:
+                one that posts nothing for a minute ends the call then.
         """
         if self.place:  # a call inside of another one, which is watched already
             with self.at(what):
@@ -196,10 +201,12 @@ class Ranks:
 
     def _judge(self, stalls: Stalls, lines: Sequence[str]) -> list[Stall]:
         """Log what there is to tell of ranks that make no progress, and return those on whose account the run ends."""
-        lines = [*lines, *map(in_words, stalls.due(_QUIET_S))]
+        lines = [*lines, *map(in_words, stalls.due(QUIET_S))]
         for line in lines if self._tells(stalls) else ():
             logger.warning("%s", line)
-        found = stalls.found(self._limit)
+        found = stalls.found(min(self._silence, self._limit))
+        if not all(stall.is_silent for stall in found):
+            found = stalls.found(self._limit)
         return found if all(stall.may_end for stall in found) else []
 
     def _tells(self, stalls: Stalls) -> bool:
@@ -209,6 +216,11 @@ class Ranks:
     def _text_of(self, found: Sequence[Stall]) -> str:
         """Return the message of the error that ends the run on account of these ranks."""
         whole = "" if self.world_size == 1 else f" on all {self.world_size} processes"
+        if found[0].seconds < self._limit:
+            return (
+                f"{' '.join(map(in_words, found))} While the processes of a run meet, {self._silence:g} seconds of "
+                f"that end it{whole}. Start it again with resume_from='auto'."
+            )
         return (
             f"{' '.join(map(in_words, found))} No progress for `timeout={self._limit:g}` seconds ends the run{whole}. "
             "Start it again with resume_from='auto', or with a longer `timeout` if a part of it takes as long."
@@ -242,7 +254,10 @@ def _difference(what: str, everywhere: Sequence[Mapping[str, str]], remedy: str)
 _FIELDS = 20
 _PART = 1 << 24
 """Bytes that travel at a time where what a rank has is sent in parts."""
-_SETUP_TIMEOUT = datetime.timedelta(seconds=60)
+SILENCE_S = 60.0
+"""Seconds without a post of a rank for which the others wait at the start."""
+_START = "the start"
+"""The place of a rank from the moment that the others can hear of it until all can exchange."""
 _ERROR_SYNC_S = 5.0
 """Seconds that a failed rank waits for the others to raise the same error."""
 _GRACE_S = 3.0
@@ -286,26 +301,33 @@ def _as_control(numbers: list[float]) -> Control:
 
 
 class ProcessRanks(Ranks):
-    """The ranks of torch.distributed. Constructed on all of them at the same place in the program.
+    """The ranks of torch.distributed.
 
-    Exchanges run on the host through gloo, so none of them waits for a GPU. Errors are reported
-    through the store of torch.distributed, which can be read while a collective is stuck.
+    Exchanges run on the host through gloo, so none of them waits for a GPU. Errors are reported through the store of
+    torch.distributed, which can be read while a collective is stuck. It is there before any group of processes is: made
+    with it, this object watches over the libraries that set up their communication, which wait for ever, or for half an
+    hour, for a rank that is gone. There are exchanges after `connect`.
+
+    Args:
+        store: One that all ranks reach.
+        rank: The number of this rank.
+        world_size: How many there are.
+        timeout: Seconds without progress after which the start ends, a minute at least; None is 30 minutes.
     """
 
-    def __init__(self) -> None:
-        self.rank: int = dist.get_rank()
-        self.world_size: int = dist.get_world_size()
-        self.moves: int = 0
-        self._world, self._process = dist.group.WORLD, os.getpid()
-        store = distributed_c10d._get_default_store()  # the one place that all ranks can surely reach
+    def __init__(self, store: distributed_c10d.Store, rank: int, world_size: int, timeout: float | None = None) -> None:
+        self.rank, self.world_size, self.moves = rank, world_size, 0
+        self.place = _START
+        self.world: Any = None
+        """torch.distributed's group of all ranks that this belongs to, once there is one."""
+        self._group: Any = None
+        self._process = os.getpid()
         with contextlib.suppress(RuntimeError):  # a connection of our own: a stuck collective may hold the other
             store = store.clone()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
-        self._limit = _TIMEOUT_S
-        self._store.set(f"post/{self.rank}", json.dumps(self._post()))
-        self._group: Any = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT)  # after it all have posted
-        # `_wait` detects failures, so waiting itself has no limit: the main rank may hash a checkpoint for an hour.
-        distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
+        self._store_error: RuntimeError | None = None
+        """Why the store cannot be asked any more, if so: the process that had it has ended."""
+        self._limit, self._silence = max(timeout or _TIMEOUT_S, SILENCE_S), SILENCE_S
         self._survived = 0
         """How many errors all ranks raised alike and survived; the number of the next error in the store."""
         self._report_read: tuple[int, dict[str, Any], bool] | None = None
@@ -316,15 +338,71 @@ class ProcessRanks(Ranks):
         self._stalls, self._judging = Stalls(), threading.Lock()
         self._posts: dict[int, Post] = {0: Post(0, "", 0, 0, False)}
         """The latest posts that were read."""
+        self._have_posted = False
+        """Whether there is a post of each rank; to read one that is not there would wait for it."""
+        self._neighbours: dict[int, dict[str, Any]] = {}
+        """The processes of other ranks of which this one can tell whether they have ended."""
         self._unanswered = 0.0
         """Seconds since the store has answered."""
         self._closing = threading.Event()
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"process/{self.rank}", json.dumps(own_process()))
+            self._store.set(f"post/{self.rank}", json.dumps(self._post()))
         # Two threads: the store may be in a process that is stopped, and then asking it never ends.
         self._posting = threading.Thread(target=self._keep_posting, name="omnitrain-post", daemon=True)
         self._watch = threading.Thread(target=self._keep_watching, name="omnitrain-watch", daemon=True)
         self._posting.start()
         self._watch.start()
         atexit.register(self._at_exit)
+
+    # --- the start
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there are exchanges."""
+        return self._group is not None
+
+    def connect(self) -> None:
+        """Form the group for exchanges, after torch.distributed has its own; called on all ranks at the same place.
+
+        Raises:
+            DistributedError: If another rank is gone, or never comes here.
+        """
+        self.world = dist.group.WORLD
+        with self.at(_START):
+            try:
+                self._await_others()
+                timeout = datetime.timedelta(seconds=SILENCE_S)
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+            except RuntimeError as error:
+                raise self.lost_at_start(error) from error
+        self.place = ""
+        # `_wait` detects failures, so waiting itself has no limit: the main rank may hash a checkpoint for an hour.
+        distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
+
+    def lost_at_start(self, error: BaseException) -> DistributedError:
+        """Return the error for a rank that was gone when a library set up its communication."""
+        return error if isinstance(error, DistributedError) else self._lost(error, _START)
+
+    def _await_others(self) -> None:
+        """Wait until all ranks are here; threads watch those that have ever posted."""
+        self._store.set(f"here/{self.rank}", "")
+        end, pause = time.monotonic() + SILENCE_S, 0.005
+        while not self._store.check([f"here/{rank}" for rank in range(self.world_size)]):
+            if self._failure() is not None or self._has_left:
+                raise self._lost(RuntimeError("it has ended"), _START)
+            if time.monotonic() > end and not self._have_posted:
+                unknown = [rank for rank in range(self.world_size) if not self._store.check([f"post/{rank}"])]
+                if unknown:
+                    self._ends = True
+                    raise DistributedError(
+                        f"Rank {self.rank} has waited {SILENCE_S:.0f} seconds for rank "
+                        f"{', '.join(map(str, unknown))}, which has joined the group of processes and has not come to "
+                        "a trainer since: it was killed, stands still, or does something else first. Make the trainer "
+                        "at the same place of the program on all processes."
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
 
     # --- exchanges
 
@@ -473,7 +551,7 @@ class ProcessRanks(Ranks):
     # --- errors
 
     @contextlib.contextmanager
-    def calling(self, what: str, timeout: float | None = None) -> Iterator[None]:
+    def calling(self, what: str, timeout: float | None = None, is_start: bool = False) -> Iterator[None]:
         """Enter a call that all ranks must make; an error on one of them ends it on all.
 
         An error that all of them raise alike, such as a loss that is not finite, leaves them able to go on.
@@ -483,7 +561,8 @@ class ProcessRanks(Ranks):
         """
         with contextlib.ExitStack() as place:
             if not self.place:
-                self._limit = timeout or _TIMEOUT_S
+                self._limit, self._silence = timeout or _TIMEOUT_S, SILENCE_S if is_start else math.inf
+                place.callback(setattr, self, "_silence", math.inf)
             place.enter_context(self.at(what))
             place.enter_context(self._ending(what))
             self._exchange(what)
@@ -578,7 +657,7 @@ class ProcessRanks(Ranks):
             return self._error_from(report)
         if self._has_exited():
             return self._disagreement(what)
-        reason = str(error).partition(". This is")[0]  # gloo goes on to wish good luck
+        reason = str(error).partition(". This is")[0].partition("\n")[0]  # gloo goes on to wish good luck
         lost = DistributedError(
             f"Rank {self.rank} lost another process in {what}: it was killed, or its machine is gone ({reason}). "
             "Start the run again with resume_from='auto'; torchrun's --max-restarts does so by itself."
@@ -641,15 +720,22 @@ class ProcessRanks(Ranks):
                 self._has_exited()
                 # Nobody reads what nobody waits for: with many ranks it would be a lot.
                 looks = still >= min(_LOOK_S, self._limit / 2) or self._stalls.has_told
-                if looks and unread >= self.world_size / _READ_A_SECOND:
+                if not self._have_posted:
+                    self._have_posted = self._store.check([f"post/{rank}" for rank in range(self.world_size)])
+                    self._neighbours = self._read_neighbours() if self._have_posted else {}
+                    self._judge_all(passed, {self.rank: own})
+                elif looks and unread >= self.world_size / _READ_A_SECOND:
                     self._read_posts(range(self.world_size))
                     self._judge_all(unread)
                     unread = 0.0
                 elif not looks:
                     self._read_posts([0])
                     self._stalls, unread = self._stalls.begun_anew(), 0.0
-                self._unanswered = 0.0
-            except RuntimeError:  # it has gone with the process that had it
+                if self.place and self._silence < math.inf and self._failure() is None:
+                    self._look_for_neighbours()
+                self._unanswered, self._store_error = 0.0, None
+            except RuntimeError as error:  # it has gone with the process that had it
+                self._store_error = error
                 if self._report_read is not None:
                     self._report_read = *self._report_read[:2], True
 
@@ -659,21 +745,42 @@ class ProcessRanks(Ranks):
         found = self._store.multi_get(keys) if extended else [self._store.get(key) for key in keys]
         self._posts |= {rank: Post(*json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
 
+    def _read_neighbours(self) -> dict[int, dict[str, Any]]:
+        first, count = self.rank - int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        ranks = [rank for rank in range(max(first, 0), min(first + count, self.world_size)) if rank != self.rank]
+        found = {rank: json.loads(self._store.get(f"process/{rank}")) for rank in ranks}
+        return {rank: process for rank, process in found.items() if is_known(process)}
+
+    def _look_for_neighbours(self) -> None:
+        """End the run at the start if another process has ended: only later are there connections that would break."""
+        for rank, process in self._neighbours.items():
+            if not is_alive(process):
+                text = (
+                    f"The process of rank {rank} has ended, before the run could begin on all {self.world_size} "
+                    "processes. Start it again with resume_from='auto'; torchrun's --max-restarts does so by itself."
+                )
+                self._report_gone(rank, self.place, "its process has ended", text)
+                return
+
+    def _report_gone(self, rank: int, what: str, error: str, text: str) -> None:
+        """Report on account of another rank that the run ends on all of them, and why."""
+        report = {"what": what, "error": error, "stall": text, "traceback": ""}
+        self._send_report(report)
+        self._settle_verdict("alone")
+        self._read_failure()
+        if self._failure() is None:  # the store does not answer
+            self._report_read = self._survived, {"rank": rank, **report}, True
+
     def _judge_all(self, passed: float, posts: dict[int, Post] | None = None) -> None:
         """Report ranks that make no progress, and end the run if that has lasted too long."""
         with self._judging:
             lines = self._stalls.look(self._posts if posts is None else posts, passed)
             found = self._judge(self._stalls, lines)
         if found and not self._ends and self._failure() is None:
-            report = {"what": found[0].post.place, "error": "no progress", "stall": self._text_of(found)}
-            self._send_report({**report, "traceback": ""})
-            self._settle_verdict("alone")
-            self._read_failure()
-            if self._failure() is None:  # the store does not answer
-                self._report_read = self._survived, {"rank": found[0].rank, **report}, True
+            self._report_gone(found[0].rank, found[0].post.place, "no progress", self._text_of(found))
 
     def _tells(self, stalls: Stalls) -> bool:
-        return self._is_mute or stalls.first_alive(min(_QUIET_S, 5.0)) == self.rank
+        return self._is_mute or stalls.first_alive(min(QUIET_S, 5.0)) == self.rank
 
     @property
     def _is_mute(self) -> bool:
@@ -682,10 +789,14 @@ class ProcessRanks(Ranks):
 
     def _keep_watching(self) -> None:
         """End this process if another rank has failed, or a signal has come, and it is stuck in a collective."""
-        since = 0.0
+        since = alone = 0.0
         for passed in _looks(self._closing):
             if self._ends:
                 return
+            has_lost = self.place == _START and (self._has_left or self._store_error is not None)
+            alone = alone + passed if has_lost else 0.0
+            if alone > _GRACE_S:
+                self._end_now(self._lost(self._store_error or RuntimeError("it has ended"), _START))
             self._unanswered += passed
             if self._is_mute:
                 is_store_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -750,24 +861,34 @@ class ProcessRanks(Ranks):
             self._posting.join(2 * _POLL_INTERVAL.total_seconds())
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"post/{self.rank}", json.dumps(self._post()._replace(has_ended=True)))
-        if os.getpid() != self._process or dist.group.WORLD is not self._world:
-            return  # a forked process, or the user has destroyed the group
+        if os.getpid() != self._process:
+            return
         if self._ends:
             self._keep_store_for_others()
             return
+        if self._group is None:
+            self._leave()
+            return
+        if dist.group.WORLD is not self.world:
+            return  # the user has destroyed the group
         with contextlib.suppress(ValueError):  # not the main thread
             # torchrun sends it to all that have not ended yet when the first one has, with a code of its own or not
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._exchange(_AT_THE_END, seconds=_EXIT_WAIT_S)
             dist.destroy_process_group()
-        except TimeoutError:  # another rank has more to do; at its next call for all it finds this
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"at/{self.rank}", _AT_THE_END)
-                self._store.set("left", "")
+        except TimeoutError:  # another rank has more to do
+            self._leave()
         except DistributedError as error:
             if not self._has_exited():  # another rank ended long before
                 self._end_now(error)
+
+    def _leave(self) -> None:
+        """Say that this rank is at the end of the program; at their next call for all, others find it."""
+        with contextlib.suppress(RuntimeError):
+            if not self._is_mute:
+                self._store.set(f"at/{self.rank}", _AT_THE_END)
+                self._store.set("left", "")
 
     def _keep_store_for_others(self) -> None:
         """After an error, keep the store alive, if this process hosts it, until the others have read the report."""

@@ -1,50 +1,116 @@
-"""Rendezvous of the ranks, also after a restart of all of them.
+"""Rendezvous of the ranks: how they meet, also after a restart of all of them, and what is known of each meanwhile.
 
 What they say to each other once they have is in `distributed.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rendezvous import rendezvous as rendezvous_by
 
-__all__ = ["agree_on_name", "init_method"]
+from omnitrain import distributed
+from omnitrain.distributed import ProcessRanks, is_of_connection
+from omnitrain.errors import DistributedError
+
+__all__ = ["agree_on_name", "connected_ranks", "meeting"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _SCHEME = "omnitrain"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _registered: set[str] = set()
+_timeout: float | None = None
+"""What the latest `meeting` was given."""
+_met: ProcessRanks | None = None
+"""The ranks that have met last; the trainers of a program share them."""
 
 
-def init_method() -> str | None:
-    """Return what `init_process_group` is to be given as `init_method`; None for PyTorch's own.
+@contextlib.contextmanager
+def meeting(timeout: float | None) -> Iterator[str | None]:
+    """Have a rank that is gone noticed while libraries form the group of processes, and set up more, inside.
+
+    Args:
+        timeout: Seconds without progress after which the start ends, a minute at least; None is 30 minutes.
+
+    Yields:
+        What `init_process_group` is to be given as `init_method`; None for PyTorch's own.
+
+    Raises:
+        DistributedError: If a connection breaks.
+    """
+    global _timeout
+    _timeout = timeout
+    if _SCHEME not in _registered:
+        register_rendezvous_handler(_SCHEME, _rendezvous)
+        _registered.add(_SCHEME)
+    before = _met
+    try:
+        yield f"{_SCHEME}://" if all(map(os.environ.get, _VARIABLES)) else None
+    except RuntimeError as error:
+        if _met is not None and _met is not before and is_of_connection(error):
+            raise _met.lost_at_start(error) from error
+        raise
+    finally:
+        if _met is not None and _met is not before:
+            _met.world, _met.place = dist.group.WORLD, ""
+
+
+def connected_ranks(timeout: float | None = None) -> ProcessRanks:
+    """Return the ranks of torch.distributed's group, able to exchange; called on all of them at the same place."""
+    global _met
+    if _met is None or _met.world is not dist.group.WORLD:
+        store = distributed_c10d._get_default_store()  # the one place that all ranks can surely reach
+        _met = ProcessRanks(store, dist.get_rank(), dist.get_world_size(), timeout)
+    if not _met.is_connected:
+        _met.connect()
+    return _met
+
+
+def _rendezvous(
+    url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30), **options: object
+) -> Iterator[tuple[Store, int, int]]:
+    """Yield what "env://" does, with a store in which nothing of an earlier attempt is to be found.
 
     torchrun keeps one store through all of its restarts, so that the processes of an attempt find addresses there that
     those before them left (pytorch issue 135712), and cannot connect. The number of restarts is no way to tell them
     apart: each machine has its own.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    if _SCHEME not in _registered:
-        register_rendezvous_handler(_SCHEME, _rendezvous)
-        _registered.add(_SCHEME)
-    return f"{_SCHEME}://"
-
-
-def _rendezvous(
-    url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30), **options: Any
-) -> Iterator[tuple[Store, int, int]]:
-    """Yield what "env://" does, with a store in which nothing of an earlier attempt is to be found."""
-    store, rank, world_size = next(iter(rendezvous_by("env://", timeout=timeout)))
-    name = agree_on_name(store, rank, world_size, timeout)
-    yield PrefixStore(f"omnitrain/{name}", store), rank, world_size
+    global _met
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    quiet, limit = distributed.QUIET_S, timeout
+    if _timeout is not None:
+        limit = datetime.timedelta(seconds=max(_timeout, distributed.SILENCE_S))
+    said = f"Rank {rank} waits for the others of {size} processes at {os.environ['MASTER_ADDR']}"
+    waiting = threading.Timer(quiet, logger.warning, (f"{said}, and has for {quiet:.0f} seconds.",))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, rank, world_size = next(iter(rendezvous_by("env://", timeout=limit)))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = PrefixStore(f"omnitrain/{agree_on_name(store, rank, world_size, limit)}", store)
+    except (dist.DistError, TimeoutError) as error:
+        raise DistributedError(
+            f"Rank {rank} has not met the others of {size} processes at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']}: {error} Look whether all of them have been started, and what ended them."
+        ) from error
+    finally:
+        waiting.cancel()
+    if world_size > 1:
+        _met = ProcessRanks(store, rank, world_size, _timeout)
+    yield store, rank, world_size
 
 
 def agree_on_name(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:

@@ -168,7 +168,7 @@ def in_words(stall: Stall) -> str:
         return f"Rank {stall.rank} has been in {_place_of(post)} for {stall.seconds:.0f} s{step}."
     return (
         f"Rank {stall.rank} has posted nothing for {stall.seconds:.0f} s, and was in {_place_of(post)}{step} before: "
-        "its process is stopped, swapped out or cut off."
+        "its process is stopped, swapped out, cut off or gone."
     )
 
 

@@ -22,11 +22,12 @@ from omnitrain import distributed  # noqa: E402
 from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402
 from omnitrain.errors import CheckpointError, DistributedError  # noqa: E402
 from omnitrain.events import Control  # noqa: E402
+from omnitrain.rendezvous import connected_ranks  # noqa: E402
 
 
 def join() -> ProcessRanks:
     dist.init_process_group("gloo")
-    return ProcessRanks()
+    return connected_ranks()
 
 
 class Unsendable(Exception):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import programs
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
-from omnitrain import rendezvous
+from omnitrain import distributed, rendezvous
+from omnitrain.errors import DistributedError
 
 SOON = datetime.timedelta(seconds=programs.LIMIT)
 
@@ -48,8 +51,25 @@ def test_a_rank_0_that_never_comes_is_an_error_that_says_so() -> None:
         rendezvous.agree_on_name(store, 1, 2, datetime.timedelta(seconds=0.05))
 
 
-def test_only_a_store_that_outlives_the_processes_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert rendezvous.init_method() is None
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert rendezvous.init_method() == rendezvous.init_method() == "omnitrain://"
+def test_only_processes_of_a_launch_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with rendezvous.meeting(None) as method:
+        assert method is None
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    for _ in range(2):
+        with rendezvous.meeting(None) as method:
+            assert method == "omnitrain://"
+
+
+def test_others_that_are_never_started_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    monkeypatch.setattr(distributed, "SILENCE_S", 0.5)
+    for rank in "01":
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with rendezvous.meeting(0.5) as method, pytest.raises(DistributedError, match=f"Rank {rank} has not met the"):
+            dist.init_process_group("gloo", init_method=method)

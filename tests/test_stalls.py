@@ -95,7 +95,7 @@ def test_words() -> None:
     (stall,) = watched(31, (1,), r0=WAITS, r1=Post(0, "train()", 0, 0, False)).found(30.0)
     assert in_words(stall) == (
         "Rank 1 has posted nothing for 31 s, and was in 'train()' before: "
-        "its process is stopped, swapped out or cut off."
+        "its process is stopped, swapped out, cut off or gone."
     )
 
 
@@ -114,7 +114,7 @@ class Rows(torch.utils.data.Dataset):
         return torch.zeros(4), torch.zeros(1)
 
 if __name__ == "__main__":
-    distributed._QUIET_S = 1.0
+    distributed.QUIET_S = 1.0
     Trainer(torch.nn.Linear(4, 1), Rows(), loss_fn=torch.nn.functional.mse_loss, batch_size=2, epochs=1, device="cpu",
             num_workers=int(sys.argv[1]), shuffle=False, timeout="4s", progress_bar=False).train()
 """

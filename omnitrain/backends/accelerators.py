@@ -15,10 +15,10 @@ from omnitrain.backends.backend import Backend
 from omnitrain.backends.ddp import DDP
 from omnitrain.backends.fsdp import FSDP
 from omnitrain.backends.zero import Zero
-from omnitrain.distributed import ProcessRanks, Ranks
+from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
-from omnitrain.rendezvous import init_method
+from omnitrain.rendezvous import connected_ranks, meeting
 from omnitrain.settings import Settings, check_same_on_ranks, check_type, describe
 
 __all__ = [
@@ -40,6 +40,7 @@ def make_accelerator(
     fsdp_plugin: Any = None,
     parallelism_config: Any = None,
     find_unused_parameters: bool = False,
+    timeout: float | None = None,
 ) -> Any:
     """Return accelerate's `Accelerator` for what was asked for here or by `accelerate launch`.
 
@@ -53,6 +54,7 @@ def make_accelerator(
         fsdp_plugin: accelerate's, or None for what the launcher said.
         parallelism_config: accelerate's.
         find_unused_parameters: Whether DDP looks for parameters that a step did not use.
+        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
     """
     try:
         from accelerate import Accelerator
@@ -62,7 +64,6 @@ def make_accelerator(
             DistributedType,
             FullyShardedDataParallelPlugin,
             GradientAccumulationPlugin,
-            InitProcessGroupKwargs,
         )
     except ImportError:
         raise MissingExtraError("AccelerateTrainer", "accelerate") from None
@@ -82,25 +83,23 @@ def make_accelerator(
             "`fsdp_version: 2` in accelerate's config file."
         )
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters)]
-    start: dict[str, Any] = {"init_method": init_method()}
-    if deepspeed_plugin is not None and not has_gpu:
-        start["backend"] = "gloo"  # else accelerate believes in one process
-    handlers.append(InitProcessGroupKwargs(**start))
     before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")}
     if deepspeed_plugin is None:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     if not wants_fsdp:
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
-        accelerator = Accelerator(
-            mixed_precision=precision if deepspeed_plugin is not None or wants_fsdp else "no",
-            cpu=not has_gpu and deepspeed_plugin is None,
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin if has_gpu else None,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            kwargs_handlers=handlers,
-            **({} if parallelism_config is None else {"parallelism_config": parallelism_config}),  # accelerate >= 1.10
-        )
+        with meeting(timeout) as init_method:
+            handlers.append(_meeting_of(init_method, deepspeed_plugin is not None and not has_gpu))
+            accelerator = Accelerator(
+                mixed_precision=precision if deepspeed_plugin is not None or wants_fsdp else "no",
+                cpu=not has_gpu and deepspeed_plugin is None,
+                deepspeed_plugin=deepspeed_plugin,
+                fsdp_plugin=fsdp_plugin if has_gpu else None,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+                kwargs_handlers=handlers,
+                **({} if parallelism_config is None else {"parallelism_config": parallelism_config}),  # from 1.10 on
+            )
         if wants_fsdp and not has_gpu:
             _shard_on_cpu(accelerator, fsdp_plugin, precision)
     except ValueError as error:
@@ -114,6 +113,18 @@ def make_accelerator(
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return accelerator
+
+
+def _meeting_of(init_method: str | None, is_zero_on_cpu: bool) -> Any:
+    """Return accelerate's options for forming the group of processes; DeepSpeed on a CPU gets one that is formed."""
+    from accelerate.utils import InitProcessGroupKwargs
+
+    if not is_zero_on_cpu:
+        return InitProcessGroupKwargs(init_method=init_method)
+    if init_method is not None and not torch.distributed.is_initialized():
+        # before DeepSpeed compiles, as the processes would not hear of each other meanwhile
+        torch.distributed.init_process_group("gloo", init_method=init_method)
+    return InitProcessGroupKwargs(backend="gloo", init_method=init_method)  # else accelerate believes in one process
 
 
 def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
@@ -200,17 +211,14 @@ def _check_dimensions(parallelism_config: Any) -> None:
             )
 
 
-def find_ranks(accelerator: Any) -> Ranks:
-    """Return the processes that the accelerator found; all trainers of a program share them."""
-    if accelerator.num_processes == 1:
-        return Ranks()
-    key = torch.distributed.group.WORLD
-    if _found.get("key") is not key:
-        _found.update(key=key, ranks=ProcessRanks())
-    return _found["ranks"]
+def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
+    """Return the processes that the accelerator found; all trainers of a program share them.
 
-
-_found: dict[str, Any] = {}
+    Args:
+        accelerator: accelerate's `Accelerator`.
+        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
+    """
+    return Ranks() if accelerator.num_processes == 1 else connected_ranks(timeout)
 
 
 def refuse_lost_processes(world_size: int) -> None:

@@ -14,7 +14,6 @@ import errno
 import json
 import logging
 import os
-import platform
 import secrets
 import threading
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.errors import CheckpointError
+from omnitrain.processes import is_alive, is_known, own_process
 
 try:
     import fcntl
@@ -215,7 +215,7 @@ class Lock:
         place = os.fstat(descriptor)
         owner = {
             "token": self.token,
-            **_process(),
+            **own_process(),
             "device": place.st_dev,
             "inode": place.st_ino,
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -372,62 +372,17 @@ def _state_of(
         descriptor: The file.
         is_exclusive: Whether the system's lock on the file is ours.
     """
-    here, place = _process(), os.fstat(descriptor)
-    is_here = owner["boot"] == here["boot"]
-    # a number means another process in another container
-    is_known = is_here and owner["namespace"] == here["namespace"] and os.name == "posix"
-    if is_here and (owner["device"] == place.st_dev or is_known):
+    place, can_tell = os.fstat(descriptor), is_known(owner)
+    if owner["boot"] == own_process()["boot"] and (owner["device"] == place.st_dev or can_tell):
         if (owner["device"], owner["inode"]) != (place.st_dev, place.st_ino):
             return "copy"
         if is_exclusive:
             return "gone"
-    if not is_known:
+    if not can_tell:
         return "unknown"
     if owner["pid"] == os.getpid():
         return "alive" if any(lock.token == owner["token"] for lock in _held) else "gone"
-    return "alive" if _is_alive(owner["pid"], owner.get("started")) else "gone"
-
-
-def _process() -> dict[str, Any]:
-    """Return what tells this process from all others, on this machine or another."""
-    return {
-        "host": platform.node(),
-        "boot": _first_line("/proc/sys/kernel/random/boot_id") or platform.node(),
-        "namespace": _namespace(),
-        "pid": os.getpid(),
-        "started": _stat_of(os.getpid())[1],
-    }
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _stat_of(pid: int) -> tuple[str, str | None]:
-    """Return the state of a process and when it started, as Linux has them: numbers of processes are used again."""
-    fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return (fields[0], fields[19]) if len(fields) > 19 else ("", None)
-
-
-def _is_alive(pid: int, started: str | None) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # it is another user's
-    state, found = _stat_of(pid)
-    return state not in ("Z", "X") and (started is None or found is None or found == started)
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8", "replace").partition("\n")[0]
-    except OSError:
-        return ""
+    return "alive" if is_alive(owner) else "gone"
 
 
 def _named(owner: Mapping[str, Any] | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -22,8 +23,9 @@ from omnitrain.backends.accelerators import is_set, make_accelerator
 from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.precision import precision_name
+from omnitrain.rendezvous import meeting
 from omnitrain.scoring import ByBatch
-from omnitrain.settings import is_loader
+from omnitrain.settings import is_loader, seconds_of
 
 __all__ = [
     "HFTrainingArguments",
@@ -33,6 +35,7 @@ __all__ = [
     "engine_arguments",
     "refuse_of_datasets",
     "sharding_accelerator",
+    "timeout_of",
     "word_of",
 ]
 
@@ -363,7 +366,15 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
         kept = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
         fsdp = FullyShardedDataParallelPlugin(**{**options, **kept})
     precision = precision_name(given.get("autocast"))
-    return make_accelerator(precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp), schedule
+    accelerator = make_accelerator(
+        precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout_of(given)
+    )
+    return accelerator, schedule
+
+
+def timeout_of(given: Mapping[str, Any]) -> float | None:
+    """Return the seconds of `timeout` among the keyword arguments for our trainer; None without it."""
+    return None if given.get("timeout") is None else seconds_of("timeout", given["timeout"])
 
 
 def word_of(choice: Any) -> Any:
@@ -381,16 +392,23 @@ def _interval(strategy: str, steps: Any) -> Any:
 
 
 def engine_arguments(
-    args: transformers.TrainingArguments | None, output_dir: str, **ours: Any
+    args: transformers.TrainingArguments | None, output_dir: str, timeout: float | None = None, **ours: Any
 ) -> transformers.TrainingArguments:
     """Return the arguments that the engine is given: those of the user, but for what our lifecycle decides.
 
     Args:
         args: The user's, which stay as they are.
         output_dir: Where the engine may write.
+        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
         ours: Fields that are the trainer's to say.
     """
-    engine = copy.copy(args) if args is not None else transformers.TrainingArguments(output_dir, report_to=[], **ours)
+    if args is None:
+        with meeting(timeout) as init_method:
+            if init_method is not None and not torch.distributed.is_initialized():
+                PartialState(cpu=ours.get("use_cpu", False), init_method=init_method)  # which theirs finds
+            engine = transformers.TrainingArguments(output_dir, report_to=[], **ours)
+    else:
+        engine = copy.copy(args)
     quiet = {
         "max_grad_norm": 0.0,  # the Bridge clips
         "logging_nan_inf_filter": False,

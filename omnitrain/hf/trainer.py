@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from omnitrain.backends.accelerators import adopt_precision, backend_for, find_ranks, refuse_lost_processes
+from omnitrain.backends.accelerators import adopt_precision, backend_for, refuse_lost_processes
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import schedule_of
 from omnitrain.checkpoint.state import unwrap
@@ -31,6 +31,7 @@ from omnitrain.hf.arguments import (
     engine_arguments,
     refuse_of_datasets,
     sharding_accelerator,
+    timeout_of,
     word_of,
 )
 from omnitrain.hf.batch_size import prepare_to_shrink
@@ -46,6 +47,7 @@ from omnitrain.hf.search import Trial, remembered, take_callbacks
 from omnitrain.metrics import write_results
 from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
+from omnitrain.rendezvous import connected_ranks
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run import hooks
 from omnitrain.settings import (
@@ -327,11 +329,12 @@ class HFTrainer(BaseTrainer):
         if training_args is None:  # on a CPU transformers forms a process group only if its arguments ask for it
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
             ours["ddp_find_unused_parameters"] = False
-        self._engine_args = engine_arguments(training_args, str(self._output_dir or self._scratch.name), **ours)
+        timeout, place = timeout_of(given), str(self._output_dir or self._scratch.name)
+        self._engine_args = engine_arguments(training_args, place, timeout, **ours)
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
         self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
-        ranks = find_ranks(_Processes(self._engine_args)) if self._engine_args.world_size > 1 else Ranks()
+        ranks = connected_ranks(timeout) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(ranks.world_size)
         self.model_init: Any = given.pop("model_init", None)
         check_model_init(model, self.model_init, given)
@@ -340,7 +343,7 @@ class HFTrainer(BaseTrainer):
         smooth_labels(training_args, model, given)
         given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
         # transformers seeds the generators of the program when its Trainer is made
-        with ranks.calling(f"{type(self).__name__}()"), isolated_rng(self._engine_args.device):
+        with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True), isolated_rng(self._engine_args.device):
             super()._construct(given, ranks)
 
     def _adopt(self, given: dict[str, Any]) -> None:
@@ -577,13 +580,6 @@ class HFTrainer(BaseTrainer):
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting as it is in force, as JSON types."""
         return {**super().resolved_config(), "order_seed": self._order_seed}
-
-
-class _Processes:
-    """What `find_ranks` asks of an accelerator, from TrainingArguments."""
-
-    def __init__(self, args: transformers.TrainingArguments) -> None:
-        self.num_processes = args.world_size
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

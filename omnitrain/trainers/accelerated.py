@@ -26,7 +26,16 @@ from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.precision import precision_name
-from omnitrain.settings import Nothing, PrecisionName, ScheduleName, check_switch, check_type, describe, takes_arguments
+from omnitrain.settings import (
+    Nothing,
+    PrecisionName,
+    ScheduleName,
+    check_switch,
+    check_type,
+    describe,
+    seconds_of,
+    takes_arguments,
+)
 from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["AccelerateTrainer"]
@@ -222,6 +231,7 @@ class AccelerateTrainer(BaseTrainer):
         if len(chosen) > 1:
             raise ConfigError(f"`{chosen[0]}` and `{chosen[1]}` exclude each other. Pass one of them.")
         accelerator = ways.pop("accelerator")
+        timeout = None if given.get("timeout") is None else seconds_of("timeout", given["timeout"])
         if accelerator is not None and not hasattr(accelerator, "mixed_precision"):
             raise ConfigError(f"`accelerator` must be an accelerate.Accelerator, got {accelerator!r:.200}.")
         for name, value in {"parallelism_config": parallelism, "find_unused_parameters": unused or None}.items():
@@ -242,16 +252,17 @@ class AccelerateTrainer(BaseTrainer):
                 fsdp_plugin=ways["fsdp_plugin"],
                 parallelism_config=parallelism,
                 find_unused_parameters=unused,
+                timeout=timeout,
             )
         elif given.get("autocast") is None and accelerator.mixed_precision != "no":
             given["autocast"] = accelerator.mixed_precision
         self.accelerator = accelerator
         self._own_settings = {**ways, "find_unused_parameters": unused}
-        ranks = find_ranks(accelerator)
+        ranks = find_ranks(accelerator, timeout)
         refuse_lost_processes(ranks.world_size)
         if given.pop("gradient_checkpointing", False):
             _checkpoint_activations(given["model"])
-        with ranks.calling(f"{type(self).__name__}()"):
+        with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(given, ranks)
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:

@@ -124,7 +124,7 @@ def train(
     """
     import logging
 
-    distributed._QUIET_S = 2.0
+    distributed.QUIET_S = 2.0
     if signals:
         distributed._SIGNALLED_S = 3.0
     own, case = int(os.environ["RANK"]), Path(os.environ["CASE_FOLDER"])

@@ -1,0 +1,158 @@
+"""A process that ends or stands still while the ranks meet, before the trainer is made, ends the run on the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import distributed as ddp
+from torch.utils.file_baton import FileBaton
+
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from backends import make_trainer  # noqa: E402
+from compiled import compile_once  # noqa: E402
+from forking import Case, Found, Outcome, mark, play  # noqa: E402
+from recipes import rows  # noqa: E402
+
+from omnitrain import distributed  # noqa: E402
+from omnitrain.distributed import ProcessRanks  # noqa: E402
+
+pytestmark = pytest.mark.distributed
+
+MOMENTS = {
+    "ddp": ("group 1", "ranks", "group 2", "broadcast 1"),
+    "fsdp": ("group 1", "ranks", "group 2", "group 3"),
+    "zero2": ("compile", "group 1", "ranks", "group 2", "group 3"),
+    "zero3": ("compile", "group 1", "ranks", "group 2", "group 3"),
+    "hf2": ("group 1", "ranks", "group 2", "broadcast 1"),
+}
+"""What a rank is about to do when it happens, by backend: form torch's first group, ours, one of the backend's; begin
+to exchange anything; let go of the lock on what DeepSpeed compiles; hand out the weights."""
+
+
+def leave(how: str) -> None:
+    """Kill this process, at once or, stopped, when the other one has ended."""
+    mark()
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    folder, other = Path(os.environ["CASE_FOLDER"]), 1 - int(os.environ["RANK"])
+    wait = f"while [ ! -e '{folder}/ended-{other}' ]; do sleep 0.05; done; kill -KILL {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", wait]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave_in(owner: Any, name: str, call: int, how: str) -> None:
+    """Leave in a call of a function instead of what it does."""
+    function: Callable[..., Any] = getattr(owner, name)
+    calls = iter(range(1, 100))
+
+    def left(*args: Any, **kwargs: Any) -> Any:
+        return leave(how) if next(calls) == call else function(*args, **kwargs)
+
+    setattr(owner, name, left)
+
+
+def await_lock(folder: Path) -> None:
+    """Let the other process have the lock first."""
+    try_acquire = FileBaton.try_acquire
+
+    def late(baton: FileBaton) -> bool:
+        while not list(folder.rglob("deepspeed_shm_comm/lock")):
+            time.sleep(0.01)
+        return try_acquire(baton)
+
+    FileBaton.try_acquire = late  # type: ignore[method-assign]
+
+
+def make(backend: str, moment: str, rank: int, how: str, timeout: float | None = None) -> None:
+    """Make a trainer, and leave on one rank at a moment."""
+    distributed.SILENCE_S = 4.0
+    what, _, number = moment.partition(" ")
+    owner, name = {
+        "group": (distributed_c10d, "_new_process_group_helper"),
+        "ranks": (ProcessRanks, "connect"),
+        "compile": (FileBaton, "release"),
+        "broadcast": (ddp, "_verify_param_shape_across_processes"),
+    }[what]
+    own, is_leaving = Path(os.environ["CASE_FOLDER"], "extensions"), int(os.environ["RANK"]) == rank
+    if what == "compile":  # in a folder of its own, as the lock stays
+        kept, os.environ["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"], str(own)
+        if is_leaving:
+            shutil.copytree(kept, own)
+        else:
+            await_lock(own)
+    if is_leaving:
+        leave_in(owner, name, int(number or 1), how)
+    make_trainer(backend, nn.Linear(4, 1), rows(32, torch.float32), loss_fn=F.mse_loss, batch_size=4, timeout=timeout)
+
+
+def case(backend: str, moment: str, rank: int, how: str, hosted: bool = True) -> Case:
+    store = ", torchrun" if not hosted else ", with the store" if not rank else ""
+    name = f"{backend}, {moment}, rank {rank} {how}{store}"
+    environment = {} if "zero" in backend else {"ACCELERATE_USE_CPU": "true"}
+    options = {"backend": backend, "moment": moment, "rank": rank, "how": how}
+    return Case(name, "test_meeting:make", options, hosted, environment=environment)
+
+
+QUICK = [
+    case("ddp", "group 1", 1, "killed"),
+    case("ddp", "group 1", 0, "stopped"),
+    case("ddp", "group 2", 1, "stopped", hosted=False),
+    case("fsdp", "ranks", 0, "killed"),
+    case("zero3", "compile", 1, "killed"),
+    case("zero2", "group 3", 1, "killed"),
+    case("hf2", "ranks", 1, "killed"),
+]
+ALL = [
+    one
+    for backend, moments in MOMENTS.items() for moment in moments for rank in (0, 1) for how in ("killed", "stopped")
+    for hosted in (True, False)
+    if (one := case(backend, moment, rank, how, hosted)).name not in {quick.name for quick in QUICK}
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
+    compile_once()
+    return play(QUICK, tmp_path_factory.mktemp("meeting"), at_once=4)
+
+
+@pytest.fixture(scope="module")
+def all_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
+    compile_once()
+    return play(ALL, tmp_path_factory.mktemp("all-meetings"), at_once=4)
+
+
+def check_end(one: Case, found: list[Outcome]) -> None:
+    left, other = found[one.options["rank"]], found[1 - one.options["rank"]]
+    assert left.code == -signal.SIGKILL, left.output
+    assert other.code == 1, other.output
+    assert "DistributedError: " in other.output, other.output
+
+
+@pytest.mark.parametrize("one", QUICK, ids=lambda one: one.name)
+def test_process_that_leaves_while_the_ranks_meet_ends_the_run_on_the_other(
+    one: Case, outcomes: dict[str, list[Outcome]]
+) -> None:
+    check_end(one, outcomes[one.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
+def test_process_that_leaves_at_any_moment_of_any_backend_ends_the_run_on_the_other(
+    one: Case, all_outcomes: dict[str, list[Outcome]]
+) -> None:
+    check_end(one, all_outcomes[one.name])
