@@ -14,6 +14,7 @@ import argparse
 import atexit
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -26,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ FAULTS: dict[str, set[int]] = {
 """What may happen, and the exit codes that may come of it: 1 is the error of a process that has lost another one."""
 INTERRUPTIONS = 4
 """How often a trial is interrupted, at most."""
+UNTOUCHED = 8
+"""How often a trial begins anew that has ended before it was interrupted."""
 LIMIT = 240.0
 """Seconds after which a start of the program has hung."""
 TIMEOUT = 60.0
@@ -307,8 +310,13 @@ def trial(backend: str, fault: str, seconds: float, folder: Path, seed: int, exp
         odd = [code for code in codes if code not in (FAULTS[fault] if ends else {0})]
         if odd:
             remarks.append(f"start {starts} ended with {codes}: {start.last_words()}")
-        if all(code == 0 for code in codes) or leaves_alone:
+        if not strikes and starts < UNTOUCHED:  # nothing has come in time: the machine has less to do than before
+            seconds /= 2
+            shutil.rmtree(folder / "run", ignore_errors=True)
+        elif all(code == 0 for code in codes) or leaves_alone:
             break
+    if not strikes:
+        remarks.append("it was never interrupted")
     results = start.results()
     is_same = all(result == expected for result in results)
     if not is_same and all(results):
@@ -388,7 +396,6 @@ def _leave(*_: object) -> None:
 
 def _conduct(backend: str, fault: str, seed: int, place: Path, known: tuple[float, Any]) -> None:
     """Be the process of a trial."""
-
     signal.signal(signal.SIGTERM, _leave)  # so that its processes are ended
     found: dict[str, Any] = {"backend": backend, "fault": fault, "seed": seed, "same": False, "starts": 0, "strikes": 0}
     try:
@@ -413,6 +420,12 @@ def show(found: Sequence[dict[str, Any]]) -> list[str]:
             odd = sum(bool(one["remarks"]) for one in own)
             rows.append([backend, *cells, str(sum(one["strikes"] for one in own)), str(odd or "nothing")])
     return table(["backend", *faults, "interruptions", "else"], rows)
+
+
+def pairs_of(backends: Iterable[str], faults: Iterable[str]) -> list[tuple[str, str]]:
+    """Return each backend with each fault that it can have."""
+    all_pairs = itertools.product(backends, faults)
+    return [pair for pair in all_pairs if pair[1] != "dead worker" or pair[0].endswith("workers")]
 
 
 def planned(pairs: Sequence[tuple[str, str]], trials: int, chance: random.Random) -> list[tuple[str, str, int]]:
@@ -444,10 +457,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         __import__(name)
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, _leave)  # so that nothing is left behind
-    pairs = [
-        (backend, fault) for backend in args.backends for fault in args.faults
-        if fault != "dead worker" or backend.endswith("workers")
-    ]  # fmt: skip
+    pairs = pairs_of(args.backends, args.faults)
     if not pairs:
         raise SystemExit("Nothing to try: a dead worker needs a backend with workers.")
     plan, found = planned(pairs, args.trials, random.Random(args.seed)), []

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ from typing import Any
 import programs
 import pytest
 
+sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
+
+from compiled import compile_once  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 PROBES = [f"R{number}" for number in range(1, 10)]
 
 
-def run(*command: str | Path, cwd: Path, **variables: str) -> str:
+def run(*command: str | Path, cwd: Path, timeout: float = 1200, **variables: str) -> str:
     """Return what a script prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    child = programs.run(sys.executable, *command, cwd=cwd, env=environment, timeout=1200)
+    child = programs.run(sys.executable, *command, cwd=cwd, env=environment, timeout=timeout)
     assert child.returncode == 0, child.stderr
     return child.stdout
 
@@ -89,11 +94,11 @@ def test_nothing_but_the_history_grows_over_a_long_run(tmp_path: Path) -> None:
 # --- runs that are interrupted
 
 
-def chaos(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+def chaos(tmp_path: Path, *arguments: str, timeout: float = 1200) -> list[dict[str, Any]]:
     """Return what came of trials, all of which had to end with the bits of an undisturbed run."""
     folder = tmp_path / "runs"
     folder.mkdir()
-    run(BENCHMARKS / "chaos.py", "--json", "out.json", *arguments, cwd=tmp_path, TMPDIR=str(folder))
+    run(BENCHMARKS / "chaos.py", "--json", "out.json", *arguments, cwd=tmp_path, timeout=timeout, TMPDIR=str(folder))
     assert not list(folder.glob("chaos-*"))
     return json.loads((tmp_path / "out.json").read_text())
 
@@ -104,11 +109,23 @@ def test_runs_that_are_killed_and_stopped_at_random_end_with_the_same_bits(tmp_p
     assert sorted(one["backend"] for one in found) == ["ddp", "native"] and all(one["same"] for one in found)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_thirty_trials_interrupt_each_backend_and_in_each_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # of which the script changes some
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("chaos")
+    plan = script.planned(script.pairs_of(script.BACKENDS, script.FAULTS), 30, random.Random(seed))
+    assert {backend for backend, _, _ in plan} == set(script.BACKENDS)
+    assert {fault for _, fault, _ in plan} == set(script.FAULTS)
+    assert len({(backend, fault) for backend, fault, _ in plan}) == 30
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_thirty_runs_of_all_backends_that_are_interrupted_at_random_end_with_the_same_bits(tmp_path: Path) -> None:
-    found = chaos(tmp_path, "--trials", "30", "--seed", str(os.getpid()))
+    compile_once()
+    found = chaos(tmp_path, "--trials", "30", "--seed", str(os.getpid()), timeout=3500)
     assert len(found) == 30 and all(one["same"] for one in found)
 
 
