@@ -453,16 +453,17 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials and print the table; return 1 if any of them failed."""
     args = _parsed(arguments)
-    for name in ("transformers.trainer", "deepspeed", "omnitrain.trainers.accelerated", "omnitrain.hf.trainer"):
-        __import__(name)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, _leave)  # so that nothing is left behind
     pairs = pairs_of(args.backends, args.faults)
     if not pairs:
         raise SystemExit("Nothing to try: a dead worker needs a backend with workers.")
-    plan, found = planned(pairs, args.trials, random.Random(args.seed)), []
+    signal.signal(signal.SIGTERM, _leave)  # so that nothing is left behind
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # no TemporaryDirectory, which each forked process would remove
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # what is killed leaves files
+    plan, found = planned(pairs, args.trials, random.Random(args.seed)), list[dict[str, Any]]()
     try:
+        for name in ("transformers.trainer", "deepspeed", "omnitrain.trainers.accelerated", "omnitrain.hf.trainer"):
+            __import__(name)
+        torch.set_num_threads(1)
         if any(backend.startswith("zero") for backend in args.backends):
             _load_deepspeed(folder)
         for one in run(plan, args.at_once, folder):
