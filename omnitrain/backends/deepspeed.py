@@ -5,9 +5,12 @@ What DeepSpeed does with the model is in `zero.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,13 @@ from typing import Any
 from omnitrain.errors import ConfigError, MissingExtraError
 from omnitrain.precision import choose_device
 
-__all__ = ["adopt_config", "deepspeed_plugin", "fill_config", "schedule_of"]
+__all__ = ["adopt_config", "deepspeed_plugin", "fill_config", "schedule_of", "tell_of_locks"]
+
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_COMPILES_S = 600.0
+"""Seconds that compiling may take."""
 
 
 def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
@@ -37,6 +46,7 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
         from accelerate.utils import DeepSpeedPlugin
     except ImportError:
         raise MissingExtraError("deepspeed_config", "deepspeed", "deepspeed") from None
+    tell_of_locks()
     if config is None:
         return DeepSpeedPlugin()
     if isinstance(config, (str, Path)):
@@ -47,6 +57,21 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
     content = json.loads(json.dumps(config))  # a copy, which DeepSpeed may write into
     content.setdefault("zero_optimization", {"stage": 2})
     return DeepSpeedPlugin(hf_ds_config=content)
+
+
+def tell_of_locks() -> None:
+    """Warn of locks on what DeepSpeed compiles, left by programs that were killed: it would wait for them forever."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+        with contextlib.suppress(OSError):  # released
+            age = time.time() - lock.stat().st_mtime
+            if age > _COMPILES_S:
+                logger.warning(
+                    "%s has been there for %d minutes, and DeepSpeed waits as long as it is. Remove it, unless another "
+                    "program compiles there: one that was killed leaves it behind.", lock, age / 60,
+                )  # fmt: skip
 
 
 def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
