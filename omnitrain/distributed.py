@@ -149,8 +149,8 @@ class Ranks:
             what: The name of the call.
             timeout: Seconds without progress after which it ends; None is 30 minutes on several ranks, and never on
                 one.
-            is_start: Whether libraries set up their communication in it, in which they wait for each rank by itself:
-                one that posts nothing for a minute ends the call then.
+            is_start: Whether libraries set up their communication in it, for which they wait in ways of their own: a
+                rank that posts nothing for a minute ends the call then, and `timeout` is a minute at least.
         """
         if self.place:  # a call inside of another one, which is watched already
             with self.at(what):
@@ -561,7 +561,8 @@ class ProcessRanks(Ranks):
         """
         with contextlib.ExitStack() as place:
             if not self.place:
-                self._limit, self._silence = timeout or _TIMEOUT_S, SILENCE_S if is_start else math.inf
+                self._silence = SILENCE_S if is_start else math.inf
+                self._limit = max(timeout or _TIMEOUT_S, SILENCE_S if is_start else 0.0)
                 place.callback(setattr, self, "_silence", math.inf)
             place.enter_context(self.at(what))
             place.enter_context(self._ending(what))

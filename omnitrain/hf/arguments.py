@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import inspect
 import logging
 import os
@@ -405,7 +406,8 @@ def engine_arguments(
     if args is None:
         with meeting(timeout) as init_method:
             if init_method is not None and not torch.distributed.is_initialized():
-                PartialState(cpu=ours.get("use_cpu", False), init_method=init_method)  # which theirs finds
+                limit = datetime.timedelta(seconds=1800)  # as theirs says for NCCL, whose own is shorter
+                PartialState(cpu=ours.get("use_cpu", False), init_method=init_method, timeout=limit)
             engine = transformers.TrainingArguments(output_dir, report_to=[], **ours)
     else:
         engine = copy.copy(args)
