@@ -229,7 +229,7 @@ def seconds_of_async_omnitrain(folder: Path, quick: bool, step: int) -> Callable
         empty(folder)
         gaps.__init__()
         trainer.train()
-        assert gaps.committed >= len(SAVED_AT) and (folder / f"checkpoint-{step:06d}").is_dir()
+        assert gaps.committed >= len(SAVED_AT) and (folder / f"checkpoint-{step}").is_dir()
         return took(gaps.blocked(step))
 
     return sample
@@ -428,7 +428,7 @@ def seek(quick: bool, scratch: Path) -> tuple[list[Row], dict[str, int]]:
             first = FirstStep()
             trainer = build(workers, scratch / f"on-{workers}-{resumes}", (step if resumes else 0) + 1, first)
             start = time.perf_counter()
-            trainer.train(resume_from=run / f"checkpoint-{step:06d}" if resumes else None)
+            trainer.train(resume_from=run / f"checkpoint-{step}" if resumes else None)
             assert first.position == (position if resumes else 0)
             shutil.rmtree(scratch / f"on-{workers}-{resumes}")
             return note(name, first.time - start)

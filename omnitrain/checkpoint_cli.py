@@ -32,7 +32,7 @@ CONFIGS = ("config.json", "generation_config.json")
 MOST_ROWS = 10
 """How many tensors `diff` names: those that differ most."""
 
-_FOLDER = re.compile(r"checkpoint-(\d{6,})(\.old)?")
+_FOLDER = re.compile(r"checkpoint-([0-9]+)(\.old)?")
 
 
 def ls(path: Path) -> None:

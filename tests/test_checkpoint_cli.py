@@ -76,17 +76,17 @@ def test_ls_has_a_row_per_checkpoint_in_the_order_of_steps(run: Path, capsys: An
     code, out, _ = answer(capsys, "ls", run)
     assert code == 0
     assert [line.split()[:3] for line in out.splitlines()[1:4]] == [
-        ["checkpoint-000004", "4", "1"],
-        ["checkpoint-000008", "8", "2"],
-        ["checkpoint-000012", "12", "3"],
+        ["checkpoint-4", "4", "1"],
+        ["checkpoint-8", "8", "2"],
+        ["checkpoint-12", "12", "3"],
     ]
 
 
 def test_ls_prints_score_size_date_and_state(run: Path, capsys: Any) -> None:
-    content = Store(run).verify(run / "checkpoint-000008")
+    content = Store(run).verify(run / "checkpoint-8")
     _, out, _ = answer(capsys, "ls", run)
-    cells = row_of(out, "checkpoint-000008")
-    size = sum(file.stat().st_size for file in (run / "checkpoint-000008").rglob("*") if file.is_file())
+    cells = row_of(out, "checkpoint-8")
+    size = sum(file.stat().st_size for file in (run / "checkpoint-8").rglob("*") if file.is_file())
     assert cells[3] == f"{content['score']:.6g}"
     assert cells[-3] == f"{size / 1000:.3g} kB"
     assert cells[-2].startswith("20") and cells[-1] == "complete"
@@ -103,25 +103,25 @@ def test_ls_marks_what_last_and_best_stand_for(run: Path, capsys: Any) -> None:
 
 
 def test_ls_of_a_checkpoint_is_its_row_alone(run: Path, capsys: Any) -> None:
-    _, out, _ = answer(capsys, "ls", run / "checkpoint-000008")
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")] == ["checkpoint-000008"]
+    _, out, _ = answer(capsys, "ls", run / "checkpoint-8")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")] == ["checkpoint-8"]
 
 
 def test_ls_calls_a_checkpoint_damaged_whose_file_is_shorter(run: Path, capsys: Any) -> None:
-    weights = run / "checkpoint-000008" / "model.safetensors"
+    weights = run / "checkpoint-8" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     code, out, _ = answer(capsys, "ls", run)
     assert code == 0
-    assert row_of(out, "checkpoint-000008")[-1] == "damaged"
-    assert row_of(out, "checkpoint-000004")[-1] == "complete"
+    assert row_of(out, "checkpoint-8")[-1] == "damaged"
+    assert row_of(out, "checkpoint-4")[-1] == "complete"
     assert "'model.safetensors' has" in out
 
 
 def test_ls_lists_a_checkpoint_without_its_manifest(run: Path, capsys: Any) -> None:
-    (run / "checkpoint-000008" / "omnitrain.json").unlink()
+    (run / "checkpoint-8" / "omnitrain.json").unlink()
     _, out, _ = answer(capsys, "ls", run)
-    assert row_of(out, "checkpoint-000008")[1] == "8"
-    assert row_of(out, "checkpoint-000008")[-1] == "damaged"
+    assert row_of(out, "checkpoint-8")[1] == "8"
+    assert row_of(out, "checkpoint-8")[-1] == "damaged"
 
 
 def test_a_run_without_evaluations_has_no_scores_and_no_best(tmp_path: Path, capsys: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_run_without_evaluations_has_no_scores_and_no_best(tmp_path: Path, cap
     ).train()
     code, out, _ = answer(capsys, "ls", tmp_path / "a")
     assert code == 0
-    assert row_of(out, "checkpoint-000001")[3:5] == ["-", "last"]
+    assert row_of(out, "checkpoint-1")[3:5] == ["-", "last"]
     assert answer(capsys, "show", tmp_path / "a" / "best")[0] == 1
 
 
@@ -154,7 +154,7 @@ def test_a_narrow_terminal_loses_nothing(run: Path, capsys: Any, monkeypatch: py
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = answer(capsys, "ls", run)
-    assert all(word in out for word in ("checkpoint-000008", " 8 ", " kB ", "complete"))
+    assert all(word in out for word in ("checkpoint-8", " 8 ", " kB ", "complete"))
 
 
 # --- verify
@@ -171,32 +171,32 @@ FILES = ["model.safetensors", "optimizer/state.safetensors", "rng/state.safetens
 
 @pytest.mark.parametrize("file", FILES)
 def test_verify_names_the_file_in_which_one_bit_is_wrong(file: str, run: Path, capsys: Any) -> None:
-    flip(run / "checkpoint-000008" / file)
+    flip(run / "checkpoint-8" / file)
     code, out, _ = answer(capsys, "verify", run)
     damaged = [line for line in out.splitlines() if line.startswith("damaged")]
     assert code == 1
-    assert len(damaged) == 1 and "checkpoint-000008" in damaged[0] and repr(file) in damaged[0]
+    assert len(damaged) == 1 and "checkpoint-8" in damaged[0] and repr(file) in damaged[0]
     assert out.splitlines()[-1] == "2 of 3 complete."
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_verify_names_the_file_that_is_missing(file: str, run: Path, capsys: Any) -> None:
-    (run / "checkpoint-000008" / file).unlink()
-    code, out, _ = answer(capsys, "verify", run / "checkpoint-000008")
+    (run / "checkpoint-8" / file).unlink()
+    code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
     assert code == 1
     assert f"{file!r} is missing" in out and "0 of 1 complete." in out
 
 
 def test_verify_of_a_checkpoint_looks_at_no_other(run: Path, capsys: Any) -> None:
-    flip(run / "checkpoint-000012" / "model.safetensors")
-    assert answer(capsys, "verify", run / "checkpoint-000008")[0] == 0
+    flip(run / "checkpoint-12" / "model.safetensors")
+    assert answer(capsys, "verify", run / "checkpoint-8")[0] == 0
 
 
 # --- show
 
 
 def test_show_prints_progress_objective_settings_and_versions(run: Path, capsys: Any) -> None:
-    code, out, _ = answer(capsys, "show", run / "checkpoint-000008")
+    code, out, _ = answer(capsys, "show", run / "checkpoint-8")
     assert code == 0
     assert row_of(out, "step") == ["step", "8"]
     assert row_of(out, "metric") == ["metric", "loss"]
@@ -208,7 +208,7 @@ def test_show_prints_progress_objective_settings_and_versions(run: Path, capsys:
 
 
 def test_date_is_the_one_in_the_manifest_whenever_the_folder_was_copied(run: Path, capsys: Any) -> None:
-    folder = run / "checkpoint-000008"
+    folder = run / "checkpoint-8"
     content = Store(run).verify(folder)
     saved = datetime.fromisoformat(content["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
     os.utime(folder / "omnitrain.json", (0, 0))
@@ -220,7 +220,7 @@ def test_checkpoint_that_does_not_say_when_it_was_saved_has_the_date_of_its_mani
     store = Store(run)
     store.save(99, lambda folder: (folder / "a").touch(), {})
     os.utime(store.path(99) / "omnitrain.json", (1e9, 1e9))
-    assert row_of(answer(capsys, "ls", run)[1], "checkpoint-000099")[-2].startswith("2001-09-0")
+    assert row_of(answer(capsys, "ls", run)[1], "checkpoint-99")[-2].startswith("2001-09-0")
 
 
 def test_show_lists_name_type_and_shape_of_each_tensor(run: Path, capsys: Any) -> None:
@@ -232,7 +232,7 @@ def test_show_lists_name_type_and_shape_of_each_tensor(run: Path, capsys: Any) -
 
 def test_show_of_a_run_is_its_last_checkpoint(run: Path, capsys: Any) -> None:
     _, out, _ = answer(capsys, "show", run)
-    assert out.startswith(f"{run / 'checkpoint-000012'}:")
+    assert out.startswith(f"{run / 'checkpoint-12'}:")
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
@@ -244,16 +244,16 @@ def test_a_pointer_of_a_run_is_a_path_too(which: str, run: Path, capsys: Any) ->
 
 
 def test_show_works_from_inside_the_folder(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(run / "checkpoint-000008")
-    assert answer(capsys, "show", ".")[1].startswith(f"{run / 'checkpoint-000008'}:")
+    monkeypatch.chdir(run / "checkpoint-8")
+    assert answer(capsys, "show", ".")[1].startswith(f"{run / 'checkpoint-8'}:")
     assert "3 of 3 complete." in answer(capsys, "verify", "..")[1]
 
 
 def test_show_of_a_damaged_checkpoint_is_an_error_that_names_the_piece(run: Path, capsys: Any) -> None:
-    flip(run / "checkpoint-000012" / "model.safetensors")
+    flip(run / "checkpoint-12" / "model.safetensors")
     code, out, err = answer(capsys, "show", run)
     assert code == 1 and not out
-    assert "'model.safetensors'" in err and "checkpoint-000008" in err
+    assert "'model.safetensors'" in err and "checkpoint-8" in err
 
 
 # --- export
@@ -285,9 +285,9 @@ def test_from_pretrained_opens_what_export_has_written(
 
 
 def test_export_writes_the_weights_of_the_checkpoint_that_was_named(run: Path, tmp_path: Path, capsys: Any) -> None:
-    answer(capsys, "export", run / "checkpoint-000004", tmp_path / "out")
+    answer(capsys, "export", run / "checkpoint-4", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    there, exported = (load_file(f / "model.safetensors") for f in (run / "checkpoint-000004", tmp_path / "out"))
+    there, exported = (load_file(f / "model.safetensors") for f in (run / "checkpoint-4", tmp_path / "out"))
     assert all(torch.equal(there[name], exported[name]) for name in there)
 
 
@@ -308,7 +308,7 @@ def test_export_fills_an_empty_folder(run: Path, tmp_path: Path, capsys: Any) ->
 
 
 def test_export_of_a_damaged_checkpoint_writes_nothing(run: Path, tmp_path: Path, capsys: Any) -> None:
-    flip(run / "checkpoint-000012" / "model.safetensors")
+    flip(run / "checkpoint-12" / "model.safetensors")
     assert answer(capsys, "export", run, tmp_path / "out")[0] == 1
     assert not (tmp_path / "out").exists()
 
@@ -348,10 +348,10 @@ def test_diff_lists_settings_that_only_one_side_has(run: Path, tmp_path: Path, c
 
 
 def test_diff_orders_tensors_by_their_largest_difference(run: Path, capsys: Any) -> None:
-    a, b = (load_file(run / f"checkpoint-{step:06d}" / "model.safetensors") for step in (4, 12))
+    a, b = (load_file(run / f"checkpoint-{step}" / "model.safetensors") for step in (4, 12))
     largest = {name: float((a[name] - b[name]).abs().max()) for name in a}
     expected = sorted(largest, key=lambda name: -largest[name])
-    _, out, _ = answer(capsys, "diff", run / "checkpoint-000004", run)
+    _, out, _ = answer(capsys, "diff", run / "checkpoint-4", run)
     lines = out.split("4 of 4 tensors differ\n")[1].splitlines()[1:]
     assert [line.split()[0] for line in lines] == expected
     assert row_of(out, expected[0])[-1] == f"{largest[expected[0]]:.6g}"
@@ -450,10 +450,10 @@ def test_only_diff_waits_for_torch(run: Path, tmp_path: Path) -> None:
 
 def test_the_file_of_the_weights_is_the_one_that_trainers_write(run: Path) -> None:
     assert checkpoint_cli.WEIGHTS == state.WEIGHTS
-    assert state.WEIGHTS in json.loads((run / "checkpoint-000012" / "omnitrain.json").read_text())["files"]
+    assert state.WEIGHTS in json.loads((run / "checkpoint-12" / "omnitrain.json").read_text())["files"]
 
 
 def test_the_page_of_the_format_describes_every_field(run: Path) -> None:
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8").split("### omnitrain.json")[1]
     described = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
-    assert sorted(described) == sorted(json.loads((run / "checkpoint-000012" / "omnitrain.json").read_text()))
+    assert sorted(described) == sorted(json.loads((run / "checkpoint-12" / "omnitrain.json").read_text()))

@@ -169,7 +169,7 @@ def test_a_history_goes_through_json_and_back_unchanged(train: Any, valid: Any, 
     for row in test:
         metrics.add_test(row)
     if facts:
-        metrics["stop_reason"], metrics["best_checkpoint"] = "epochs", "checkpoint-000003"
+        metrics["stop_reason"], metrics["best_checkpoint"] = "epochs", "checkpoint-3"
     assert MetricsDict.from_dict(json.loads(json.dumps(metrics))) == metrics
     assert MetricsDict.from_dict(json.loads(json.dumps(metrics.to_dict(), allow_nan=False))) == metrics
 

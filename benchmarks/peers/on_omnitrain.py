@@ -123,7 +123,7 @@ def r5(folder: Path) -> Facts:
 
     run = folder / "first"
     resume(run, stop=10)
-    return outcomes({name: resume(copy) for name, copy in damaged_copies(run, run / "checkpoint-000010")})
+    return outcomes({name: resume(copy) for name, copy in damaged_copies(run, run / "checkpoint-10")})
 
 
 def r6() -> Facts:

@@ -234,10 +234,10 @@ class Checkpointer:
         """Return the present state, as references to the live tensors."""
         lifecycle = self._lifecycle
         step, evaluated, credited = lifecycle.progress.step, lifecycle.evaluated_step, self._credited_step
-        name = f"checkpoint-{step:06d}"
+        name = f"checkpoint-{step}"
         best = self.has_unsaved_best or (
             # an epoch's last step is saved again after the epoch's end
-            credited == evaluated >= 0 and lifecycle.metrics.get("best_checkpoint") == name
+            credited == evaluated >= 0 and _step_of(lifecycle.metrics.get("best_checkpoint")) == step
         )
         # one checkpoint per evaluation, or the few best would be the same one under several names
         scored = evaluated, step
@@ -495,6 +495,11 @@ def check_allowed(names: Collection[str]) -> None:
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise ConfigError(f"`allow_change` knows no setting {unknown[0]!r}, only {', '.join(known)}.")
+
+
+def _step_of(name: str | None) -> int:
+    """Return the step that the folder of a checkpoint is named after; -1 without any."""
+    return -1 if name is None else int(name.rpartition("-")[2])
 
 
 def _result_of(future: Future[Path] | None) -> Path:

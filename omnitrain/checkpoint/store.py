@@ -2,12 +2,12 @@
 
 ::
 
-    <root>/checkpoint-000120/omnitrain.json   written last; a folder without one that verifies is no checkpoint
-    <root>/checkpoint-000120/...              whatever the caller wrote; size and sha256 of each are in omnitrain.json
+    <root>/checkpoint-120/omnitrain.json   written last; a folder without one that verifies is no checkpoint
+    <root>/checkpoint-120/...              whatever the caller wrote; size and sha256 of each are in omnitrain.json
     <root>/last, <root>/best                  links to a folder beside them; where there are none, text files
-    checkpoint-000120.1f2e3d4c.tmp            being written: never read, removed by the next save
-    checkpoint-000120.old                     stepped aside while the same step is saved again; counts while alone
-    checkpoint-000120.deleting                being deleted: never read, removed by the next save
+    checkpoint-120.1f2e3d4c.tmp            being written: never read, removed by the next save
+    checkpoint-120.old                     stepped aside while the same step is saved again; counts while alone
+    checkpoint-120.deleting                being deleted: never read, removed by the next save
     <root>/run.lock                           who writes here, while a run does: see `lock.py`
 
 What is in omnitrain.json and whether it is true is `manifest.py`'s to say; everything that changes the disk goes
@@ -47,7 +47,7 @@ __all__ = ["Store", "is_pointer"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_NAME = re.compile(r"checkpoint-([0-9]{6,})(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*|0[0-9]{5})(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
 
 _LONGEST_NAME = 255
 _POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
@@ -91,10 +91,10 @@ class Store:
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
     >>> store.save(120, lambda folder: (folder / "a.txt").write_text("hello"), {"progress": {"step": 120}}).name
-    'checkpoint-000120'
+    'checkpoint-120'
     >>> path, content = store.resolve("auto")
     >>> path.name, content["progress"], list(content["files"])
-    ('checkpoint-000120', {'step': 120}, ['a.txt'])
+    ('checkpoint-120', {'step': 120}, ['a.txt'])
     """
 
     def __init__(self, root: str | os.PathLike[str], fs: FileSystem | None = None) -> None:
@@ -111,11 +111,15 @@ class Store:
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`, there or not."""
+        return self.root / f"checkpoint-{step}"
+
+    def _earlier_path(self, step: int) -> Path:
+        """Return the folder that earlier versions gave a step, which is still read."""
         return self.root / f"checkpoint-{step:06d}"
 
     def temporary(self, step: int) -> Path:
         """Return the folder in which the checkpoint of `step` is written: the one that `begin` makes."""
-        return self.root / f"checkpoint-{step:06d}.{self.lock.token}.tmp"
+        return self.root / f"checkpoint-{step}.{self.lock.token}.tmp"
 
     # Saving
 
@@ -278,9 +282,10 @@ class Store:
             best_step = step if best else self._pointed("best", self._known())
             if best_step is not None:
                 self._write_pointer("best", best_step)
-            old = self.path(step).with_name(self.path(step).name + ".old")
-            if old.exists():
-                self._delete_folder(old)
+            path, earlier = self.path(step), self._earlier_path(step)
+            for old in (path.with_name(path.name + ".old"), *([] if earlier == path else [earlier])):
+                if old.is_dir():
+                    self._delete_folder(old)
         except OSError as error:
             logger.warning("%r is complete, but tidying up after it failed: %s.", str(self.path(step)), error)
 
@@ -317,8 +322,8 @@ class Store:
                     continue  # it may be another run's, which nothing keeps out
                 left.append(path)
                 try:
-                    if suffix == ".old" and not self.path(step).exists():
-                        self.fs.rename(path, self.path(step))
+                    if suffix == ".old" and not path.with_suffix("").exists():
+                        self.fs.rename(path, path.with_suffix(""))
                     elif suffix == ".old":
                         self._delete_folder(path)
                     else:
@@ -405,7 +410,7 @@ class Store:
         return [
             (int(match[1]), Path(entry.path))
             for match, entry in ((_NAME.fullmatch(entry.name), entry) for entry in listing)
-            if match and (match[2] or "") == suffix and f"{int(match[1]):06d}" == match[1] and _is_folder(entry)
+            if match and (match[2] or "") == suffix and _is_folder(entry)
         ]
 
     def folders(self) -> dict[int, Path]:
@@ -417,9 +422,9 @@ class Store:
 
     def _folder_of(self, step: int) -> Path:
         """Return the folder of a step like `folders`, without a listing; there or not."""
-        path = self.path(step)
-        aside = path.with_name(path.name + ".old")
-        return aside if not path.is_dir() and aside.is_dir() else path
+        named = self.path(step), self._earlier_path(step)
+        places = [path.with_name(path.name + suffix) for suffix in ("", ".old") for path in named]
+        return next((path for path in places if path.is_dir()), named[0])
 
     def _glance(self, step: int, path: Path) -> Kept:
         """Check sizes and return the facts about one checkpoint; an unchanged manifest is read only once."""
@@ -524,13 +529,14 @@ class Store:
         temporary = self.root / f"{which}.{self.lock.token}.tmp"
         if temporary.is_symlink() or temporary.exists():
             self.fs.remove(temporary)
+        name = self._folder_of(step).name.removesuffix(".old")
         try:
-            self.fs.link(temporary, self.path(step).name)
+            self.fs.link(temporary, name)
         except (OSError, NotImplementedError) as error:
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
                 raise
             # a file system without links, or a user who may not make any
-            self.fs.write(temporary, f"{self.path(step).name}\n".encode())
+            self.fs.write(temporary, f"{name}\n".encode())
             self.fs.sync(temporary)
         if (self.root / which).is_dir() and not (self.root / which).is_symlink():
             self._set_aside(self.root / which, "is a copy of a checkpoint")

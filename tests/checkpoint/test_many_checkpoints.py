@@ -98,7 +98,7 @@ def filled(run: Path, first: Path, checkpoints: int, ranks: int) -> None:
     """Put older checkpoints into a run folder: that of a run, with a file of each of so many ranks."""
     content = read_manifest(first)
     for number in range(1, checkpoints + 1):
-        folder = run / f"checkpoint-{1000 + number:06d}"
+        folder = run / f"checkpoint-{1000 + number}"
         (folder / "rng").mkdir(parents=True)
         files = dict(content["files"])
         for name in files:
@@ -117,8 +117,8 @@ def among(kind: str, folder: Path, checkpoints: int, ranks: int, until: int, **o
     """Resume a run that saves each step among so many older checkpoints; return its folder, and what `Watch` saw."""
     first, run, watch = folder / "first", folder / "run", Watch(folder / "run", until)
     make(kind, first).train()
-    filled(run, first / "checkpoint-000001", checkpoints, ranks)
-    make(kind, run, watch, **options).train(resume_from=first / "checkpoint-000001")
+    filled(run, first / "checkpoint-1", checkpoints, ranks)
+    make(kind, run, watch, **options).train(resume_from=first / "checkpoint-1")
     return run, watch.asked or []
 
 
@@ -129,7 +129,7 @@ def test_a_save_lists_the_folder_once_and_asks_nothing_of_the_checkpoints_there(
     run, asked = among(kind, tmp_path, 5, 2, 6, **({"async_save": True} if asynchronous else {}))
     listings = sum(path == str(run) for what, path in asked if what in LISTINGS)
     assert 3 - asynchronous <= listings <= 3  # the last may be in flight
-    assert not [path for _, path in asked if "checkpoint-0010" in path]
+    assert not [path for _, path in asked if "checkpoint-10" in path]
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -137,7 +137,7 @@ def test_a_save_asks_as_much_among_100_checkpoints_of_64_ranks_as_among_10_of_on
     counts = []
     for checkpoints, ranks in ((10, 1), (100, 64)):
         run, asked = among(kind, tmp_path / str(checkpoints), checkpoints, ranks, 4, save_total_limit=checkpoints)
-        deleted = [path for _, path in asked if "checkpoint-0010" in path]
+        deleted = [path for _, path in asked if "checkpoint-10" in path]
         there = {path.name for path in run.iterdir()}
         assert deleted and there.isdisjoint({Path(path).relative_to(run).parts[0] for path in deleted})
         assert sum(path == str(run) for what, path in asked if what in LISTINGS) == 1

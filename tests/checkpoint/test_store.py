@@ -263,7 +263,7 @@ def test_write_error_at_any_operation_keeps_the_previous_checkpoint_and_no_parti
                 if error is not None:
                     refused += 1
                     assert isinstance(error.__cause__, OSError)
-                    assert f"checkpoint-{SAVES[number - 1][0]:06d}" in str(error)
+                    assert f"checkpoint-{SAVES[number - 1][0]}" in str(error)
                     assert not list(root.glob("*.tmp"))
                     assert all(path.with_suffix("").exists() for path in root.glob("*.old"))
                     resolve_after_kill(root, number - 1)
@@ -317,7 +317,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_gets_its_name(run: Path
     folder = store.temporary(10)
     renamed = disk.log.index(("rename", folder))
     synced = {path for name, path in disk.log[:renamed] if name == "sync"}
-    inside = {folder / path.relative_to(run / "checkpoint-000010") for path in (run / "checkpoint-000010").rglob("*")}
+    inside = {folder / path.relative_to(run / "checkpoint-10") for path in (run / "checkpoint-10").rglob("*")}
     assert synced >= inside | {folder, run.parent}
     assert disk.log[renamed + 1] == ("sync", run)
     assert [path for name, path in disk.log[:renamed] if name == "write"][-1].name == MANIFEST
@@ -346,19 +346,19 @@ def test_no_damage_to_any_file_goes_unnoticed(run: Path, caplog: pytest.LogCaptu
     store = Store(run)
     for number in (1, 2):
         save(store, number)
-    newest, cases = run / "checkpoint-000020", 0
+    newest, cases = run / "checkpoint-20", 0
     for file in sorted(path for path in newest.rglob("*") if path.is_file()):
         name, data = file.relative_to(newest).as_posix(), file.read_bytes()
         for damaged in damages(data):
             file.unlink() if damaged is None else file.write_bytes(damaged)
             for which in ("last", "best", newest):
-                with pytest.raises(CheckpointError, match=r"checkpoint-000020.*is (damaged|incomplete)") as caught:
+                with pytest.raises(CheckpointError, match=r"checkpoint-20.*is (damaged|incomplete)") as caught:
                     Store(run).resolve(which)
                 assert repr(name) in str(caught.value)
-                assert "The newest complete one is 'checkpoint-000010'." in str(caught.value)
+                assert "The newest complete one is 'checkpoint-10'." in str(caught.value)
             caplog.clear()
             assert number_of(Store(run).resolve("auto")) == 1
-            assert repr(name) in caplog.text and "Taking 'checkpoint-000010' instead" in caplog.text
+            assert repr(name) in caplog.text and "Taking 'checkpoint-10' instead" in caplog.text
             cases += 1
         file.write_bytes(data)
     assert number_of(store.resolve("auto")) == 2
@@ -369,7 +369,7 @@ def test_no_damage_to_any_file_goes_unnoticed(run: Path, caplog: pytest.LogCaptu
 def test_auto_is_none_only_where_there_is_no_checkpoint(run: Path) -> None:
     assert Store(run).resolve("auto") is None
     save(Store(run), 1)
-    (run / "checkpoint-000010" / "rng.json").unlink()
+    (run / "checkpoint-10" / "rng.json").unlink()
     with pytest.raises(CheckpointError, match=r"None of the checkpoints .*'rng.json' is missing"):
         Store(run).resolve("auto")
 
@@ -381,9 +381,9 @@ def test_names_and_paths_that_are_not_there_are_errors(run: Path) -> None:
     store.save(10, lambda folder: None, {})
     with pytest.raises(CheckpointError, match=r"No checkpoint .* was saved as the best"):
         store.resolve("best")
-    with pytest.raises(CheckpointError, match=r"checkpoint-000030' does not exist\. The newest .*'checkpoint-000010'"):
-        store.resolve(run / "checkpoint-000030")
-    with pytest.raises(CheckpointError, match=r"is a run folder.*checkpoint-000010"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-30' does not exist\. The newest .*'checkpoint-10'"):
+        store.resolve(run / "checkpoint-30")
+    with pytest.raises(CheckpointError, match=r"is a run folder.*checkpoint-10"):
         store.resolve(run)
 
 
@@ -391,8 +391,8 @@ def test_checkpoint_is_found_by_path_by_name_and_by_the_path_of_a_pointer(run: P
     store = Store(run)
     for number in (1, 2, 4):
         save(store, number)
-    assert number_of(store.resolve(str(run / "checkpoint-000020"))) == 2
-    assert number_of(store.resolve("checkpoint-000020")) == 2
+    assert number_of(store.resolve(str(run / "checkpoint-20"))) == 2
+    assert number_of(store.resolve("checkpoint-20")) == 2
     assert number_of(store.resolve(run / "best")) == 2
     assert number_of(Store(run.parent / "another run").resolve(run / "last")) == 4
 
@@ -401,10 +401,10 @@ def test_pointers_are_links_beside_the_checkpoints(run: Path) -> None:
     store = Store(run)
     for number in (1, 2, 4):
         save(store, number)
-    assert (os.readlink(run / "last"), os.readlink(run / "best")) == ("checkpoint-000030", "checkpoint-000020")
+    assert (os.readlink(run / "last"), os.readlink(run / "best")) == ("checkpoint-30", "checkpoint-20")
     assert json.loads((run / "last" / MANIFEST).read_text())["step"] == 30
     for which in ("last", run / "last", f"{run}/last/"):
-        assert store.resolve(which)[0].name == "checkpoint-000030"  # type: ignore[index]
+        assert store.resolve(which)[0].name == "checkpoint-30"  # type: ignore[index]
 
 
 def test_pointers_are_text_files_where_there_are_no_links_and_both_kinds_are_read(run: Path) -> None:
@@ -414,13 +414,11 @@ def test_pointers_are_text_files_where_there_are_no_links_and_both_kinds_are_rea
 
     for number, fs in ((1, Plain()), (2, None), (4, Plain())):
         save(Store(run, fs), number)
-    assert (run / "last").read_text() == "checkpoint-000030\n" and (run / "best").is_symlink()
+    assert (run / "last").read_text() == "checkpoint-30\n" and (run / "best").is_symlink()
     assert number_of(Store(run).resolve("last")) == 4 and number_of(Store(run).resolve("best")) == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc", "../other/checkpoint-000010", "checkpoint-000010.tmp", "missing", "last", ".."]
-)
+@pytest.mark.parametrize("name", ["/etc", "../other/checkpoint-10", "checkpoint-10.tmp", "missing", "last", ".."])
 def test_pointer_that_leads_elsewhere_is_none(run: Path, name: str) -> None:
     store = Store(run)
     for number in (1, 2):
@@ -428,9 +426,9 @@ def test_pointer_that_leads_elsewhere_is_none(run: Path, name: str) -> None:
         save(Store(run.with_name("other")), number)
     (run / "last").unlink()
     (run / "last").symlink_to(name)
-    assert number_of(store.resolve("last")) == 2 and store.resolve(run / "last")[0] == run / "checkpoint-000020"  # type: ignore[index]
+    assert number_of(store.resolve("last")) == 2 and store.resolve(run / "last")[0] == run / "checkpoint-20"  # type: ignore[index]
     save(store, 4)
-    assert os.readlink(run / "last") == "checkpoint-000030"
+    assert os.readlink(run / "last") == "checkpoint-30"
 
 
 def test_copy_that_followed_the_links_is_a_run_like_any_other(run: Path) -> None:
@@ -439,7 +437,7 @@ def test_copy_that_followed_the_links_is_a_run_like_any_other(run: Path) -> None
     copy = Store(shutil.copytree(run, run.with_name("copy")))
     assert (copy.root / "last").is_dir() and not (copy.root / "last").is_symlink()
     save(copy, 4)
-    assert os.readlink(copy.root / "last") == "checkpoint-000030"
+    assert os.readlink(copy.root / "last") == "checkpoint-30"
     assert number_of(copy.resolve(copy.root / "last")) == 4 and number_of(copy.resolve(copy.root / "best")) == 2
 
 
@@ -455,15 +453,15 @@ def test_damaged_best_is_an_error_and_not_a_lesser_one_even_after_further_saves(
     store = Store(run)
     for number in (1, 2):
         save(store, number)
-    (run / "checkpoint-000020" / MANIFEST).write_text("{}")
+    (run / "checkpoint-20" / MANIFEST).write_text("{}")
     save(store, 4)
-    with pytest.raises(CheckpointError, match=r"checkpoint-000020.*is damaged"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-20.*is damaged"):
         store.resolve("best")
 
 
 def test_checkpoint_of_a_newer_format_asks_for_an_upgrade(run: Path) -> None:
     save(Store(run), 1)
-    manifest = run / "checkpoint-000010" / MANIFEST
+    manifest = run / "checkpoint-10" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(CheckpointError, match=r"format_version 2.*Upgrade omnitrain"):
         Store(run).resolve(manifest.parent)
@@ -473,7 +471,7 @@ def test_checkpoint_of_a_newer_format_asks_for_an_upgrade(run: Path) -> None:
 def test_manifest_that_lists_a_file_outside_of_the_folder_is_refused(run: Path, name: str) -> None:
     save(Store(run), 1)
     (run / "secret").write_text("x")
-    manifest = run / "checkpoint-000010" / MANIFEST
+    manifest = run / "checkpoint-10" / MANIFEST
     content = json.loads(manifest.read_text())
     content["files"][name] = {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
     content["sha256"] = "0" * 64
@@ -533,43 +531,64 @@ def test_run_folder_can_be_moved_and_read_from_another_working_folder(
     assert number_of(store.resolve("auto")) == number_of(store.resolve("last")) == 5
     assert number_of(store.resolve("best")) == 3
     save(store, 6)
-    assert (os.readlink("../b/last"), os.readlink("../b/best")) == ("checkpoint-000050",) * 2
+    assert (os.readlink("../b/last"), os.readlink("../b/best")) == ("checkpoint-50",) * 2
 
 
 def test_foreign_folders_and_files_are_neither_counted_nor_touched(run: Path) -> None:
-    foreign = ["checkpoint-500", "checkpoint-0000010", "checkpoint-abc", "checkpoint-000001-backup", "wandb", "tmp.tmp"]
+    foreign = ["checkpoint-0500", "checkpoint-00010", "checkpoint-abc", "checkpoint-1-backup", "wandb", "tmp.tmp"]
     for name in foreign:
         (run / name).mkdir(parents=True)
         (run / name / "keep.txt").write_text("mine")
         (run / name / MANIFEST).write_text("{}")
-    (run / "checkpoint-000099").write_text("a file")
+    (run / "checkpoint-99").write_text("a file")
     (run / "metrics.jsonl").write_text("{}")
-    (run / "checkpoint-000098").mkdir()
-    (run / "checkpoint-000098" / "trainer_state.json").write_text("another tool's")
+    (run / "checkpoint-98").mkdir()
+    (run / "checkpoint-98" / "trainer_state.json").write_text("another tool's")
     store = Store(run)
     assert store.checkpoints() == [] and store.prune(keep_last=1) == []
     for number in range(1, len(SAVES) + 1):
         save(store, number)
-    assert [path.name for path in store.checkpoints()] == [f"checkpoint-0000{n}" for n in (40, 50)]
+    assert [path.name for path in store.checkpoints()] == [f"checkpoint-{n}" for n in (40, 50)]
     assert all((run / name / "keep.txt").read_text() == "mine" for name in foreign)
-    assert (run / "checkpoint-000099").read_text() == "a file"
-    assert (run / "checkpoint-000098" / "trainer_state.json").exists()
+    assert (run / "checkpoint-99").read_text() == "a file"
+    assert (run / "checkpoint-98" / "trainer_state.json").exists()
+
+
+def test_folders_named_by_earlier_versions_are_read_followed_and_deleted(run: Path) -> None:
+    for number in (1, 2):
+        save(Store(run), number)
+    for pointer in ("last", "best"):
+        (run / pointer).unlink(missing_ok=True)
+    for step in (10, 20):
+        (run / f"checkpoint-{step}").rename(run / f"checkpoint-{step:06d}")
+    (run / "last").symlink_to("checkpoint-000020")
+    store = Store(run)
+    for which in ("auto", "last", run / "checkpoint-000020"):
+        found = store.resolve(which)
+        assert found is not None and found[0].name == "checkpoint-000020" and number_of(found) == 2
+    store.save(20, lambda folder: None, {})  # once more, under its present name
+    store.save(30, lambda folder: None, {})
+    assert [path.name for path in store.checkpoints()] == ["checkpoint-000010", "checkpoint-20", "checkpoint-30"]
+    assert [path.name for path in store.prune(keep_last=1)] == ["checkpoint-20"]
+    assert os.readlink(run / "best") == "checkpoint-000010"
+    store.delete(10)
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-30"]
 
 
 def test_foreign_folder_with_the_name_of_a_checkpoint_is_put_aside(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     for text in ("first", "second"):
-        shutil.rmtree(run / "checkpoint-000010", ignore_errors=True)
-        (run / "checkpoint-000010").mkdir(parents=True)
-        (run / "checkpoint-000010" / "theirs.txt").write_text(text)
+        shutil.rmtree(run / "checkpoint-10", ignore_errors=True)
+        (run / "checkpoint-10").mkdir(parents=True)
+        (run / "checkpoint-10" / "theirs.txt").write_text(text)
         save(Store(run), 1)
     assert number_of(Store(run).resolve("last")) == 1
-    assert [(run / f"checkpoint-000010.aside-{n}" / "theirs.txt").read_text() for n in (1, 2)] == ["first", "second"]
-    assert "checkpoint-000010.aside-1" in caplog.text
+    assert [(run / f"checkpoint-10.aside-{n}" / "theirs.txt").read_text() for n in (1, 2)] == ["first", "second"]
+    assert "checkpoint-10.aside-1" in caplog.text
 
 
 def test_extra_files_in_a_checkpoint_are_tolerated(run: Path) -> None:
     save(Store(run), 1)
-    (run / "checkpoint-000010" / "trainer_state.json").write_text("{}")
+    (run / "checkpoint-10" / "trainer_state.json").write_text("{}")
     assert number_of(Store(run).resolve("last")) == 1
 
 
@@ -577,7 +596,7 @@ def test_steps_are_ordered_as_numbers_whatever_their_length(run: Path) -> None:
     store = Store(run)
     for step in (7, 42, 999_999, 1_000_000, 12_345_678):
         store.save(step, lambda folder: None, {})
-    names = ["checkpoint-000007", "checkpoint-000042", "checkpoint-999999", "checkpoint-1000000", "checkpoint-12345678"]
+    names = ["checkpoint-7", "checkpoint-42", "checkpoint-999999", "checkpoint-1000000", "checkpoint-12345678"]
     assert [path.name for path in store.checkpoints()] == names
     found = store.resolve("auto")
     assert found is not None and found[0].name == names[-1]
@@ -592,7 +611,7 @@ def test_order_is_that_of_saving_and_never_of_file_times(run: Path) -> None:
         for file in (path, path / MANIFEST):
             os.utime(file, (1e9 - age, 1e9 - age))
     assert number_of(Store(run).resolve("auto")) == 5
-    assert [path.name for path in Store(run).prune(keep_last=1)] == ["checkpoint-000030"]
+    assert [path.name for path in Store(run).prune(keep_last=1)] == ["checkpoint-30"]
 
 
 def test_run_that_went_back_keeps_what_it_saves_from_there(run: Path) -> None:
@@ -601,19 +620,19 @@ def test_run_that_went_back_keeps_what_it_saves_from_there(run: Path) -> None:
         store.save(step, lambda folder: None, {}, score=step, best=True)
     store.save(150, lambda folder: None, {})
     store.prune(keep_last=1)
-    assert [path.name for path in store.checkpoints()] == ["checkpoint-000150", "checkpoint-000300"]
+    assert [path.name for path in store.checkpoints()] == ["checkpoint-150", "checkpoint-300"]
     for which in ("auto", "last"):
         found = store.resolve(which)
-        assert found is not None and found[0].name == "checkpoint-000150"
+        assert found is not None and found[0].name == "checkpoint-150"
 
 
 def test_damaged_checkpoint_takes_no_place_among_the_kept_and_is_not_deleted(run: Path) -> None:
     store = Store(run)
     for step in (10, 20, 30):
         store.save(step, lambda folder: (folder / "a").write_bytes(b"a"), {})
-    (run / "checkpoint-000030" / "a").unlink()
-    assert [path.name for path in store.prune(keep_last=1)] == ["checkpoint-000010"]
-    assert (run / "checkpoint-000030").exists()
+    (run / "checkpoint-30" / "a").unlink()
+    assert [path.name for path in store.prune(keep_last=1)] == ["checkpoint-10"]
+    assert (run / "checkpoint-30").exists()
 
 
 def test_sizes_are_checked_without_reading_the_files(run: Path) -> None:
@@ -629,17 +648,17 @@ def test_sizes_are_checked_without_reading_the_files(run: Path) -> None:
 def test_renamed_copy_of_a_checkpoint_is_neither_the_newest_nor_deleted(run: Path) -> None:
     for number in (1, 4):
         save(Store(run), number)
-    shutil.copytree(run / "checkpoint-000010", run / "checkpoint-000099")
+    shutil.copytree(run / "checkpoint-10", run / "checkpoint-99")
     assert number_of(Store(run).resolve("auto")) == 4
     assert [kept.step for kept in Store(run).kept()] == [10, 30]
     assert Store(run).prune(keep_last=1) == []
-    assert number_of((run / "checkpoint-000099", Store(run).verify(run / "checkpoint-000099"))) == 1
+    assert number_of((run / "checkpoint-99", Store(run).verify(run / "checkpoint-99"))) == 1
 
 
 def test_checkpoint_that_stepped_aside_before_a_kill_is_found_under_its_own_path(run: Path) -> None:
     save(Store(run), 1)
-    (run / "checkpoint-000010").rename(run / "checkpoint-000010.old")
-    for which in ("auto", "last", "best", run / "checkpoint-000010", "checkpoint-000010"):
+    (run / "checkpoint-10").rename(run / "checkpoint-10.old")
+    for which in ("auto", "last", "best", run / "checkpoint-10", "checkpoint-10"):
         assert number_of(Store(run).resolve(which)) == 1
 
 
@@ -713,15 +732,15 @@ def test_what_is_deleted_or_added_by_hand_during_a_run_is_noticed_by_the_next_sa
         stack.callback(store.lock.release)
         for step in (10, 20):
             store.save(step, lambda folder: None, {})
-        shutil.rmtree(run / "checkpoint-000010")
-        shutil.copytree(run / "checkpoint-000020", run / "checkpoint-000015")  # says that it is step 20
+        shutil.rmtree(run / "checkpoint-10")
+        shutil.copytree(run / "checkpoint-20", run / "checkpoint-15")  # says that it is step 20
         store.path(5).mkdir()
         store.save(30, lambda folder: None, {})
         assert store.prune(keep_last=2) == []
         store.save(40, lambda folder: None, {})
         assert store.prune(keep_last=2) == [store.path(20)]
     assert sorted(path.name for path in run.iterdir()) == [
-        *(f"checkpoint-0000{step}" for step in ("05", 15, 30, 40)), "last",
+        *(f"checkpoint-{step}" for step in (15, 30, 40, 5)), "last",
     ]  # fmt: skip
     assert not caplog.records
 
@@ -731,7 +750,7 @@ def test_nothing_is_deleted_for_a_new_checkpoint_that_was_damaged_right_after(ru
     store.take()
     for step in (10, 20):
         store.save(step, lambda folder: (folder / "a").write_bytes(b"abc"), {})
-    (run / "checkpoint-000020" / "a").write_bytes(b"ab")
+    (run / "checkpoint-20" / "a").write_bytes(b"ab")
     assert store.prune(keep_last=1) == []
     store.lock.release()
 
@@ -742,9 +761,9 @@ def test_large_files_are_hashed_and_checked_in_threads_alike(run: Path, monkeypa
         save(Store(run), number)
     assert number_of(Store(run).resolve("last")) == 2
     for file in ("model.safetensors", "rng.json"):
-        entry = Store(run).verify(run / "checkpoint-000010")["files"][file]
-        assert entry["sha256"] == hashlib.sha256((run / "checkpoint-000010" / file).read_bytes()).hexdigest()
-    (run / "checkpoint-000020" / "rng.json").write_text("{}")
+        entry = Store(run).verify(run / "checkpoint-10")["files"][file]
+        assert entry["sha256"] == hashlib.sha256((run / "checkpoint-10" / file).read_bytes()).hexdigest()
+    (run / "checkpoint-20" / "rng.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"rng\.json' does not match"):
         Store(run).resolve("last")
 
@@ -769,7 +788,7 @@ def test_size_of_the_newest_is_that_of_all_its_files(run: Path) -> None:
     assert store.newest_size() is None
     for number in (1, 2):
         save(store, number)
-    newest = run / "checkpoint-000020"
+    newest = run / "checkpoint-20"
     assert store.newest_size() == sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
 
 

@@ -453,7 +453,7 @@ def resume(
     for one, other in pairs:
         dtype = dtype_of(one, other)
         places = {
-            "resume": str(folder / f"{one}-{dtype}" / "checkpoint-000005"),
+            "resume": str(folder / f"{one}-{dtype}" / "checkpoint-5"),
             "save_dir": str(folder / f"{one}-{other}"),
         }
         jobs.append(Job(f"{one}-{other}", other, "backends:regress", {"dtype": dtype, **options, **places}))

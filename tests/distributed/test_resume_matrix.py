@@ -130,12 +130,12 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict
             place = str(folder / f"random-{one}-{name}")
             own = {**options, "cut": cut, "save_dir": place}
             before.append(Job(f"random-{one}-{name}", one, "backends:regress", own))
-        places = {"save_dir": str(folder / f"random-{one}"), "resume": f"{place}/checkpoint-000005"}
+        places = {"save_dir": str(folder / f"random-{one}"), "resume": f"{place}/checkpoint-5"}
         after.append(Job(f"random-{one}", one, "backends:regress", {**options, **places}))
     for one in ("fsdp", "zero3"):
         before.append(Job(f"memory-{one}", one, f"{HERE}:watch_memory", {"folder": str(folder / f"memory-{one}")}))
     for source, target in CHANGES:
-        checkpoint = str(folder / f"{source}-float64" / "checkpoint-000005")
+        checkpoint = str(folder / f"{source}-float64" / "checkpoint-5")
         after.append(Job(f"refused-{source}-{target}", target, f"{HERE}:refuse", {"checkpoint": checkpoint}))
     asked = asked_for(request, "source", "target")
     return resume(folder, RESUMED, before, after, [pair for pair in PAIRS if pair in asked])
@@ -155,9 +155,9 @@ def test_a_run_resumed_on_any_backend_is_the_straight_native_run(results: Any, s
 
 def test_the_straight_run_is_saved_in_the_middle_of_an_epoch_between_evaluations(results: Any, folder: Path) -> None:
     straight = results["straight-float64"][0]
-    assert straight["saved"] == ["checkpoint-000005", "checkpoint-000010", "checkpoint-000012"]
+    assert straight["saved"] == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
     assert [row["step"] for row in straight["metrics"]["valid"]] == [3, 6, 9, 12]
-    content = json.loads((folder / "straight-float64/checkpoint-000005/omnitrain.json").read_text())
+    content = json.loads((folder / "straight-float64/checkpoint-5/omnitrain.json").read_text())
     assert (content["progress"]["epoch"], content["progress"]["samples_in_epoch"]) == (1, 8)
     steps = [len(indices) for indices in indices_by_step([straight]).values()]
     assert steps == [8, 8, 8, 1] * 3
@@ -168,8 +168,7 @@ def test_checkpoints_on_disk_name_the_same_tensors_as_the_native_ones(results: A
     dtype = dtype_of(backend)
     for file in ("model.safetensors", "optimizer/state.safetensors"):
         one, native = (
-            tensors.load_tensors(folder / f"{name}-{dtype}" / "checkpoint-000005" / file)
-            for name in (backend, "native")
+            tensors.load_tensors(folder / f"{name}-{dtype}" / "checkpoint-5" / file) for name in (backend, "native")
         )
         assert gap(one, native) <= bound(backend), file
         assert {name: value.dtype for name, value in one.items()} == {k: v.dtype for k, v in native.items()}, file

@@ -225,10 +225,10 @@ def test_signal_to_any_process_saves_there_and_the_resumed_run_equals_the_straig
         assert (found["far"], found["differ"]) == (0.0, 0.0)
         if number == USR1:
             assert (found["code"], found["reason"]) == (None, "epochs")
-            assert rank or "checkpoint-000004" in found["names"]
+            assert rank or "checkpoint-4" in found["names"]
             continue
         assert (found["code"], found["reason"], found["step"]) == (128 + number, "signal", step)
-        assert rank or found["names"][-1] == f"checkpoint-{step:06d}"
+        assert rank or found["names"][-1] == f"checkpoint-{step}"
 
 
 @pytest.mark.parametrize("name", KILLED)

@@ -143,7 +143,7 @@ def test_a_generator_of_another_device_is_left_as_it_is(device: torch.device, ki
     run("native", CPU, tmp_path, StopAt(CUT))
     second = run(kind, device, tmp_path, resume="auto")
     assert second.progress.step == STEPS
-    assert "0/device" not in load_tensors(tmp_path / "checkpoint-000019/rng/state.safetensors")
+    assert "0/device" not in load_tensors(tmp_path / "checkpoint-19/rng/state.safetensors")
 
 
 def test_a_model_saved_from_the_device_opens_on_the_host(device: torch.device, kind: str, tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def test_a_compiled_model_gives_the_numbers_of_the_plain_one_and_goes_on(
     assert plain.metrics["valid"][-1] == pytest.approx(straight.metrics["valid"][-1], abs=1e-4)
 
     straight.save_model(tmp_path / "model")
-    names = [tmp_path / "model/model.safetensors", tmp_path / "straight/checkpoint-000016/model.safetensors"]
+    names = [tmp_path / "model/model.safetensors", tmp_path / "straight/checkpoint-16/model.safetensors"]
     assert [set(load_tensors(name)) for name in names] == [NAMES, NAMES]
-    moments = load_tensors(tmp_path / "straight/checkpoint-000016/optimizer/state.safetensors")
+    moments = load_tensors(tmp_path / "straight/checkpoint-16/optimizer/state.safetensors")
     assert {name.rpartition("/")[0] for name in moments} == NAMES
 
 
@@ -97,6 +97,6 @@ def test_torch_compile_of_transformers_arguments_compiles_trains_and_saves_bare_
         assert trainer.device.type == device.type
         assert hasattr(trainer.model_wrapped, "_orig_mod") == compiles
         ends.append(weights(trainer.get_model()))
-        assert set(load_tensors(tmp_path / f"run-{compiles}/checkpoint-000016/model.safetensors")) == NAMES
+        assert set(load_tensors(tmp_path / f"run-{compiles}/checkpoint-16/model.safetensors")) == NAMES
     assert graphs() > before
     assert distance(*ends) < 1e-4

@@ -142,9 +142,9 @@ def examine(way: str, folder: Path) -> dict[str, Any]:
         return {"step": trainer.progress.step, "from_straight": apart(kept["straight"], state_of(trainer))}
 
     def moved() -> dict[str, Any]:
-        native = train("native", folder / "moved", resume=str(folder / "parts/checkpoint-000011"))
+        native = train("native", folder / "moved", resume=str(folder / "parts/checkpoint-11"))
         train("native", folder / "there", StopAt(11))
-        back = train(way, folder / "back", resume=str(folder / "there-0/checkpoint-000011"))
+        back = train(way, folder / "back", resume=str(folder / "there-0/checkpoint-11"))
         return {
             "to_native": apart(kept["native"], state_of(native)),
             "from_native": apart(kept["native"], state_of(back)),

@@ -241,7 +241,7 @@ def test_a_trial_is_a_run_with_its_values_and_a_folder_of_its_own(arguments: Any
     assert (first.progress.step, first.batch_size, first.seed, first.precision.name) == (4, 5, 9, "bf16")
     assert isinstance(first.optimizer, torch.optim.SGD)
     assert first.settings.lr_scheduler == "cosine"
-    assert (folder / "run-0" / "checkpoint-000004" / "omnitrain.json").exists()
+    assert (folder / "run-0" / "checkpoint-4" / "omnitrain.json").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["run-0", "run-1"]
     assert first.get_model() is not second.get_model()
     assert trainer.progress.step == 0 and trainer.training_args is args and args.output_dir == str(folder)
