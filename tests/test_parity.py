@@ -945,6 +945,12 @@ def test_training_inside_of_training_is_refused_and_outside_goes_on(trainer_clas
     assert trainer.train()["stop_reason"] == "epochs"
 
 
+def test_a_model_with_lazy_parameters_is_refused_with_the_remedy(trainer_class: Any) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+    with pytest.raises(ConfigError, match=r"lazy parameters, '0\.weight'"):
+        trainer_class(model, rows(8), loss_fn=F.mse_loss, **placed_on_cpu(trainer_class))
+
+
 def test_evaluation_sets_that_are_not_named_by_text_are_refused_at_once(trainer_class: Any) -> None:
     with pytest.raises(ConfigError, match=r"names its sets by text.*got 1"):
         trainer_class(t16(), rows(8), {1: rows(4)}, loss_fn=F.mse_loss, **placed_on_cpu(trainer_class))

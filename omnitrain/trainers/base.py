@@ -279,6 +279,12 @@ class BaseTrainer(Hooks, ABC):
         refuse_class("model", model)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
+        lazy = [name for name, one in model.named_parameters() if nn.parameter.is_lazy(one)]
+        if lazy:
+            raise ConfigError(
+                f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
+                "the model on one before it is passed: model(batch)."
+            )
         if given.get("save_dir") is not None:
             given["save_dir"] = folder_path(given["save_dir"], "save_dir")
         self.settings: Settings = Settings.of(given)
