@@ -171,13 +171,11 @@ def _odd(value: Any, present: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     elif isinstance(present, bool):
         fits = isinstance(value, bool)
     elif isinstance(present, (int, float)):
-        is_count = isinstance(present, int) and isinstance(value, int)  # of what was read
         fits = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = fits and (math.isfinite(value) or not math.isfinite(present))
-        fits = fits and not (is_count and value < 0 <= present)
     else:
-        fits = value is None or isinstance(value, str) or not isinstance(present, str)
-    if not fits:
+        fits = isinstance(value, str) or not isinstance(present, str)
+    if not fits and value is not None:  # which may stand for anything
         yield key or "all", value, present
 
 
