@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,8 +150,61 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """What a run here would not honour, with the values that ask for nothing."""
 
 
+FIELDS: dict[str, tuple[str, ...]] = {
+    "epochs": ("num_train_epochs",),
+    "batch_size": ("per_device_train_batch_size",),
+    "eval_batch_size": ("per_device_eval_batch_size",),
+    "shuffle": ("train_sampling_strategy",),
+    "num_workers": ("dataloader_num_workers",),
+    "pin_memory": ("dataloader_pin_memory",),
+    "prefetch_factor": ("dataloader_prefetch_factor",),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "accelerator_config"),
+    "log_steps": ("logging_strategy", "logging_steps"),
+    "eval_steps": ("eval_strategy", "eval_steps"),
+    "save_steps": ("save_strategy", "save_steps"),
+    "save_dir": ("output_dir",),
+    "load_best_at_end": ("load_best_model_at_end",),
+    "optimization_metric": ("metric_for_best_model",),
+    "optimization_direction": ("greater_is_better",),
+    "optimizer": ("optim",),
+    "lr_scheduler": ("lr_scheduler_type", "lr_scheduler_kwargs"),
+    "deterministic": ("full_determinism",),
+    "autocast": ("bf16", "fp16"),
+    "trial_name": ("run_name",),
+    "progress_bar": ("disable_tqdm",),
+    "timeout": ("ddp_timeout",),
+}
+"""The fields of transformers' arguments that say what one of ours does, where they have other names."""
+
+
+def _set_fields(args: transformers.TrainingArguments, name: str) -> dict[str, Any]:
+    """Return the fields for one of our arguments that the user has set: those with another value than the default."""
+    defaults = {
+        field.name: field.default if field.default is not dataclasses.MISSING else None
+        for field in dataclasses.fields(args)
+    }
+    # what transformers fills in by itself is not the user's
+    derived = {"metric_for_best_model": "loss"} if args.load_best_model_at_end else {}
+    found = {}
+    for field in FIELDS.get(name, (name,)):
+        value = word_of(getattr(args, field, None))
+        if field == "accelerator_config":
+            value = _steps_of_accelerate(args)
+        if value != word_of(defaults.get(field)) and value not in ({}, derived.get(field, {})):
+            found[field] = value
+    return found
+
+
+def _steps_of_accelerate(args: transformers.TrainingArguments) -> int | None:
+    """Return the accumulation that the settings for accelerate name; None if they name none."""
+    options = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    return options.get("num_steps")
+
+
 def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
     """Fill our arguments from transformers'; where the user's program says something else, that is an error.
+
+    One of ours goes before a field of `args` that has its default, since that is no word of the user's.
 
     Args:
         args: The user's.
@@ -170,13 +224,24 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             "`training_args.accelerator_config` has split_batches=True, but a batch size here is always that of one "
             "process. Leave it out, and set `global_batch_size`."
         )
-    for strategy, names in (("eval_strategy", ["eval_steps"]), ("save_strategy", ["save_steps", "save_dir"])):
-        meant = [name for name in names if given.get(name) is not None]
-        if meant and word_of(getattr(args, strategy)) == "no":
-            raise ConfigError(
-                f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say "
-                f"{strategy}='no'. Set their {strategy} instead."
-            )
+    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    if accumulation.get("sync_each_batch"):
+        raise ConfigError(
+            "`training_args.accelerator_config` has sync_each_batch=True, but gradients are exchanged once a step; "
+            "the numbers are the same. Leave it out."
+        )
+    steps = args.gradient_accumulation_steps
+    if steps != 1 and _steps_of_accelerate(args) not in (None, steps):
+        raise ConfigError(
+            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={accumulation['num_steps']} of their "
+            "`accelerator_config` are two numbers for one thing. Leave one of them out."
+        )
+    meant = [name for name in ("save_steps", "save_dir") if given.get(name) is not None]
+    if meant and word_of(args.save_strategy) == "no":
+        raise ConfigError(
+            f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say save_strategy='no'. "
+            "Set their save_strategy instead."
+        )
     _adopt_metrics(args, given)
     said = _translated(args)
     has_own_length = given.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS
@@ -187,12 +252,10 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
     if given.get("train_loader") is not None or is_loader(given.get("train_dataset")):
         for name in ("batch_size", "pin_memory"):
             said.pop(name, None)  # which training arguments always have
-    if given.get("load_best_at_end") is None:
-        said["load_best_at_end"] = args.load_best_model_at_end  # off by default, whether anything is saved or not
     if all(given.get(name) is None for name in ("eval_dataset", "eval_loader")):
         for name in ("optimization_metric", "optimization_direction"):
             said.pop(name, None)  # transformers' scripts name a metric whether they evaluate or not
-    adopt(said, given, "the training arguments")
+    _adopt_said(args, said, given)
 
 
 def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: bool) -> None:
@@ -252,6 +315,48 @@ def _parameters_of(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
+def _adopt_said(args: transformers.TrainingArguments, said: Mapping[str, Any], given: dict[str, Any]) -> None:
+    """Fill our arguments from what transformers' say, but for those that the user gave.
+
+    Raises:
+        ConfigError: If the user set both, and they differ.
+    """
+    own_metric = given.get("optimization_metric")
+    for name, value in {**said, **_words_of_names(args, given)}.items():
+        if given.get(name) is None and not (name == "max_grad_norm" and name in given):  # whose None is a word
+            if name != "optimization_direction" or own_metric in (None, said.get("optimization_metric")):
+                given[name] = value  # a direction is that of the metric beside it
+            continue
+        own, theirs = given[name], _set_fields(args, name)
+        if theirs and value is not None and not _is_same(name, own, value):
+            spelled = " and ".join(f"`{field}={word!r}`" for field, word in theirs.items())
+            raise ConfigError(
+                f"`{name}={str(own) if isinstance(own, Path) else own!r}` contradicts {spelled} of the training "
+                "arguments. Leave one of them out."
+            )
+
+
+def _words_of_names(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer, the schedule and its warm-up that transformers' arguments name, where the user named one.
+
+    They are for transformers to make otherwise.
+    """
+    found = {"optimizer": args.optim, "lr_scheduler": args.lr_scheduler_type}
+    named: dict[str, Any] = {name: word_of(word) for name, word in found.items() if isinstance(given.get(name), str)}
+    if given.get("warmup_steps") is not None:
+        named["warmup_steps"] = args.warmup_steps
+    return named
+
+
+def _is_same(name: str, own: Any, value: Any) -> bool:
+    """Return whether one of our arguments says what theirs do."""
+    if name == "optimization_metric":
+        own, value = str(own).removeprefix("eval_"), str(value).removeprefix("eval_")
+    if name == "optimizer":  # "adamw" and "adamw_torch_fused"
+        return own.rpartition(".")[2].lower() in value
+    return own == value or str(own) == str(value)
+
+
 def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
     """Fill our arguments from another source; None is no value.
 
@@ -290,7 +395,7 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         "eval_batch_size": args.per_device_eval_batch_size,
         "learning_rate": args.learning_rate,
         "weight_decay": args.weight_decay,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_accumulation_steps": _steps_of_accelerate(args) or args.gradient_accumulation_steps,
         "max_grad_norm": args.max_grad_norm or None,
         "seed": args.seed,
         "shuffle": word_of(getattr(args, "train_sampling_strategy", "random")) != "sequential",
@@ -300,6 +405,7 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         "deterministic": args.full_determinism,
         "autocast": None if args.mixed_precision == "no" else args.mixed_precision,
         "pin_memory": args.dataloader_pin_memory,
+        "load_best_at_end": args.load_best_model_at_end,  # off by default, whether anything is saved or not
     }
     if word_of(args.eval_strategy) != "no":
         found["eval_steps"] = _interval(word_of(args.eval_strategy), args.eval_steps)
@@ -314,8 +420,6 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["optimization_metric"] = args.metric_for_best_model
     if args.greater_is_better is False and args.metric_for_best_model is not None:
         found["optimization_direction"] = "min"  # transformers fills in True by itself, so only False is a word
-    if args.load_best_model_at_end or saves != "no":
-        found["load_best_at_end"] = args.load_best_model_at_end
     if args.run_name is not None and args.run_name != args.output_dir:
         found["trial_name"] = args.run_name
     if args.label_names:
@@ -434,6 +538,10 @@ def engine_arguments(
     }
     for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)
+    if engine.accelerator_config is not None:  # of which transformers would write into the user's
+        config: Any = copy.copy(engine.accelerator_config)
+        config.gradient_accumulation_kwargs = None
+        engine.accelerator_config = config
     # with it transformers seeds the program when its Trainer is made, and can do so only below that; we seed the run
     engine.seed = engine.seed % 2**32 if isinstance(engine.seed, int) else 0
     engine.eval_strategy = engine.logging_strategy = IntervalStrategy.NO

@@ -398,8 +398,8 @@ class HFTrainer(BaseTrainer):
 
     @property
     def _evaluates(self) -> bool:
-        args = self.training_args
-        return super()._evaluates and (args is None or word_of(args.eval_strategy) != "no")
+        args, own = self.training_args, self.settings.eval_steps
+        return super()._evaluates and (args is None or own is not None or word_of(args.eval_strategy) != "no")
 
     @property
     def _by_window(self) -> bool:
@@ -482,7 +482,8 @@ class HFTrainer(BaseTrainer):
     def _build_optimizer(self) -> torch.optim.Optimizer:
         if self.training_args is None or self.settings.optimizer is not None:
             return super()._build_optimizer()
-        self.engine.args.learning_rate, self.engine.optimizer = self.learning_rate, None  # type: ignore[assignment]
+        self.engine.args.learning_rate, self.engine.args.weight_decay = self.learning_rate, self.weight_decay
+        self.engine.optimizer = None  # type: ignore[assignment]
         optimizer = self.engine.create_optimizer()
         groups = [group for group in optimizer.param_groups if group["params"]]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -500,13 +501,16 @@ class HFTrainer(BaseTrainer):
         super()._finish_setup(*self._schedule())
 
     def _schedule(self) -> tuple[Any, int | None]:
-        """Return the schedule and warm-up of the training arguments, where ours name no schedule."""
-        args, total = self.training_args, self.total_steps
-        if args is None or self.settings.lr_scheduler is not None or self.train_loader is None:
+        """Return the schedule and warm-up of the training arguments, where ours name no others."""
+        args, total, own = self.training_args, self.total_steps, self.settings.lr_scheduler
+        if args is None or not isinstance(own, str | None) or self.train_loader is None:
             return None, None
         warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
+        warmup = self.settings.warmup_steps or warmup
         options: Any = args.lr_scheduler_kwargs or {}
         name = word_of(args.lr_scheduler_type)
+        if own not in (None, name):
+            return None, warmup
         is_known = name in SCHEDULES or name in TRANSFORMERS_SCHEDULES
         if self._scheduler_config is not None:
             automatic = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}

@@ -317,45 +317,111 @@ def test_the_betas_of_adam_are_those_of_the_arguments(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "options", "words"),
     [
-        ({"num_train_epochs": 3}, {"epochs": 4}, ["epochs=4", "epochs=3"]),
+        ({"num_train_epochs": 2}, {"epochs": 4}, ["`epochs=4`", "`num_train_epochs=2`"]),
         ({"max_steps": 3}, {"max_steps": 4}, ["max_steps=4", "max_steps=3"]),
         ({"learning_rate": 0.5}, {"learning_rate": 0.25}, ["learning_rate=0.25", "learning_rate=0.5"]),
-        ({"per_device_train_batch_size": 2}, {"batch_size": 4}, ["batch_size=4", "batch_size=2"]),
+        ({"per_device_train_batch_size": 2}, {"batch_size": 4}, ["`batch_size=4`", "`per_device_train_batch_size=2`"]),
         ({"per_device_eval_batch_size": 2}, {"eval_batch_size": 4}, ["eval_batch_size=4", "eval_batch_size=2"]),
         ({"weight_decay": 0.5}, {"weight_decay": 0.1}, ["weight_decay=0.1", "weight_decay=0.5"]),
         ({"max_grad_norm": 0.5}, {"max_grad_norm": 2.0}, ["max_grad_norm=2.0", "max_grad_norm=0.5"]),
         ({"seed": 1}, {"seed": 2}, ["seed=2", "seed=1"]),
-        ({"bf16": True}, {"autocast": "fp32"}, ["autocast='fp32'", "autocast='bf16'"]),
-        ({"logging_steps": 5}, {"log_steps": 7}, ["log_steps=7", "log_steps=5"]),
+        ({"bf16": True}, {"autocast": "fp32"}, ["autocast='fp32'", "bf16=True"]),
+        ({"logging_steps": 5}, {"log_steps": 7}, ["log_steps=7", "logging_steps=5"]),
         ({"eval_strategy": "steps", "eval_steps": 5}, {"eval_steps": 7}, ["eval_steps=7", "eval_steps=5"]),
-        ({"eval_strategy": "no"}, {"eval_steps": 7}, ["eval_steps='7'", "eval_strategy='no'"]),
         ({"save_strategy": "steps", "save_steps": 5}, {"save_steps": 7}, ["save_steps=7", "save_steps=5"]),
         ({"save_strategy": "no"}, {"save_steps": 7, "save_dir": "x"}, ["save_steps='7'", "save_strategy='no'"]),
         ({"save_strategy": "no"}, {"save_dir": "x"}, ["save_dir='x'", "save_strategy='no'"]),
-        ({"save_strategy": "best", "metric_for_best_model": "loss"}, {"save_steps": 7}, ["save_steps=7", "'1dur'"]),
-        ({"save_strategy": "epoch"}, {"save_dir": "other"}, ["save_dir='other'", "save_dir='"]),
+        (
+            {"save_strategy": "best", "metric_for_best_model": "loss"},
+            {"save_steps": 7},
+            ["save_steps=7", "save_strategy='best'"],
+        ),
+        ({"save_strategy": "epoch"}, {"save_dir": "other"}, ["save_dir='other'", "output_dir='"]),
         ({"save_strategy": "epoch", "save_total_limit": 2}, {"save_total_limit": 3}, ["limit=3", "limit=2"]),
-        ({"save_strategy": "epoch"}, {"load_best_at_end": True}, ["load_best_at_end=True", "load_best_at_end=False"]),
+        ({"optim": "adafactor"}, {"optimizer": "sgd"}, ["optimizer='sgd'", "optim='adafactor'"]),
+        ({"lr_scheduler_type": "cosine"}, {"lr_scheduler": "linear"}, ["'linear'", "lr_scheduler_type='cosine'"]),
+        ({"warmup_steps": 2}, {"warmup_steps": 3}, ["`warmup_steps=3`", "`warmup_steps=2`"]),
+        ({"max_grad_norm": 0.5}, {"max_grad_norm": None}, ["max_grad_norm=None", "max_grad_norm=0.5"]),
+        ({"dataloader_pin_memory": False}, {"pin_memory": True}, ["pin_memory=True", "dataloader_pin_memory=False"]),
+        ({"train_sampling_strategy": "sequential"}, {"shuffle": True}, ["shuffle=True", "train_sampling_strategy"]),
         ({"metric_for_best_model": "accuracy"}, {"optimization_metric": "f1"}, ["'f1'", "'accuracy'"]),
         (
             {"metric_for_best_model": "x", "greater_is_better": False},
             {"optimization_direction": "max"},
-            ["optimization_direction='max'", "optimization_direction='min'"],
+            ["optimization_direction='max'", "greater_is_better=False"],
         ),
-        ({"full_determinism": False}, {"deterministic": True}, ["deterministic=True", "deterministic=False"]),
-        ({"dataloader_num_workers": 1}, {"num_workers": 2}, ["num_workers=2", "num_workers=1"]),
+        ({"dataloader_num_workers": 1}, {"num_workers": 2}, ["num_workers=2", "dataloader_num_workers=1"]),
         ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, ["steps=2", "steps=4"]),
-        ({"run_name": "a"}, {"trial_name": "b"}, ["trial_name='b'", "trial_name='a'"]),
-        ({"disable_tqdm": True}, {"progress_bar": True}, ["progress_bar=True", "progress_bar=False"]),
+        ({"run_name": "a"}, {"trial_name": "b"}, ["trial_name='b'", "run_name='a'"]),
+        ({"disable_tqdm": True}, {"progress_bar": True}, ["progress_bar=True", "disable_tqdm=True"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_contradiction_is_an_error_naming_both_values(
+def test_a_contradiction_is_an_error_naming_both_values_in_the_words_of_each(
     arguments: Any, said: dict[str, Any], options: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         build(arguments(**said), eval_dataset=rows(4, torch.float32), **options)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate", 1e-3),
+        ({"learning_rate": 2e-5}, "learning_rate", 2e-5),  # our own default, said all the same
+        ({"shuffle": False}, "shuffle", False),
+        ({"epochs": 2}, "epochs", 2),
+        ({"batch_size": 4}, "batch_size", 4),
+        ({"max_grad_norm": None}, "max_grad_norm", None),
+        ({"log_steps": 10}, "log_steps", 10),
+        ({"eval_steps": 4}, "eval_steps", 4),
+        ({"pin_memory": False}, "pin_memory", False),
+        ({"deterministic": True}, "deterministic", True),
+        ({"load_best_at_end": True}, "load_best_at_end", True),
+        ({"warmup_steps": 2}, "warmup_steps", 2),
+    ],
+    ids=str,
+)
+def test_an_argument_of_ours_goes_before_a_default_of_the_training_arguments(
+    arguments: Any, given: dict[str, Any], name: str, expected: Any
+) -> None:
+    trainer = build(arguments(), eval_dataset=rows(4, torch.float32), **given)
+    assert getattr(trainer.settings, name) == expected
+
+
+def test_a_decay_of_ours_reaches_the_optimizer_that_the_training_arguments_name(arguments: Any) -> None:
+    trainer = build(arguments(optim="adamw_torch"), weight_decay=0.25, learning_rate=0.5)
+    assert {(group["weight_decay"], group["lr"]) for group in trainer.optimizer.param_groups} == {
+        (0.25, 0.5),
+        (0.0, 0.5),
+    }
+
+
+def test_what_transformers_fills_in_by_itself_is_no_word_of_the_users(arguments: Any) -> None:
+    args = arguments(eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True)
+    assert args.metric_for_best_model == "loss" and args.greater_is_better is False
+    options: dict[str, Any] = {"eval_dataset": rows(4, torch.float32), "compute_metrics": lambda p: {"accuracy": 1.0}}
+    trainer = build(args, optimization_metric="accuracy", **options)
+    assert (trainer.objective.metric, trainer.objective.direction) == ("accuracy", "max")
+
+
+def test_a_run_evaluates_at_an_interval_of_ours_where_the_training_arguments_name_none(arguments: Any) -> None:
+    trainer = build(arguments(max_steps=4), eval_dataset=rows(4, torch.float32), eval_steps=2, batch_size=4)
+    assert [row["step"] for row in trainer.train()["valid"]] == [2, 4]
+
+
+@pytest.mark.parametrize("given", [{"warmup_steps": 4}, {"lr_scheduler": "cosine"}], ids=str)
+def test_of_schedule_and_warm_up_each_may_be_said_in_either_words(arguments: Any, given: dict[str, Any]) -> None:
+    both = {"lr_scheduler": "cosine", "warmup_steps": 4}
+    theirs = {"lr_scheduler": {"lr_scheduler_type": "cosine"}, "warmup_steps": {"warmup_steps": 4}}
+    (other,) = [words for name, words in theirs.items() if name not in given]
+    rates = []
+    for args, options in ((arguments(max_steps=8, **other), given), (arguments(max_steps=8), both)):
+        seen = _Rates()
+        build(args, learning_rate=0.1, callbacks=[seen], **options).train()
+        rates.append(seen.seen)
+    assert rates[0] == rates[1] and rates[0][:3] == pytest.approx([0, 0.025, 0.05])
 
 
 def test_saying_the_same_twice_is_no_contradiction(arguments: Any, tmp_path: Path) -> None:

@@ -225,3 +225,17 @@ def test_noise_on_embeddings_is_of_the_training_alone(arguments: Any) -> None:
         trainer.train()
         models.append(weights(trainer.model))
     assert losses[0] == losses[1] and not same(*models)
+
+
+def test_the_accumulation_may_be_said_in_the_settings_for_accelerate(arguments: Any) -> None:
+    config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    args = arguments(accelerator_config=config, max_steps=-1, num_train_epochs=1)
+    for _ in range(2):  # the user's own settings stay as they are, for a second trainer
+        trainer = HFTrainer(bert(), args, Tokens(16, "classes"))
+        trainer.train()
+        assert (trainer.gradient_accumulation_steps, trainer.progress.step) == (2, 2)
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=4.*num_steps=2"):
+        HFTrainer(bert(), arguments(accelerator_config=config, gradient_accumulation_steps=4), Tokens(8, "classes"))
+    eager = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    with pytest.raises(ConfigError, match="sync_each_batch=True"):
+        HFTrainer(bert(), arguments(accelerator_config=eager), Tokens(8, "classes"))
