@@ -11,7 +11,7 @@ import datetime
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.precision import precision_name
 from omnitrain.rendezvous import meeting
 from omnitrain.scoring import ByBatch
-from omnitrain.settings import is_loader, seconds_of
+from omnitrain.settings import Settings, is_loader, seconds_of
 
 __all__ = [
     "HFTrainingArguments",
     "adopt",
     "adopt_arguments",
+    "arguments_in_force",
     "ddp_options",
     "engine_arguments",
+    "plain_arguments",
     "refuse_of_datasets",
     "sharding_accelerator",
     "timeout_of",
@@ -155,6 +157,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "batch_size": ("per_device_train_batch_size",),
     "eval_batch_size": ("per_device_eval_batch_size",),
     "shuffle": ("train_sampling_strategy",),
+    "drop_last": ("dataloader_drop_last",),
     "num_workers": ("dataloader_num_workers",),
     "pin_memory": ("dataloader_pin_memory",),
     "prefetch_factor": ("dataloader_prefetch_factor",),
@@ -496,25 +499,29 @@ def _interval(strategy: str, steps: Any) -> Any:
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
 
 
-def engine_arguments(
-    args: transformers.TrainingArguments | None, output_dir: str, timeout: float | None = None, **ours: Any
-) -> transformers.TrainingArguments:
+def plain_arguments(output_dir: str, timeout: float | None, **ours: Any) -> transformers.TrainingArguments:
+    """Return training arguments for a user who has given none.
+
+    Args:
+        output_dir: Where transformers may write.
+        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
+        ours: Fields that are the trainer's to say.
+    """
+    with meeting(timeout) as init_method:
+        if init_method is not None and not torch.distributed.is_initialized():
+            limit = datetime.timedelta(seconds=1800)  # as theirs says for NCCL, whose own is shorter
+            PartialState(cpu=ours.get("use_cpu", False), init_method=init_method, timeout=limit)
+        return transformers.TrainingArguments(output_dir, report_to=[], **ours)
+
+
+def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> transformers.TrainingArguments:
     """Return the arguments that the engine is given: those of the user, but for what our lifecycle decides.
 
     Args:
         args: The user's, which stay as they are.
         output_dir: Where the engine may write.
-        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
-        ours: Fields that are the trainer's to say.
     """
-    if args is None:
-        with meeting(timeout) as init_method:
-            if init_method is not None and not torch.distributed.is_initialized():
-                limit = datetime.timedelta(seconds=1800)  # as theirs says for NCCL, whose own is shorter
-                PartialState(cpu=ours.get("use_cpu", False), init_method=init_method, timeout=limit)
-            engine = transformers.TrainingArguments(output_dir, report_to=[], **ours)
-    else:
-        engine = copy.copy(args)
+    engine = copy.copy(args)
     quiet = {
         "max_grad_norm": 0.0,  # the Bridge clips
         "logging_nan_inf_filter": False,
@@ -522,7 +529,6 @@ def engine_arguments(
         "save_total_limit": None,
         "eval_on_start": False,
         "ignore_data_skip": False,
-        "disable_tqdm": True,
         "remove_unused_columns": False,
         "max_steps": -1,
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
@@ -536,7 +542,7 @@ def engine_arguments(
         "deepspeed_plugin": None,
         "label_smoothing_factor": 0,  # the loss is the trainer's; theirs looks for a config, which not every model has
     }
-    for name, value in {**ours, **quiet, "output_dir": output_dir}.items():
+    for name, value in {**quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)
     if engine.accelerator_config is not None:  # of which transformers would write into the user's
         config: Any = copy.copy(engine.accelerator_config)
@@ -547,6 +553,46 @@ def engine_arguments(
     engine.eval_strategy = engine.logging_strategy = IntervalStrategy.NO
     engine.save_strategy = SaveStrategy.NO
     return engine
+
+
+def arguments_in_force(
+    args: transformers.TrainingArguments, settings: Settings, own: Collection[str], evaluates: bool
+) -> transformers.TrainingArguments:
+    """Return training arguments with what our own arguments say instead, as transformers' callbacks are to see them.
+
+    They are the very object that the user gave where ours say nothing else.
+
+    Args:
+        args: The user's.
+        settings: All of ours, as they are in force.
+        own: Those that the user gave, or that are not from `args`.
+        evaluates: Whether the run has evaluations.
+    """
+    shown = copy.copy(args)
+    for name in own:
+        value, field = getattr(settings, name, None), FIELDS.get(name, (name,))[0]
+        if name in _INTERVALS:
+            is_on = {"eval_steps": evaluates, "save_steps": settings.save_dir is not None}.get(name, True)
+            word = "steps" if isinstance(value, int) else "epoch"
+            setattr(shown, field, type(getattr(args, field))(word if is_on else "no"))
+            if isinstance(value, int):
+                setattr(shown, FIELDS[name][1], value)
+        elif name in _ALIKE and (value is not None or name == "max_grad_norm"):
+            setattr(shown, field, 0.0 if value is None else value)
+    if settings.save_dir is not None and "save_dir" in own:
+        shown.output_dir = str(settings.save_dir)
+    return args if vars(shown) == vars(args) else shown
+
+
+_INTERVALS = ("log_steps", "eval_steps", "save_steps")
+
+_ALIKE = (
+    "epochs", "max_steps", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "learning_rate",
+    "weight_decay", "warmup_steps", "max_grad_norm", "seed", "num_workers", "pin_memory", "prefetch_factor",
+    "drop_last", "deterministic", "eval_on_start", "save_total_limit", "save_only_model", "load_best_at_end",
+    "optimization_metric", "trial_name",
+)  # fmt: skip
+"""Our arguments whose values are those of transformers' fields too."""
 
 
 def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:

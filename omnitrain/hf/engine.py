@@ -19,13 +19,15 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.sampling import Window
 from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, Control
+from omnitrain.hf.arguments import word_of
 from omnitrain.hf.batch_size import smaller_on_out_of_memory
+from omnitrain.hf.callbacks import Callbacks
 from omnitrain.hf.data import counting_loader
 from omnitrain.hf.files import write_model_files, write_optimizer, write_state
 from omnitrain.hf.policies import is_delayed
@@ -73,10 +75,37 @@ class EngineLoop(Loop):
         engine.control.should_training_stop = bool(self.lifecycle.stop)
         return asked
 
+    def rehearse_evaluation(self) -> None:
+        with self._untold():
+            super().rehearse_evaluation()
+
+    @contextlib.contextmanager
+    def _untold(self) -> Iterator[None]:
+        """Tell transformers' callbacks of no batch that is evaluated inside: they do not know yet that a run begins."""
+        evaluation: Any = self.evaluation
+        evaluation.is_told = False
+        try:
+            yield
+        finally:
+            evaluation.is_told = True
+
+    def settle_by_steps(self) -> None:
+        """Settle a run whose evaluations and checkpoints come at intervals of steps, if it has ended.
+
+        transformers' callbacks know these to come before the end of the epoch.
+        """
+        args = self._engine().shown_args
+        if "epoch" not in (word_of(args.eval_strategy), word_of(args.save_strategy)):
+            self.agree("the end of an epoch")
+            if self.is_at_limit:
+                self.settle()
+
     def evaluate(self, counts: bool = True) -> None:
         """Evaluate as a part of the run, unless it is the last evaluation and `eval_delay` says it is too early."""
-        if not (self.lifecycle.is_closing and is_delayed(self._engine().training_args, self.lifecycle.progress)):
-            super().evaluate(counts)
+        engine, lifecycle = self._engine(), self.lifecycle
+        if not (lifecycle.is_closing and is_delayed(engine.training_args, lifecycle.progress)):
+            with contextlib.nullcontext() if engine.is_in_train else self._untold():
+                super().evaluate(counts)
 
 
 class Engine(Searching):
@@ -88,6 +117,7 @@ class Engine(Searching):
         owner: The trainer whose run this is.
         training_args: The user's TrainingArguments, or None.
         by_window: Whether transformers' loop gets whole windows, for data whose length is unknown or may change.
+        shown_args: What callbacks see of the arguments, theirs and ours; `args` is what transformers' loop goes by.
         scratch: A folder for temporary files.
         trial: The trial of a search that this run is, or None.
         accelerator: The `Accelerator` of a backend that shards; None has transformers make one.
@@ -115,6 +145,8 @@ class Engine(Searching):
     """Whether it is our trainer that runs transformers' loop."""
     _untold_evaluation: dict[str, float] | None = None
     """An evaluation before the first step, before transformers' callbacks were told that the run began."""
+    _told_save: int = -1
+    """The step of the checkpoint that callbacks were told of last."""
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """What transformers' loop passed to `_maybe_log_save_evaluate` at this step."""
 
@@ -123,6 +155,7 @@ class Engine(Searching):
         owner: BaseTrainer,
         training_args: transformers.TrainingArguments | None,
         by_window: bool,
+        shown_args: transformers.TrainingArguments,
         scratch: Path,
         trial: Trial | None,
         accelerator: Any,
@@ -130,6 +163,7 @@ class Engine(Searching):
     ) -> None:
         self.owner = owner
         self.training_args = training_args
+        self.shown_args = shown_args
         self.by_window = by_window
         self.scratch = scratch
         self.own_trial = trial
@@ -142,8 +176,15 @@ class Engine(Searching):
             kwargs["args"].output_dir = str(scratch)
         super().__init__(**kwargs)
         self.args.output_dir = place
-        self.callback_handler.callbacks.insert(0, Bridge(self))
-        self.add_callback(Boundary(self))
+
+    def _give_callbacks(self) -> Callbacks:
+        return self._callbacks
+
+    def _take_callbacks(self, made: CallbackHandler) -> None:
+        self._callbacks = Callbacks(made, self.shown_args, Bridge(self), Boundary(self))
+
+    callback_handler: Any = property(_give_callbacks, _take_callbacks)
+    """Transformers makes one, and would tell it of the first event before anything can be put in its place."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' loop, for `HFTrainer.train`, or a trial of a search.
@@ -164,7 +205,7 @@ class Engine(Searching):
         """Run transformers' loop from where the run is."""
         owner = self.owner
         self.optimizer, self.lr_scheduler = owner.optimizer, ScheduleFacade(owner)  # type: ignore[assignment]
-        self.has_ended, self._is_asked_for = False, True
+        self.has_ended, self._is_asked_for, self._told_save = False, True, -1
         self.train(resume_from_checkpoint=self._start(), trial=self.own_trial and self.own_trial.trial)
 
     def _start(self) -> str | None:
@@ -338,14 +379,29 @@ class Engine(Searching):
         self.control.should_log, self.control.should_save = False, kept
 
     def report_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Let transformers' history, state and callbacks know of an evaluation."""
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, dict(metrics))
+        """Let transformers' history, state and callbacks know of an evaluation, and of how long it took."""
+        told = {**metrics, **self.owner._evaluation.speeds}  # type: ignore[attr-defined]
+        self.log(told)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, told)
         objective = self.owner.objective
         self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
+        for callback in self.callback_handler.idle:
+            callback.early_stopping_patience_counter = objective.evaluations_without_gain
+
+    def report_batch(self, loader: Any) -> None:
+        """Tell transformers' callbacks of a batch that an evaluation or a prediction is done with."""
+        self.callback_handler.eval_dataloader = loader
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    def report_prediction(self, metrics: Mapping[str, float]) -> None:
+        """Tell transformers' callbacks that predictions are made."""
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, dict(metrics))
 
     def report_save(self) -> None:
-        """Tell transformers' callbacks that a checkpoint is complete."""
+        """Tell transformers' callbacks that a checkpoint is complete, once: it may be written again at the end."""
+        if self._told_save == self.state.global_step:
+            return
+        self._told_save = self.state.global_step
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def evaluate(
@@ -431,6 +487,9 @@ class Bridge(transformers.TrainerCallback):
         state.max_steps = owner.total_steps or state.max_steps
         epochs = owner.epochs or (owner.total_steps or 0) / (owner.steps_per_epoch or 1) or state.num_train_epochs
         state.num_train_epochs = math.ceil(epochs)
+        state.compute_steps(args, state.max_steps)
+        handler = engine.callback_handler
+        handler.optimizer, handler.lr_scheduler = owner.optimizer, owner.lr_scheduler or engine.lr_scheduler
         state.global_step = owner.progress.step + owner.progress.skipped_steps
         engine._globalstep_last_logged = engine._initial_global_step = state.global_step
         return control
@@ -472,11 +531,13 @@ class Bridge(transformers.TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch is over, or the run."""
-        engine, loop = self.engine, self.owner._loop
+        engine = self.engine
+        loop: Any = self.owner._loop
         if engine.stops is not None:
             control.should_training_stop, engine.stops = engine.stops, None
         loop.end_epoch(loop.finish_data())
         control.should_epoch_stop, engine.has_ended = False, True
+        loop.settle_by_steps()
         return self._show(control)
 
     def _show(self, control: Any) -> Any:
@@ -530,9 +591,11 @@ class Reporter(Callback):
         self._engine = engine
 
     def on_log(self, trainer: Any, logs: Any) -> None:
-        """A row of logs is there."""
-        if self._engine().is_in_train:
-            self._engine().report_log()
+        """A row of logs is there; what a run has left over at its end transformers' callbacks are not told of."""
+        engine, lifecycle = self._engine(), self._engine().owner.lifecycle
+        is_left_over = lifecycle.is_closing or (word_of(engine.shown_args.logging_strategy) == "no" and lifecycle.stop)
+        if engine.is_in_train and not is_left_over:
+            engine.report_log()
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """An evaluation of the run is done."""

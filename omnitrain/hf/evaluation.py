@@ -6,13 +6,17 @@ The evaluation loop itself is in `run/evaluation.py`.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.trainer_utils import speed_metrics
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import IGNORED_LABEL, count_samples, labels_of
+from omnitrain.data.loaders import Loader
 from omnitrain.errors import DataError
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.generation import Generation
@@ -50,6 +54,35 @@ class HFEvaluation(Evaluation):
         self._preprocess = preprocess
         self._compute_metrics = compute_metrics
         self._is_predicting = False
+        self.is_told = True
+        """Whether transformers' callbacks are told of each batch."""
+        self.speeds: dict[str, float] = {}
+        """How long the latest evaluation took, as transformers adds it to the metrics."""
+
+    def evaluate(
+        self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
+    ) -> dict[str, float] | None:
+        """Return what `Evaluation.evaluate` does, and note how long it took."""
+        start = time.time()
+        metrics = super().evaluate(loader, prefix, is_interrupted, only_first)
+        loaders = list(loader.values()) if isinstance(loader, Mapping) else [loader]
+        sizes = [one.size for one in loaders]
+        if None in sizes:
+            self.speeds = {f"{prefix}_runtime": round(time.time() - start, 4)}
+        else:
+            steps = sum(math.ceil(size / self._samples_at_once) for size in sizes)
+            self.speeds = speed_metrics(prefix, start, sum(sizes), steps)
+        return metrics
+
+    @property
+    def _samples_at_once(self) -> int:
+        return self._engine().owner.eval_batch_size * self.hooks.ranks.world_size
+
+    def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
+        output = super()._run_batch(batch, loader, number)
+        if self.is_told:
+            self._engine().report_batch(loader)
+        return output
 
     def output_of(self, batch: Any) -> StepOutput:
         backend, generation = self.hooks.backend, self._generation_in_use

@@ -29,6 +29,7 @@ class Uploading(transformers.Trainer):
 
     owner: BaseTrainer
     training_args: transformers.TrainingArguments | None
+    shown_args: transformers.TrainingArguments
     _has_output_dir = True
     """Whether the user said where to write, which is what a model on the Hub is named after."""
     _sent: Path | None = None
@@ -38,13 +39,10 @@ class Uploading(transformers.Trainer):
     def showing_arguments(self) -> Iterator[transformers.TrainingArguments]:
         """Let transformers see the arguments of the run where it writes them down; its loop has others."""
         owner, own = self.owner, self.args
-        shown = copy.copy(self.training_args or own)
+        shown = copy.copy(self.shown_args)
         shown.output_dir, shown._n_gpu = own.output_dir, own.n_gpu
         shown.per_device_train_batch_size, shown.per_device_eval_batch_size = owner.batch_size, owner.eval_batch_size
         shown.gradient_accumulation_steps = owner.gradient_accumulation_steps
-        shown.learning_rate, shown.seed = owner.learning_rate, owner.seed
-        if self.training_args is None:
-            shown.num_train_epochs, shown.max_steps = owner.epochs or 0, owner.max_steps or -1
         self.args: Any = shown
         try:
             yield shown

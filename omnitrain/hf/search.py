@@ -28,9 +28,8 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def take_callbacks(new: Searching, old: Searching) -> None:
-    """Give an engine the callbacks of another, the very objects, but for those that belong to the engine itself."""
-    own = {type(one): one for one in new.callback_handler.callbacks if getattr(one, "engine", None) is new}
-    new.callback_handler.callbacks = [own.get(type(one), one) for one in old.callback_handler.callbacks]
+    """Give an engine the callbacks of another, the very objects."""
+    new.callback_handler.callbacks = list(old.callback_handler.callbacks)
 
 
 def remembered(init: Constructor) -> Constructor:

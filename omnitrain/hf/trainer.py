@@ -24,11 +24,14 @@ from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.hf.arguments import (
+    FIELDS,
     HFTrainingArguments,
     adopt,
     adopt_arguments,
+    arguments_in_force,
     ddp_options,
     engine_arguments,
+    plain_arguments,
     refuse_of_datasets,
     sharding_accelerator,
     timeout_of,
@@ -50,6 +53,7 @@ from omnitrain.precision import choose_device
 from omnitrain.rendezvous import connected_ranks
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run import hooks
+from omnitrain.run.evaluation import Predictions
 from omnitrain.settings import (
     Nothing,
     PrecisionName,
@@ -317,7 +321,9 @@ class HFTrainer(BaseTrainer):
         self.processing_class: Any = given.pop("processing_class", None)
         self._preprocess = given.pop("preprocess_logits_for_metrics", None)
         self._stock_checkpoints = given.pop("stock_checkpoints", False)
+        own = {name for name, value in given.items() if value is not None or name == "max_grad_norm"}
         self._adopt(given)
+        self._own_words = own if training_args is not None else {*given, *FIELDS, "learning_rate", "weight_decay"}
         check_stock_checkpoints(self._stock_checkpoints, given)
         own = self._split(callbacks, given)
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
@@ -330,7 +336,8 @@ class HFTrainer(BaseTrainer):
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
             ours["ddp_find_unused_parameters"] = False
         timeout, place = timeout_of(given), str(self._output_dir or self._scratch.name)
-        self._engine_args = engine_arguments(training_args, place, timeout, **ours)
+        self._plain_args = training_args or plain_arguments(place, timeout, **ours)
+        self._engine_args = engine_arguments(self._plain_args, place)
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
         self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
@@ -369,9 +376,14 @@ class HFTrainer(BaseTrainer):
     def _split(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
         """Set transformers' callbacks apart; its early stopping is ours, whose state is kept in checkpoints."""
         self._foreign: list[Any] = []
-        own: list[Callback] = []
+        self._idle: list[Any] = []
+        own: list[Any] = []
         for callback in callbacks:
-            if isinstance(callback, transformers.EarlyStoppingCallback):
+            if callback is transformers.EarlyStoppingCallback:
+                callback = transformers.EarlyStoppingCallback()
+            if type(callback) is transformers.EarlyStoppingCallback:  # a subclass may judge in its own way
+                self._foreign.append(callback)
+                self._idle.append(callback)
                 meant = {"patience": callback.early_stopping_patience, "delta": callback.early_stopping_threshold}
                 adopt(meant, given, "transformers' EarlyStoppingCallback")
             else:
@@ -456,6 +468,7 @@ class HFTrainer(BaseTrainer):
             self,
             self.training_args,
             by_window,
+            arguments_in_force(self._plain_args, self.settings, self._own_words, self._evaluates),
             Path(self._scratch.name),
             self._trial,
             self._sharding,
@@ -468,8 +481,7 @@ class HFTrainer(BaseTrainer):
             compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
             callbacks=self._foreign,
         )
-        for callback in (transformers.PrinterCallback, transformers.ProgressCallback, transformers.DefaultFlowCallback):
-            self.engine.remove_callback(callback)
+        self.engine.callback_handler.idle = self._idle
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
         self.engine._has_output_dir = self._output_dir is not None
@@ -551,10 +563,21 @@ class HFTrainer(BaseTrainer):
         """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
         return self.engine.hyperparameter_search(*args, **kwargs)
 
+    # transformers' tracker of memory tells what is measured by the names of the functions that call it
+
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        self.engine._memory_tracker.start()
         metrics = super().evaluate(dataset, prefix)
         self.engine.report_evaluation(metrics)
+        self.engine._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
+
+    def predict(self, dataset: Any) -> Predictions:
+        self.engine._memory_tracker.start()
+        found = super().predict(dataset)
+        self.engine.report_prediction(found.metrics)
+        self.engine._memory_tracker.stop_and_update_metrics(found.metrics)
+        return found
 
     # --- saving
 

@@ -198,8 +198,13 @@ class Loop:
             meter.begin_epoch()
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
 
-    def close(self) -> None:
-        """Bring a run that has ended to its end: the last evaluation, checkpoint and log.
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the run has ended as it was meant to, by its length."""
+        return self.lifecycle.stop in ("epochs", "max_steps", "max_duration")
+
+    def settle(self) -> None:
+        """Do the last evaluation of a run that has ended, and save its last checkpoint.
 
         An evaluation that falls on no interval is left out of the saved history, because a longer run would not have
         done it; a run that is resumed here without being longer does it again.
@@ -208,15 +213,20 @@ class Loop:
         checkpointer.await_background()
         history = lifecycle.state_dict() if checkpointer.store is not None else None
         lifecycle.is_closing = True
-        has_time = lifecycle.stop != "signal"
-        at_a_limit = lifecycle.stop in ("epochs", "max_steps", "max_duration")
-        if at_a_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
+        if self.is_at_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
             with lifecycle.aside():
                 self.evaluate()
         with lifecycle.aside():
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
                 checkpointer.save(history)
             checkpointer.await_background()
+
+    def close(self) -> None:
+        """Bring a run that has ended to its end: the last evaluation, checkpoint and log, and the best weights."""
+        lifecycle, checkpointer = self.lifecycle, self.checkpointer
+        has_time = lifecycle.stop != "signal"
+        if not lifecycle.is_closing:
+            self.settle()
         if not lifecycle.is_epoch_complete and lifecycle.progress.samples_in_epoch:
             lifecycle.add_epoch_row(self._epoch_row(self.step.loss.mean()))
         if has_time and lifecycle.logged_at[0] < lifecycle.progress.step:

@@ -1,0 +1,70 @@
+"""What transformers' callbacks are told: every event with the user's own arguments, beside those that drive the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import CallbackHandler
+
+__all__ = ["Callbacks"]
+
+_OURS = (
+    transformers.DefaultFlowCallback,
+    transformers.ProgressCallback,
+    transformers.PrinterCallback,
+    DEFAULT_PROGRESS_CALLBACK,  # another one in a notebook
+)
+"""Callbacks of transformers in whose place callbacks of ours are: they are listed, and not called."""
+
+
+class Callbacks(CallbackHandler):
+    """transformers' callbacks, in a list such as a stock Trainer has.
+
+    Args:
+        made: The handler that transformers has made.
+        args: The arguments that callbacks see; transformers' loop has others.
+        first: Is told of each event before all others.
+        last: Is told of each event after all others.
+    """
+
+    def __init__(
+        self,
+        made: CallbackHandler,
+        args: transformers.TrainingArguments,
+        first: transformers.TrainerCallback,
+        last: transformers.TrainerCallback,
+    ) -> None:
+        vars(self).update(vars(made))
+        self.callbacks: list[transformers.TrainerCallback]
+        self.idle: list[Any] = []
+        """Those of the user's whose work is done by callbacks of ours."""
+        self.args = args
+        self.first = first
+        self.last = last
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Tell all of an event; an error of one of them goes on, with the callback named."""
+        for callback in (self.first, *self.callbacks, self.last):
+            if type(callback) in _OURS or callback in self.idle:
+                continue
+            try:
+                result = getattr(callback, event)(
+                    self.args,
+                    state,
+                    control,
+                    model=self.model,
+                    processing_class=self.processing_class,
+                    optimizer=self.optimizer,
+                    lr_scheduler=self.lr_scheduler,
+                    train_dataloader=self.train_dataloader,
+                    eval_dataloader=self.eval_dataloader,
+                    **kwargs,
+                )
+            except BaseException as error:
+                if callback not in (self.first, self.last):
+                    error.add_note(f"Raised by the callback {type(callback).__name__}.{event}.")
+                raise
+            control = control if result is None else result
+        return control
