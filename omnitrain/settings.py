@@ -174,6 +174,7 @@ class Settings:
     num_workers: int = 0
     pin_memory: bool | None = None
     prefetch_factor: int | None = None
+    processing_class: Any = None
     # length
     epochs: int | float | None = None
     max_steps: int | None = None
@@ -198,6 +199,7 @@ class Settings:
     patience: int | None = None
     delta: float = 0.0
     early_stopper: Callable[[int, float], bool] | None = None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
     sanity: bool = True
     # cadence
     eval_steps: int | str | Duration | None = None
@@ -263,7 +265,7 @@ MOST = {"seed": 2**64 - 1}
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
             "save_required",
             "save_only_model", "async_save", "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
-CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper")
+CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper", "preprocess_logits_for_metrics")
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
     "load_best_at_end": (None, False), "optimization_metric": ("loss", "eval_loss"), "optimization_direction": (None,),
@@ -410,6 +412,7 @@ def _check_each(given: Mapping[str, Any]) -> None:
         refuse_class(name, given[name])
         if given[name] is not None and not callable(given[name]):
             raise ConfigError(f"`{name}` must be callable, got {_shown(given[name])}.")
+    _check_processing_class(given["processing_class"])
     names = given["label_names"]
     is_list = isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names)
     if names is not None and not is_list:
@@ -440,6 +443,15 @@ def _check_each(given: Mapping[str, Any]) -> None:
     if not is_pair or not 0 < scale[1] <= scale[0]:
         words = "(initial, minimum) with 0 < minimum <= initial"
         raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_shown(scale)}.")
+
+
+def _check_processing_class(value: Any) -> None:
+    refuse_class("processing_class", value)
+    if value is not None and not callable(getattr(value, "save_pretrained", None)):
+        raise ConfigError(
+            "`processing_class` must be a tokenizer or processor, with a method save_pretrained(folder), got "
+            f"{_shown(value)}."
+        )
 
 
 def _check_data(given: Mapping[str, Any]) -> None:

@@ -129,9 +129,21 @@ class ModelUnit:
         base: Any = model
         if hasattr(base, "get_base_model"):  # of PEFT
             base = base.get_base_model()
+        self._named = self._names.union(inspect.signature(base.forward).parameters)
+        self._main_input = getattr(base, "main_input_name", "input_ids")
         caches = getattr(getattr(base, "config", None), "use_cache", False)
         takes = caches and "use_cache" in inspect.signature(base.forward).parameters
         self._always = {"use_cache": False} if takes else {}
+
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """The keys of a dict batch that are used: labels, and what `forward` names; None if it may take any.
+
+        A `forward` that names its main input, as those of transformers do, names the others too, `**kwargs` or not.
+        """
+        if self.model_loss is not None or (self._takes is None and self._main_input not in self._named):
+            return None
+        return frozenset(self._named).union(self._label_keys)
 
     def __call__(self, model: Any, batch: Any) -> StepOutput:
         """Return loss and outputs of `batch`. Without gradients a batch without labels may have no loss.

@@ -34,7 +34,7 @@ from omnitrain.settings import Settings
 
 __all__ = ["IDENTITIES", "Identity", "code_of", "content_of", "data_of"]
 
-IDENTITIES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
+IDENTITIES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics")
 """What `allow_change` may name besides the settings: what has a fingerprint alone."""
 
 _SAMPLES = 32
@@ -340,7 +340,8 @@ class Identity:
     def _code(self) -> dict[str, dict[str, str]]:
         """Return digests by argument, and under it by name where there may be several."""
         settings = self._settings
-        single = {name: code_of(getattr(settings, name)) for name in ("loss_fn", "unit", "data_collator")}
+        names = ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics")
+        single = {name: code_of(getattr(settings, name)) for name in names}
         single["model"] = _model_code(self._model)
         found = {name: {"": digest} for name, digest in single.items() if digest}
         metrics = settings.compute_metrics

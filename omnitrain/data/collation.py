@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "count_samples",
     "labels_of",
     "move_to_device",
+    "padding_collator",
     "pinned",
     "required_labels",
     "tensors_in",
@@ -43,6 +45,17 @@ SEQUENCE_KEYS = frozenset(
     ]
 )  # fmt: skip
 """The keys whose entries are sequences, along the first dimension, whatever they are made of."""
+
+
+def padding_collator(processing_class: Any) -> Callable[[Any], Any] | None:
+    """Return transformers' collator that pads with a tokenizer or feature extractor of its; None for anything else."""
+    if processing_class is None or "transformers" not in sys.modules:
+        return None
+    import transformers
+
+    pads = (transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor)
+    padding: Any = transformers.DataCollatorWithPadding
+    return padding(processing_class) if isinstance(processing_class, pads) else None
 
 
 @dataclass(slots=True)

@@ -1,34 +1,18 @@
-"""Data of HFTrainer: the columns that a model takes, and a loader that transformers' loop counts by."""
+"""Data of HFTrainer: a loader that transformers' loop counts by."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.loaders import MapLoader
 from omnitrain.data.sampling import windows
 from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["counting_loader", "without_unused_columns"]
-
-
-def without_unused_columns(dataset: Any, model: nn.Module, args: Any, label_names: Sequence[str] = ()) -> Any:
-    """Return a Hugging Face dataset with the columns that the model takes; anything else as it is."""
-    if args is not None and not args.remove_unused_columns:
-        return dataset
-    if not (hasattr(dataset, "remove_columns") and getattr(dataset, "column_names", None)):
-        return dataset
-    taken = inspect.signature(unwrap(model).forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()) and "input_ids" not in taken:
-        return dataset
-    kept = {*taken, "label", "labels", "label_ids", *label_names}
-    return dataset.remove_columns([name for name in dataset.column_names if name not in kept])
+__all__ = ["counting_loader"]
 
 
 class _Requests(Sampler[Any]):

@@ -32,7 +32,6 @@ class HFEvaluation(Evaluation):
     Args:
         engine: Returns the engine, which is made later.
         training_args: The user's TrainingArguments, or None.
-        preprocess: Called as f(logits, labels); its result goes to the metrics.
         compute_metrics: What looks at the predictions, or None.
         parts: The arguments of `Evaluation`.
     """
@@ -44,14 +43,12 @@ class HFEvaluation(Evaluation):
         self,
         engine: Callable[[], Engine],
         training_args: Any,
-        preprocess: Callable[[Any, Any], Any] | None,
         compute_metrics: Any,
         *parts: Any,
     ) -> None:
         super().__init__(*parts)
         self._engine = engine
         self._training_args = training_args
-        self._preprocess = preprocess
         self._compute_metrics = compute_metrics
         self._is_predicting = False
         self.is_told = True
@@ -84,19 +81,17 @@ class HFEvaluation(Evaluation):
             self._engine().report_batch(loader)
         return output
 
-    def output_of(self, batch: Any) -> StepOutput:
+    def forward(self, batch: Any) -> StepOutput:
         backend, generation = self.hooks.backend, self._generation_in_use
         # without labels a model of pairs cannot run forward, but it can generate
         needs_forward = generation is None or labels_of(batch) is not None
-        output = super().output_of(batch) if needs_forward else StepOutput(None)
+        output = super().forward(batch) if needs_forward else StepOutput(None)
         names = self._label_names
         if isinstance(batch, Mapping) and names and all(name in batch for name in names):
             output.labels = labels_of(batch, names)
         if generation is not None:
             synced = backend.sharding is not None
             output.outputs, output.labels = generation.answers(unwrap(backend.model), batch, output.labels, synced)
-        if self._preprocess is not None:
-            output.outputs = self._preprocess(output.outputs, output.labels)
         output.extra = self._extra(batch, output)
         return output
 

@@ -17,6 +17,7 @@ from omnitrain.backends.accelerators import adopt_precision, backend_for, refuse
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import schedule_of
 from omnitrain.checkpoint.state import unwrap
+from omnitrain.data.columns import Columns
 from omnitrain.data.loaders import MapLoader
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
@@ -38,7 +39,6 @@ from omnitrain.hf.arguments import (
     word_of,
 )
 from omnitrain.hf.batch_size import prepare_to_shrink
-from omnitrain.hf.data import without_unused_columns
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
 from omnitrain.hf.files import check_stock_checkpoints, write_model
@@ -66,7 +66,7 @@ from omnitrain.settings import (
     takes_arguments,
 )
 from omnitrain.trainers.base import BaseTrainer
-from omnitrain.units import StepOutput, without_effect
+from omnitrain.units import ModelUnit, StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
 
@@ -79,7 +79,6 @@ NEVER_CALLED = {
 }
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
-_PADS = (transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor)
 _ENDLESS = 1 << 40
 
 
@@ -139,8 +138,6 @@ class HFTrainer(BaseTrainer):
         *,
         # transformers
         args: transformers.TrainingArguments | None = None,
-        processing_class: Any = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         compute_loss_func: Callable[..., Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         model_init: Callable[..., nn.Module] | None = None,
@@ -159,6 +156,7 @@ class HFTrainer(BaseTrainer):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch_factor: int | None = None,
+        processing_class: Any = None,
         # length
         epochs: int | float | None = None,
         max_steps: int | None = None,
@@ -183,6 +181,7 @@ class HFTrainer(BaseTrainer):
         patience: int | None = None,
         delta: float = 0.0,
         early_stopper: Callable[[int, float], bool] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         sanity: bool = True,
         # cadence
         eval_steps: int | str | Duration | None = None,
@@ -223,8 +222,6 @@ class HFTrainer(BaseTrainer):
             train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
             eval_dataset: The same, or a dict of named sets; evaluations of it select the best.
             test_dataset: The same, for `test()`; never used to select anything.
-            processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
-            preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             compute_loss_func: transformers' name of `loss_fn`; called with num_items_in_batch=None.
             optimizers: transformers' pair of optimizer and schedule.
             model_init: Returns a new model, for each fresh `train()` and for each trial of a search.
@@ -241,6 +238,7 @@ class HFTrainer(BaseTrainer):
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
             prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
+            processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
             epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
@@ -262,6 +260,7 @@ class HFTrainer(BaseTrainer):
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.
             delta: What an improvement must exceed to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             sanity: Whether a batch of each evaluation set is run and scored before step 1, for errors alone.
             eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.
@@ -318,8 +317,6 @@ class HFTrainer(BaseTrainer):
             training_args, callbacks = self._trial.arguments(training_args), searching._given_callbacks
             given |= {"save_dir": training_args.output_dir} if given.get("save_dir") is not None else {}
         self.training_args = training_args
-        self.processing_class: Any = given.pop("processing_class", None)
-        self._preprocess = given.pop("preprocess_logits_for_metrics", None)
         self._stock_checkpoints = given.pop("stock_checkpoints", False)
         own = {name for name, value in given.items() if value is not None or name == "max_grad_norm"}
         self._adopt(given)
@@ -369,9 +366,6 @@ class HFTrainer(BaseTrainer):
             adopt_arguments(self.training_args, given)
         else:
             adopt_precision(given)
-        if isinstance(self.processing_class, _PADS) and given.get("data_collator") is None:
-            padding: Any = transformers.DataCollatorWithPadding
-            given["data_collator"] = padding(self.processing_class)
 
     def _split(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
         """Set transformers' callbacks apart; its early stopping is ours, whose state is kept in checkpoints."""
@@ -429,12 +423,13 @@ class HFTrainer(BaseTrainer):
         return None if args is None or args.data_seed in (None, args.seed) else args.data_seed
 
     def _make_sets(self) -> Sets:
-        args, model, labels = self.training_args, self.model, self.settings.label_names or ()
+        args, unit = self.training_args, self.unit
         sampling: dict[str, Any] = {} if self._order_seed is None else {"order_seed": self._order_seed}
         if args is not None and args.dataloader_drop_last:
             sampling["whole"] = self.batch_size * self.world_size
-        fitting = functools.partial(without_unused_columns, model=model, args=args, label_names=labels)
-        sets = Sets(self.settings, self.device, self.ranks, fitting, **sampling)
+        keeps_all = type(unit) is not ModelUnit or (args is not None and not args.remove_unused_columns)
+        columns = Columns(None if keeps_all else unit.columns)
+        sets = Sets(self.settings, self.device, self.ranks, columns, **sampling)
         if self._finds_batch_size:
             prepare_to_shrink(sets, self.world_size, args is not None and args.dataloader_drop_last)
         if sets.train is not None and (self._finds_batch_size or not isinstance(sets.train, MapLoader)):
@@ -448,7 +443,7 @@ class HFTrainer(BaseTrainer):
         def engine() -> Engine:
             return self.engine
 
-        evaluation = functools.partial(HFEvaluation, engine, self.training_args, self._preprocess, self.compute_metrics)
+        evaluation = functools.partial(HFEvaluation, engine, self.training_args, self.compute_metrics)
         super()._assemble(
             evaluation,
             functools.partial(EngineLoop, engine),

@@ -133,6 +133,13 @@ class Evaluation:
         return contextlib.nullcontext()
 
     def output_of(self, batch: Any) -> StepOutput:
+        """Return what the model makes of a batch on the device, as metrics are to see it."""
+        output, preprocess = self.forward(batch), self.hooks.settings.preprocess_logits_for_metrics
+        if preprocess is not None:
+            output.outputs = preprocess(output.outputs, output.labels)
+        return output
+
+    def forward(self, batch: Any) -> StepOutput:
         """Return what the model makes of a batch on the device."""
         return self.hooks.backend.forward(self.hooks._forward, batch)
 
@@ -265,7 +272,8 @@ class Evaluation:
             return None
         if self.scorer.takes_whole_batches:  # a function of transformers' kind, which shifts for itself
             return output.outputs, output.labels
-        return _aligned(output, self.feed.shifts_labels)
+        has_classes = self.hooks.settings.preprocess_logits_for_metrics is not None
+        return _aligned(output, self.feed.shifts_labels, has_classes)
 
     def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batch of all ranks on the main one, in the order of the data and on the host; None on others."""
@@ -354,11 +362,17 @@ def _in_order(shares: list[list[Any]]) -> list[Any]:
     return [batch for turn in dealt for batch in turn if batch is not None]
 
 
-def _aligned(output: StepOutput, shifted: bool) -> tuple[Any, Any]:
-    """Return scores and the labels they predict; a causal language model predicts each label one place before it."""
+def _aligned(output: StepOutput, shifted: bool, has_classes: bool) -> tuple[Any, Any]:
+    """Return scores and the labels they predict; a causal language model predicts each label one place before it.
+
+    Args:
+        output: What came of the batch.
+        shifted: Whether the model is one.
+        has_classes: Whether there may be classes instead of scores.
+    """
     scores, labels = output.outputs, output.labels
     tensors = isinstance(scores, torch.Tensor) and isinstance(labels, torch.Tensor)
-    if shifted and tensors and scores.ndim == labels.ndim + 1:
+    if shifted and tensors and (scores.ndim == labels.ndim + 1 or (has_classes and scores.shape == labels.shape)):
         return scores[:, :-1], labels[:, 1:]
     return scores, labels
 

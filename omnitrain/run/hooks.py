@@ -24,7 +24,7 @@ from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.settings import Settings
 from omnitrain.units import StepOutput, run_unit, without_effect
 
-__all__ = ["NEVER_CALLED", "Hooks", "members_of_user", "refuse_dead_methods"]
+__all__ = ["NEVER_CALLED", "SEE_BATCHES", "Hooks", "members_of_user", "refuse_dead_methods"]
 
 _LOSS = "`loss_fn`, a `unit`, or `_forward(model, batch)`"
 _DATA = "`train_dataset` or `train_loader`"
@@ -59,6 +59,9 @@ NEVER_CALLED = {
 }
 """Methods of other trainers, and of earlier versions of this one, that nothing calls, and what to use instead."""
 
+
+SEE_BATCHES = ("_train_epoch", "_train_step", "_weigh", "_prepare_batch", "_forward")
+"""The hooks that are handed batches, or read them."""
 
 _STAGES = ["fit", "sanity_check", "epoch", "step", "batch", "eval"]
 _STAGES += [stage + part for stage in ("train", "validation", "test", "predict") for part in ("", "_epoch", "_batch")]

@@ -86,6 +86,7 @@ class AccelerateTrainer(BaseTrainer):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch_factor: int | None = None,
+        processing_class: Any = None,
         # length
         epochs: int | float | None = None,
         max_steps: int | None = None,
@@ -110,6 +111,7 @@ class AccelerateTrainer(BaseTrainer):
         patience: int | None = None,
         delta: float = 0.0,
         early_stopper: Callable[[int, float], bool] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         sanity: bool = True,
         # cadence
         eval_steps: int | str | Duration | None = None,
@@ -167,6 +169,7 @@ class AccelerateTrainer(BaseTrainer):
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
             prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
+            processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
             epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
@@ -188,6 +191,7 @@ class AccelerateTrainer(BaseTrainer):
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.
             delta: What an improvement must exceed to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             sanity: Whether a batch of each evaluation set is run and scored before step 1, for errors alone.
             eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.

@@ -21,6 +21,8 @@ from omnitrain.checkpoint.changes import InitialOptions, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
 from omnitrain.checkpoint.contents import Contents
 from omnitrain.checkpoint.store import Store
+from omnitrain.data.collation import padding_collator
+from omnitrain.data.columns import Columns, is_of_user
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
@@ -35,7 +37,7 @@ from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.evaluation import Evaluation, Predictions
 from omnitrain.run.feed import Feed
-from omnitrain.run.hooks import NEVER_CALLED, Hooks, members_of_user, refuse_dead_methods
+from omnitrain.run.hooks import NEVER_CALLED, SEE_BATCHES, Hooks, members_of_user, refuse_dead_methods
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loop import Loop
 from omnitrain.run.nonfinite import nonfinite_error
@@ -79,6 +81,7 @@ class BaseTrainer(Hooks, ABC):
     eval_dataset: Any
     test_dataset: Any
     data_collator: Callable[[Any], Any] | None
+    processing_class: Any
     batch_size: int
     """Samples in a micro-batch of one rank."""
     eval_batch_size: int
@@ -134,6 +137,7 @@ class BaseTrainer(Hooks, ABC):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         prefetch_factor: int | None = None,
+        processing_class: Any = None,
         # length
         epochs: int | float | None = None,
         max_steps: int | None = None,
@@ -158,6 +162,7 @@ class BaseTrainer(Hooks, ABC):
         patience: int | None = None,
         delta: float = 0.0,
         early_stopper: Callable[[int, float], bool] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         sanity: bool = True,
         # cadence
         eval_steps: int | str | Duration | None = None,
@@ -209,6 +214,7 @@ class BaseTrainer(Hooks, ABC):
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
             prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
+            processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
             epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
             max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
@@ -230,6 +236,7 @@ class BaseTrainer(Hooks, ABC):
             patience: Evaluations in a row without a gain that end the run; None and -1 never do.
             delta: What an improvement must exceed to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             sanity: Whether a batch of each evaluation set is run and scored before step 1, for errors alone.
             eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.
@@ -287,15 +294,18 @@ class BaseTrainer(Hooks, ABC):
             )
         if given.get("save_dir") is not None:
             given["save_dir"] = folder_path(given["save_dir"], "save_dir")
-        self.settings: Settings = Settings.of(given)
-        settings = self.settings
+        settings = Settings.of(given)
         check_settings(settings)
+        if settings.data_collator is None:
+            settings = replace(settings, data_collator=padding_collator(settings.processing_class))
+        self.settings: Settings = settings
         parts = {name: getattr(settings, name) for name in ("optimizer", "lr_scheduler", "unit", "loss_fn")}
         refuse_dead_methods(model=model, **parts)
         self.ranks: Ranks = ranks or Ranks()
         check_same_on_ranks(self.ranks, {"trainer": describe(type(self)), **describe_all(settings.to_dict())})
         self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
         self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
+        self.processing_class = settings.processing_class
         self.batch_size = settings.batch_size
         self.eval_batch_size = settings.eval_batch_size or settings.batch_size
         self.epochs, self.max_steps = settings.epochs, settings.max_steps
@@ -341,7 +351,11 @@ class BaseTrainer(Hooks, ABC):
 
     def _make_sets(self) -> Sets:
         """Return the data."""
-        return Sets(self.settings, self.device, self.ranks)
+        settings = self.settings
+        handlers = [settings.data_collator, *settings.algorithms]
+        is_seen = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_of_user, handlers))
+        taken = None if is_seen or type(self.unit) is not ModelUnit else self.unit.columns
+        return Sets(settings, self.device, self.ranks, Columns(taken))
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] = Backend) -> Backend:
         """Return the backend; `_setup_training_components` puts the model in place.
@@ -579,10 +593,14 @@ class BaseTrainer(Hooks, ABC):
     # --- saving and loading
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors into the folder `path`, and the model's config if it has one."""
+        """Write the weights as safetensors into the folder `path`, with config and tokenizer if there are any."""
         with self.ranks.calling("save_model()", self._timeout):
             folder = local_path(path, "path")
-            return state.save_weights(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks)
+            state.save_weights(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks)
+            if self.processing_class is not None:
+                saves: Any = self.processing_class.save_pretrained
+                self.ranks.on_main("the writing of the tokenizer or processor", lambda: bool(saves(str(folder))))
+        return folder
 
     def save_checkpoint(self) -> Path:
         """Save a full checkpoint of the present state, and return its folder.

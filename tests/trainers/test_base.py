@@ -1,0 +1,279 @@
+"""Habits that users of transformers bring along, on every trainer: tokenizers, columns, logits before metrics."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recipes import StopAt, Tagger, rows, same, t16, weights
+from tiny import VOCABULARY, Tokens, bert, gpt
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
+
+from omnitrain import AccelerateTrainer, Algorithm, ConfigError, HFTrainer, Trainer
+from omnitrain.errors import CheckpointError
+
+datasets = pytest.importorskip("datasets")
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def make(kind: Any, model: nn.Module, data: Any, **options: Any) -> Any:
+    placed = {"device": "cpu"} if kind is Trainer else {}
+    options = {"progress_bar": False, "max_steps": 2, **placed, **options}
+    return kind(model, train_dataset=data, **options)
+
+
+def tokenizer(side: str = "left") -> PreTrainedTokenizerFast:
+    """A tokenizer that pads with 1 on the left, as no collator of ours does unless it is told to."""
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w1", padding_side=side)
+
+
+def sentences(size: int = 12) -> list[dict[str, Any]]:
+    ids = Tokens(size).ids
+    return [
+        {"input_ids": ids[i, : 3 + i % 5].tolist(), "attention_mask": [1] * (3 + i % 5), "labels": i % 3}
+        for i in range(size)
+    ]
+
+
+class Watching(nn.Module):
+    """Remembers the keys and the shapes of what it is given; takes what is named here alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = bert(), []
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        self.seen.append(input_ids)
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+# --- processing_class
+
+
+def test_a_tokenizer_pads_as_it_does_itself_unless_there_is_a_collator(kind: Any) -> None:
+    model, other = Watching(), Watching()
+    trainer = make(kind, model, sentences(), processing_class=tokenizer())
+    trainer.train()
+    assert isinstance(trainer.data_collator, DataCollatorWithPadding)
+    padded = torch.cat([batch[:, :1] for batch in model.seen])
+    assert (padded == 1).any()
+    make(kind, other, sentences(), data_collator=DataCollatorWithPadding(tokenizer())).train()
+    assert same(weights(model), weights(other))
+    right = DataCollatorWithPadding(tokenizer("right"))
+    third = Watching()
+    make(kind, third, sentences(), processing_class=tokenizer(), data_collator=right).train()
+    assert not any((batch[:, 0] == 1).any() for batch in third.seen)
+
+
+def test_a_tokenizer_is_saved_beside_the_model(kind: Any, tmp_path: Path) -> None:
+    trainer = make(kind, bert(), sentences(), processing_class=tokenizer())
+    assert trainer.save_model(tmp_path / "model") == tmp_path / "model"
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "model").padding_side == "left"
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+
+
+def test_a_processing_class_that_pads_nothing_is_saved_alone(kind: Any, tmp_path: Path) -> None:
+    class Processor:
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "processor.txt").write_text("here")
+
+    trainer = make(kind, t16(), rows(8), loss_fn=nn.functional.mse_loss, processing_class=Processor())
+    trainer.train()
+    trainer.save_model(tmp_path)
+    assert trainer.data_collator is None and (tmp_path / "processor.txt").read_text() == "here"
+
+
+@pytest.mark.parametrize("wrong", ["bert-base-uncased", PreTrainedTokenizerFast, 7])
+def test_a_processing_class_that_cannot_be_saved_is_refused(kind: Any, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="processing_class"):
+        make(kind, t16(), rows(8), processing_class=wrong)
+
+
+# --- preprocess_logits_for_metrics
+
+
+def test_metrics_and_predictions_see_what_preprocessing_made_of_logits(kind: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen["labels"] = labels
+        return logits.argmax(-1)
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        seen["shape"] = prediction.predictions.shape
+        return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
+
+    options: dict[str, Any] = {"processing_class": tokenizer(), "eval_dataset": sentences(7)}
+    trainer = make(
+        kind, bert(), sentences(), compute_metrics=accuracy, preprocess_logits_for_metrics=classes, **options
+    )
+    plain = make(kind, bert(), sentences(), compute_metrics="accuracy", **options)
+    assert trainer.evaluate() == plain.evaluate()
+    assert seen["shape"] == (7,) and isinstance(seen["labels"], torch.Tensor)
+    predictions = trainer.predict(sentences(7)).predictions
+    assert predictions.shape == (7,)
+    assert np.array_equal(predictions, plain.predict(sentences(7)).predictions.argmax(-1))
+
+
+def test_classes_of_a_causal_language_model_are_compared_with_the_next_token(kind: Any) -> None:
+    options: dict[str, Any] = {"eval_dataset": Tokens(6), "compute_metrics": "accuracy"}
+    scores = make(kind, gpt(), Tokens(6), **options).evaluate()
+    classes = make(
+        kind, gpt(), Tokens(6), preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1), **options
+    ).evaluate()
+    assert classes == scores
+
+
+def test_a_resume_notices_another_preprocessing(kind: Any, tmp_path: Path) -> None:
+    def run(preprocess: Any, **how: Any) -> Any:
+        options: dict[str, Any] = {"save_dir": tmp_path, "eval_dataset": rows(4), "epochs": 4, "max_steps": None}
+        options |= {} if how else {"callbacks": [StopAt(1)]}
+        trainer = make(
+            kind, t16(), rows(8), loss_fn=nn.functional.mse_loss, preprocess_logits_for_metrics=preprocess, **options
+        )
+        return trainer.train(**how)
+
+    run(lambda logits, labels: logits)
+    with pytest.raises(CheckpointError, match="preprocess_logits_for_metrics"):
+        run(lambda logits, labels: -logits, resume_from="auto")
+    run(lambda logits, labels: -logits, resume_from="auto", allow_change=["preprocess_logits_for_metrics"])
+
+
+# --- columns
+
+
+def table(size: int = 12) -> Any:
+    rows = sentences(size)
+    for number, row in enumerate(rows):
+        row |= {"text": f"line {number}", "number": number}
+    return datasets.Dataset.from_list(rows)
+
+
+def test_columns_that_the_model_does_not_take_are_left_out_and_named(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        found = []
+        for data in (table(), sentences()):
+            model = bert()
+            trainer = make(kind, model, data, eval_dataset=data, processing_class=tokenizer())
+            metrics = trainer.train()
+            found.append((weights(model), metrics["best_valid"]))
+    assert same(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    told = [record.message for record in caplog.records if "left out of the data" in record.message]
+    assert len(told) == 1 and told[0].endswith(": 'number', 'text'.")
+
+
+def test_columns_that_hold_labels_are_kept(kind: Any) -> None:
+    data = table().rename_column("labels", "topic")
+    named = make(kind, Watching(), data, processing_class=tokenizer(), label_names=["topic"])
+    assert set(named.train_loader.dataset.column_names) == {"input_ids", "attention_mask", "topic"}
+
+
+class Open(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, **columns: Any) -> Any:
+        return {"loss": self.layer(columns["number"].float()[:, None]).mean()}
+
+
+class Whole(nn.Module):
+    """In Composer's shape: it is handed the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, labels: Any) -> Any:
+        return self.layer(labels["number"].float()[:, None])
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.mean() + batch["weight"].mean() * 0
+
+
+@pytest.mark.parametrize("model", [Open, Whole])
+def test_all_columns_reach_a_model_that_may_take_any(kind: Any, model: Any) -> None:
+    data = datasets.Dataset.from_dict({"number": range(8), "weight": [0.5] * 8, "labels": [0] * 8})
+    make(kind, model(), data).train()
+
+
+def test_a_unit_and_a_transform_of_the_dataset_see_all_columns(kind: Any) -> None:
+    data, model = table(), bert()
+    seen: list[set[str]] = []
+
+    def unit(batch: Any) -> torch.Tensor:
+        seen.append(set(batch))
+        return model(input_ids=batch["number"][:, None], labels=batch["labels"]).loss
+
+    plain = data.remove_columns(["input_ids", "attention_mask"])
+    make(kind, model, plain, unit=unit).train()
+    assert seen[0] == {"number", "text", "labels"}
+    plain.set_transform(lambda rows: {"input_ids": [[one] for one in rows["number"]], "labels": rows["labels"]})
+    make(kind, bert(), plain).train()
+
+
+def test_whatever_of_the_user_sees_a_batch_sees_all_columns() -> None:
+    seen: list[set[str]] = []
+
+    def collate(samples: list[Any]) -> Any:
+        seen.append(set(samples[0]))
+        return DataCollatorWithPadding(tokenizer())(
+            [{key: one[key] for key in one if key != "text"} for one in samples]
+        )
+
+    class Look(Algorithm):
+        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+            seen.append(set(batch))
+            return batch
+
+    class Own(Trainer):
+        def _prepare_batch(self, batch: Any) -> Any:
+            seen.append(set(batch))
+            return super()._prepare_batch(batch)
+
+    numbers = table().remove_columns("text")
+    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+        (Trainer, table(), {"data_collator": collate}),
+        (AccelerateTrainer, table(), {"data_collator": collate}),
+        (Trainer, numbers, {"algorithms": [Look()], "processing_class": tokenizer()}),
+        (Own, numbers, {"processing_class": tokenizer()}),
+    ]
+    for kind, data, options in cases:
+        seen.clear()
+        options |= {} if kind is AccelerateTrainer else {"device": "cpu"}
+        kind(Watching(), train_dataset=data, progress_bar=False, max_steps=1, **options).train()
+        assert "number" in seen[0]
+
+
+def test_all_columns_stay_where_the_training_arguments_say_so(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), remove_unused_columns=False, use_cpu=True, report_to="none")
+    trainer = HFTrainer(Watching(), args, table(), processing_class=tokenizer())
+    assert "text" in trainer.train_loader.dataset.column_names
+
+
+def test_a_model_lacks_what_no_column_gives_it(kind: Any) -> None:
+    data = datasets.Dataset.from_dict({"ids": [[1, 2]] * 8, "labels": [[1, 2]] * 8})
+    make(kind, Tagger(), data).train()
+    with pytest.raises(TypeError, match="ids"):
+        make(kind, Tagger(), data.rename_column("ids", "tokens")).train()
