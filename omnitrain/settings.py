@@ -219,6 +219,7 @@ class Settings:
     # precision and placement
     autocast: PrecisionName | torch.dtype | None = None
     fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4)
+    gradient_checkpointing: bool | Sequence[str] = False
     device: str | torch.device | None = None
     # run
     seed: int = 42
@@ -413,9 +414,9 @@ def _check_each(given: Mapping[str, Any]) -> None:
         if given[name] is not None and not callable(given[name]):
             raise ConfigError(f"`{name}` must be callable, got {_shown(given[name])}.")
     _check_processing_class(given["processing_class"])
+    _check_blocks(given["gradient_checkpointing"])
     names = given["label_names"]
-    is_list = isinstance(names, (list, tuple)) and names and all(isinstance(name, str) for name in names)
-    if names is not None and not is_list:
+    if names is not None and not _is_names(names):
         raise ConfigError(
             f"`label_names` must be a list of the keys of labels, such as ['start_positions', 'end_positions'], got "
             f"{names!r}."
@@ -443,6 +444,26 @@ def _check_each(given: Mapping[str, Any]) -> None:
     if not is_pair or not 0 < scale[1] <= scale[0]:
         words = "(initial, minimum) with 0 < minimum <= initial"
         raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_shown(scale)}.")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, str) for one in value)
+
+
+def _check_blocks(value: Any) -> None:
+    error = None
+    if _is_names(value):
+        try:
+            list(map(re.compile, value))
+        except re.error as wrong:
+            error = wrong
+        else:
+            return
+    if not isinstance(value, (bool, type(None))):
+        raise ConfigError(
+            "`gradient_checkpointing` must be True, False or a list of regular expressions of modules' names, such as "
+            f"[r'layers\\.\\d+'], got {_shown(value)}{f' ({error})' if error else ''}."
+        ) from error
 
 
 def _check_processing_class(value: Any) -> None:

@@ -23,8 +23,10 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from omnitrain.backends.accelerators import is_set, make_accelerator
 from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
+from omnitrain.checkpoint.state import unwrap
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.precision import precision_name
+from omnitrain.recomputation import own_way
 from omnitrain.rendezvous import meeting
 from omnitrain.scoring import ByBatch
 from omnitrain.settings import Settings, is_loader, seconds_of
@@ -33,6 +35,7 @@ __all__ = [
     "HFTrainingArguments",
     "adopt",
     "adopt_arguments",
+    "adopt_recomputation",
     "arguments_in_force",
     "ddp_options",
     "engine_arguments",
@@ -259,6 +262,28 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
         for name in ("optimization_metric", "optimization_direction"):
             said.pop(name, None)  # transformers' scripts name a metric whether they evaluate or not
     _adopt_said(args, said, given)
+
+
+def adopt_recomputation(args: transformers.TrainingArguments, model: Any, given: dict[str, Any]) -> None:
+    """Have us recompute activations where transformers' arguments ask for it and the model has no way of its own.
+
+    Args:
+        args: Those of the engine; if it is for us to do, they no longer ask for it.
+        model: The user's.
+        given: The keyword arguments that the user gave to HFTrainer; filled.
+
+    Raises:
+        ConfigError: If these say that activations are kept.
+    """
+    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
+    if not names:
+        return
+    if not isinstance(given.get("gradient_checkpointing"), (list, tuple)):
+        adopt({"gradient_checkpointing": True}, given, "the training arguments")
+        if own_way(unwrap(model)) is not None:
+            return  # transformers' loop sees to it too, with the options that its arguments may have
+    for name in names:
+        setattr(args, name, False)
 
 
 def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: bool) -> None:

@@ -29,6 +29,7 @@ from omnitrain.hf.arguments import (
     HFTrainingArguments,
     adopt,
     adopt_arguments,
+    adopt_recomputation,
     arguments_in_force,
     ddp_options,
     engine_arguments,
@@ -200,6 +201,7 @@ class HFTrainer(BaseTrainer):
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        gradient_checkpointing: bool | Sequence[str] = False,
         # run
         seed: int = 42,
         deterministic: bool = False,
@@ -276,6 +278,7 @@ class HFTrainer(BaseTrainer):
             save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
             autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            gradient_checkpointing: Whether activations are recomputed, not kept; or patterns of names of blocks.
             seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
             deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
             on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
@@ -345,6 +348,7 @@ class HFTrainer(BaseTrainer):
         if self.model_init is not None:
             model = self._new_model(given.get("seed", 42), self._engine_args.device)
         smooth_labels(training_args, model, given)
+        adopt_recomputation(self._engine_args, model, given)
         given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
         # transformers seeds the generators of the program when its Trainer is made
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True), isolated_rng(self._engine_args.device):

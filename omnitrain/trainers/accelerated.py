@@ -71,7 +71,6 @@ class AccelerateTrainer(BaseTrainer):
         parallelism_config: Any = None,
         accelerator: Any = None,
         find_unused_parameters: bool = False,
-        gradient_checkpointing: bool = False,
         # <arguments of BaseTrainer, written by `make signatures`>
         # data
         train_loader: Iterable[Any] | None = None,
@@ -131,6 +130,7 @@ class AccelerateTrainer(BaseTrainer):
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        gradient_checkpointing: bool | Sequence[str] = False,
         # run
         seed: int = 42,
         deterministic: bool = False,
@@ -156,7 +156,6 @@ class AccelerateTrainer(BaseTrainer):
             parallelism_config: accelerate's `ParallelismConfig`, of which the data-parallel dimensions are used.
             accelerator: An `Accelerator` of your own, instead of the arguments above.
             find_unused_parameters: Whether DDP looks for parameters without a gradient in every step; default False.
-            gradient_checkpointing: Whether activations are recomputed instead of kept; default False.
             train_loader: A loader of your own instead of `train_dataset`, used as it is.
             eval_loader: The same instead of `eval_dataset`.
             test_loader: The same instead of `test_dataset`.
@@ -208,6 +207,7 @@ class AccelerateTrainer(BaseTrainer):
             async_save: Whether checkpoints are written in the background; default False.
             autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            gradient_checkpointing: Whether activations are recomputed, not kept; or patterns of names of blocks.
             seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
             deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
             on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
@@ -226,8 +226,7 @@ class AccelerateTrainer(BaseTrainer):
         """
 
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
-        for name in ("find_unused_parameters", "gradient_checkpointing"):
-            check_switch(name, given.get(name))
+        check_switch("find_unused_parameters", given.get("find_unused_parameters"))
         check_type("deepspeed_config", given.get("deepspeed_config"), str, Path, Mapping)
         ways = {name: given.pop(name, None) for name in ("deepspeed_config", "fsdp_plugin", "accelerator")}
         parallelism, unused = given.pop("parallelism_config", None), given.pop("find_unused_parameters", False)
@@ -264,8 +263,7 @@ class AccelerateTrainer(BaseTrainer):
         self._own_settings = {**ways, "find_unused_parameters": unused}
         ranks = find_ranks(accelerator, timeout)
         refuse_lost_processes(ranks.world_size)
-        if given.pop("gradient_checkpointing", False):
-            _checkpoint_activations(given["model"])
+        _refuse_two_ways(given, ways["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(given, ranks)
 
@@ -288,12 +286,11 @@ def _adopt_launcher(given: dict[str, Any]) -> None:
         given["gradient_accumulation_steps"] = int(steps)
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if not callable(enable):
+def _refuse_two_ways(given: Mapping[str, Any], plugin: Any) -> None:
+    """Raise ConfigError if both we and FSDP would have activations computed again."""
+    wanted = given.get("gradient_checkpointing")
+    if isinstance(wanted, (bool, list, tuple)) and wanted and getattr(plugin, "activation_checkpointing", False):
         raise ConfigError(
-            f"`gradient_checkpointing=True` needs a model with `gradient_checkpointing_enable`, as transformers' have; "
-            f"{type(model).__name__} has none. Use torch.utils.checkpoint in its forward, or the FSDP plugin's "
-            "activation_checkpointing."
+            "`gradient_checkpointing` and the FSDP plugin's activation_checkpointing are both set, and each has "
+            "activations computed once more. Leave one of them out."
         )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -33,6 +33,7 @@ from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
 from omnitrain.precision import Precision
 from omnitrain.progress import Progress
+from omnitrain.recomputation import recompute_activations
 from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.evaluation import Evaluation, Predictions
@@ -182,6 +183,7 @@ class BaseTrainer(Hooks, ABC):
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        gradient_checkpointing: bool | Sequence[str] = False,
         device: str | torch.device | None = None,
         # run
         seed: int = 42,
@@ -253,6 +255,7 @@ class BaseTrainer(Hooks, ABC):
             async_save: Whether checkpoints are written in the background; default False.
             autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            gradient_checkpointing: Whether activations are recomputed, not kept; or patterns of names of blocks.
             device: Where to train; None is the first there is of cuda, xpu, mps, cpu.
             seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
             deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
@@ -341,6 +344,8 @@ class BaseTrainer(Hooks, ABC):
     def _take_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
         settings = self.settings
+        if settings.gradient_checkpointing:
+            recompute_activations(state.unwrap(model), settings.gradient_checkpointing)
         own = settings.unit
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         self.backend: Backend = self._make_backend(model)

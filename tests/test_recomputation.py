@@ -1,0 +1,187 @@
+"""Activations that are computed again instead of kept: the same numbers to the bit, on every trainer, of any model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import rows, same, t16, weights
+from tiny import Tokens, bert
+from torch import nn
+from transformers import TrainingArguments
+
+from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer
+from omnitrain.recomputation import recompute_activations
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+class Block(nn.Module):
+    """Has all that a second forward pass could change: dropout, running statistics, a spectral norm, an option."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, *, scale: float, bias: torch.Tensor) -> torch.Tensor:
+        Block.calls += 1
+        return x + self.drop(self.norm(torch.tanh(self.layer(x)))) * scale + bias
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.end = nn.Linear(4, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5, bias=x.mean(0))
+        return self.end(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def run(kind: Any, model: nn.Module, *args: Any, data: Any = None, **options: Any) -> Any:
+    options |= {"device": "cpu"} if kind is Trainer else {}
+    options = {"progress_bar": False, "max_steps": 5, "learning_rate": 1e-2, **options}
+    data = rows(24) if data is None else data
+    loss = {} if isinstance(data, Tokens) else {"loss_fn": F.mse_loss}
+    trainer = kind(model, *args, train_dataset=data, eval_dataset=data, **loss, **options)
+    return trainer, trainer.train()
+
+
+@pytest.mark.parametrize("wanted", [True, [r"blocks\.\d+"]])
+def test_recomputing_changes_no_bit_of_a_plain_model(kind: Any, wanted: Any) -> None:
+    found = []
+    for recomputes in (False, wanted):
+        Block.calls, model = 0, net()
+        _, metrics = run(kind, model, gradient_accumulation_steps=2, batch_size=4, gradient_checkpointing=recomputes)
+        found.append((weights(model), list(model.buffers()), metrics["valid"], Block.calls, list(model.state_dict())))
+    assert same(found[0][0], found[1][0]) and same(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2] and found[0][4] == found[1][4]
+    assert found[1][3] - found[0][3] == 5 * 2 * 3  # steps, micro-batches, blocks
+
+
+def test_recomputing_changes_no_bit_of_a_model_of_transformers(kind: Any) -> None:
+    found = []
+    for recomputes in (False, True):
+        model = bert()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        run(kind, model, data=Tokens(12, "classes"), gradient_checkpointing=recomputes)
+        found.append(weights(model))
+        assert any(getattr(one, "gradient_checkpointing", False) for one in model.modules()) is recomputes
+    assert same(*found)
+
+
+def test_what_is_recomputed_is_not_kept() -> None:
+    kept = []
+    for recomputes in (False, True):
+        model, held = net(), 0
+        if recomputes:
+            recompute_activations(model, True)
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal held
+            held += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(torch.randn(64, 4, dtype=torch.float64))
+        kept.append(held)
+    assert kept[1] < kept[0] / 3
+
+
+def test_blocks_are_found_where_they_are() -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)
+    stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(layer(), layer()), nn.Sequential(layer()))
+    tree: Any = nn.ModuleDict({"features": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "head": layer()})
+    for model, names in (
+        (encoder, ["layers.0", "layers.1"]),
+        (stages, ["1.0", "1.1", "2.0"]),
+        (tree, ["features", "head"]),
+    ):
+        recompute_activations(model, True)
+        assert [name for name, one in model.named_modules() if "forward" in vars(one)] == names
+    model: Any = net()
+    recompute_activations(model, [r"blocks\.[01]", r"blocks\.0\.norm", "end"])
+    recompute_activations(model, ["end"])
+    assert [name for name, one in model.named_modules() if "forward" in vars(one)] == ["end", "blocks.0", "blocks.1"]
+    assert not hasattr(model.end.forward.run, "run")  # once
+
+
+def test_a_model_without_blocks_is_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True.*no blocks in Sequential.*Name those"):
+        run(kind, t16(), gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match=r"no module is called 'layer.*begin, end, blocks"):
+        run(kind, net(), gradient_checkpointing=[r"layer\d"])
+    for wrong in ("blocks", [], ["("], 3):
+        with pytest.raises(ConfigError, match="gradient_checkpointing"):
+            run(kind, net(), gradient_checkpointing=wrong)
+
+
+def test_layers_by_name_may_be_of_any_kind(kind: Any) -> None:
+    models = t16(dropout=0.3), t16(dropout=0.3)
+    run(kind, models[0])
+    run(kind, models[1], gradient_checkpointing=["0", "2"])
+    assert same(weights(models[0]), weights(models[1]))
+
+
+def test_a_model_of_transformers_that_cannot_do_it_is_recomputed_block_by_block() -> None:
+    model = bert()
+    type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
+    try:
+        recompute_activations(model, True)
+    finally:
+        type(model).supports_gradient_checkpointing = before
+    assert [name for name, one in model.named_modules() if "forward" in vars(one)] == ["bert.encoder.layer.0"]
+
+
+def test_copies_and_pickles_of_a_model_stand_for_themselves() -> None:
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)))
+    recompute_activations(model, True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other[0].forward.block is other[0]
+        assert other[0].forward.run.__self__ is other[0]
+
+
+def test_training_arguments_ask_for_it_of_any_model(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 5, "save_strategy": "no"}
+    models = net(), net()
+    run(HFTrainer, models[0], TrainingArguments(str(tmp_path), **options), max_steps=None, learning_rate=None)
+    args = TrainingArguments(str(tmp_path), gradient_checkpointing=True, **options)
+    Block.calls = 0
+    trainer, _ = run(HFTrainer, models[1], args, max_steps=None, learning_rate=None)
+    assert same(weights(models[0]), weights(models[1]))
+    assert Block.calls == 5 * 2 * 3 and trainer.settings.gradient_checkpointing is True
+    with pytest.raises(ConfigError, match="gradient_checkpointing"):
+        run(HFTrainer, net(), args, gradient_checkpointing=False, max_steps=None, learning_rate=None)
+
+
+def test_two_ways_at_once_are_refused() -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    with pytest.raises(ConfigError, match="activation_checkpointing are both set"):
+        run(AccelerateTrainer, net(), fsdp_plugin=plugin, gradient_checkpointing=True)
