@@ -215,6 +215,7 @@ class Settings:
     overwrite: bool = False
     save_required: bool = False
     save_only_model: bool = False
+    save_frozen: bool | None = None
     async_save: bool = False
     # precision and placement
     autocast: PrecisionName | torch.dtype | None = None
@@ -264,15 +265,15 @@ NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_
 MOST = {"seed": 2**64 - 1}
 """The largest integers there may be, where it is not what Python can count to."""
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
-            "save_required",
-            "save_only_model", "async_save", "deterministic", "detect_anomaly", "progress_bar")  # fmt: skip
+            "save_required", "save_only_model", "save_frozen", "async_save", "deterministic", "detect_anomaly",
+            "progress_bar")  # fmt: skip
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper", "preprocess_logits_for_metrics")
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
     "load_best_at_end": (None, False), "optimization_metric": ("loss", "eval_loss"), "optimization_direction": (None,),
 }  # fmt: skip
 NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "overwrite",
-                  "save_required", "save_only_model", "async_save")  # fmt: skip
+                  "save_required", "save_only_model", "save_frozen", "async_save")  # fmt: skip
 NEEDS_A_LIMIT = ("keep_every",)
 """What has no effect without `save_total_limit`, as all checkpoints are kept then."""
 OF_A_LOADER = ("shuffle", "drop_last", "global_batch_size")
@@ -548,7 +549,8 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
             )
     if given["save_dir"] is None:
         for name in NEEDS_SAVE_DIR:
-            if given[name] != DEFAULTS[name] and given[name] is not False:
+            is_off = given[name] is False and DEFAULTS[name] is not None
+            if given[name] != DEFAULTS[name] and not is_off:
                 raise ConfigError(
                     f"`{name}={given[name]!r}` needs a place for checkpoints. Pass `save_dir`, or leave `{name}` out."
                 )

@@ -7,7 +7,7 @@ depends on where the weights are. When it is called is decided in `run/step.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
@@ -194,9 +194,9 @@ class Backend:
         """Return the weights by the names of the user's module; sharded ones as they are."""
         return state.model_tensors(self.model)
 
-    def check_weights(self, tensors: Mapping[str, Any], where: str) -> None:
+    def check_weights(self, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
         """Raise the CheckpointError of `load_weights`, if there is one; nothing is changed."""
-        state.check_weights(self.model, tensors, where)
+        state.check_weights(self.model, tensors, where, absent)
 
     def keep_weights(self, kept: dict[str, torch.Tensor]) -> None:
         """Copy this rank's part of the weights to the host.
@@ -215,18 +215,21 @@ class Backend:
         """Return what of an entry of `model_tensors` this rank is to keep."""
         return tensor.detach()
 
-    def load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
+    def load_weights(
+        self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any], absent: Collection[str] = ()
+    ) -> None:
         """Copy weights into the model.
 
         Args:
             tensors: What `model_tensors` returned.
             where: What an error calls them.
             extra: What `checkpoint.state.extra_state` returned.
+            absent: Names of weights that were left out, and stay as they are.
 
         Raises:
             CheckpointError: If they are not this model's.
         """
-        state.load_weights(self.model, tensors, where, extra)
+        state.load_weights(self.model, tensors, where, extra, absent)
 
     def optimizer_state(self) -> tuple[dict[str, Any], Any]:
         """Return the optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types."""

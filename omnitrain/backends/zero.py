@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
@@ -165,19 +165,22 @@ class Zero(DDP):
             name = bare_name(raw)
             if name in parameters:
                 one = parameters[name]
-                found[name] = Gathered(_shape(one), _dtype(one), lambda one=one: self._read(one))
+                read = functools.partial(self._read, one)
+                found[name] = Gathered(_shape(one), _dtype(one), read, functools.partial(_own, one))
             elif name not in tied and isinstance(value, torch.Tensor):
                 found[name] = value
         return found
 
-    def check_weights(self, tensors: Mapping[str, Any], where: str) -> None:
-        present = self.model_tensors()
-        check_fit({name: (name, (tuple(one.shape), one.dtype)) for name, one in present.items()}, tensors, where)
+    def check_weights(self, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
+        present = {name: (name, (tuple(one.shape), one.dtype)) for name, one in self.model_tensors().items()}
+        check_fit(present, tensors, where, absent=absent)
 
-    def load_weights(self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any]) -> None:
+    def load_weights(
+        self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any], absent: Collection[str] = ()
+    ) -> None:
         """Copy weights one at a time into the parameters and their copies in full precision."""
-        self.check_weights(tensors, where)
-        present, parameters = self.model_tensors(), self._parameters()
+        self.check_weights(tensors, where, absent)
+        present, parameters = [name for name in self.model_tensors() if name in tensors], self._parameters()
         buffers = {name: tensors[name] for name in present if name not in parameters}
         load_by_own_way(self.model, buffers | {name: from_json(value) for name, value in extra.items()}, where)
         for name in present:
@@ -325,6 +328,11 @@ def _on_host(read: Any, parameter: nn.Parameter, *entry: str) -> torch.Tensor:
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _own(parameter: Any) -> torch.Tensor:
+    """Return this rank's part of a parameter, which stage 3 has in a tensor of its own."""
+    return getattr(parameter, "ds_tensor", parameter)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:

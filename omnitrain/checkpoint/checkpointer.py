@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint import state
+from omnitrain.checkpoint.adapters import write_model_files
 from omnitrain.checkpoint.changes import DECIDING, changed_settings
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot
 from omnitrain.checkpoint.disk import check_free_space, check_writable
+from omnitrain.checkpoint.frozen import FROZEN
 from omnitrain.checkpoint.history import HISTORY, Lines, read_history
 from omnitrain.checkpoint.identity import IDENTITIES
 from omnitrain.checkpoint.store import Store
@@ -282,7 +284,7 @@ class Checkpointer:
             store.fs.write(folder / HISTORY, text)
             digests[HISTORY] = Future()
             digests[HISTORY].set_result(digest)
-            state.write_config(self._run.backend.model, folder)
+            write_model_files(self._run.backend.model, folder, not snapshot.payload["frozen"])
             self._write_beside(folder)
 
         with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
@@ -407,7 +409,7 @@ class Checkpointer:
                 f"allow_change={ {*refused, *(one.name for one in others)}!r})."
             )
         self.resumed = folder, content
-        self.restore(folder, content, set(changed))
+        self.restore(folder, content, {*changed, *({FROZEN} & set(allow_change))})
         self._lifecycle.loaded()
         logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
 
@@ -491,7 +493,7 @@ class Checkpointer:
 
 def check_allowed(names: Collection[str]) -> None:
     """Raise ConfigError for a name in `allow_change` that is no setting which decides the numbers of a run."""
-    known = (*DECIDING, *IDENTITIES)
+    known = (*DECIDING, *IDENTITIES, FROZEN)
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise ConfigError(f"`allow_change` knows no setting {unknown[0]!r}, only {', '.join(known)}.")

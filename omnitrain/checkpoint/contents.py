@@ -24,6 +24,7 @@ from omnitrain import __version__
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import InitialOptions, changed_settings
+from omnitrain.checkpoint.frozen import FROZEN, Frozen
 from omnitrain.checkpoint.identity import Difference, Identity
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
@@ -177,6 +178,7 @@ class Contents:
         self._sets = sets
         self._initial = initial
         self._identity: dict[str, Any] | None = None
+        self._frozen = Frozen(run)
 
     def identify(self) -> None:
         """Take the fingerprints of data and code, which each checkpoint of the run then holds."""
@@ -260,7 +262,7 @@ class Contents:
         if "optimizer" in changed_settings(content["settings"], self._run.resolved_config()):
             return
         try:
-            backend.check_weights(weights, where)
+            backend.check_weights(weights, where, _absent(content))
             self._check_names(folder, content)
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
@@ -296,6 +298,9 @@ class Contents:
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
             changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # warm-up alone makes a schedule too
         self._run.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
+        self._frozen.left_out()  # before a whole checkpoint brings its own: the user's model has these
+        if FROZEN not in changed:
+            self._frozen.check(_absent(content), repr(str(folder)))
         states = TensorFile(folder / STATES, self._run.ranks) if STATES in content["files"] else {}
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
@@ -315,7 +320,7 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a checkpoint that is not of this run."""
         where, run = repr(str(folder)), self._run
-        run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where)
+        run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where, _absent(content))
         if "optimizer" not in changed:
             self._check_names(folder, content)
             run.backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
@@ -353,13 +358,14 @@ class Contents:
     # --- weights
 
     def _capture_weights(self) -> tuple[Files, dict[str, Any]]:
-        backend = self._run.backend
-        return {state.WEIGHTS: backend.model_tensors()}, {"extra_state": state.extra_state(backend.model)}
+        backend, frozen = self._run.backend, self._frozen.left_out()
+        tensors = {name: one for name, one in backend.model_tensors().items() if name not in frozen}
+        return {state.WEIGHTS: tensors}, {"extra_state": state.extra_state(backend.model), "frozen": frozen}
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Copy the weights of a checkpoint into the model, and nothing else."""
+        """Copy the weights of a checkpoint into the model, and nothing else; what it has left out stays as it is."""
         tensors = TensorFile(folder / state.WEIGHTS, self._run.ranks)
-        self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"])
+        self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _absent(content))
 
     # --- the optimizer
 
@@ -607,6 +613,11 @@ class Contents:
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint has of each of several optimizers, but for the one that is there as `optimizer`."""
     return {name: saved for name, saved in content.get("optimizers", {}).items() if saved is not None}
+
+
+def _absent(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fingerprints of the weights that a checkpoint has left out; the first checkpoints are whole."""
+    return content.get("frozen") or {}
 
 
 def _rng_file(rank: int) -> str:

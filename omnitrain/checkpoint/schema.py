@@ -354,6 +354,7 @@ _WHOLE: dict[str, Check] = {
 }
 _OPTIONAL: dict[str, Check] = {
     "only_model": flag,
+    "frozen": table(text),
     "for_best": flag,
     "optimizers": table(maybe(_OPTIMIZER)),
     "order": _pattern("drawn|keyed", "'drawn' or 'keyed'"),

@@ -182,7 +182,7 @@ def save_weights(
 
 def write_config(model: nn.Module, folder: Path) -> None:
     """Write the model's own config next to its weights, if it has one that can be saved."""
-    bare = unwrap(model)
+    bare: Any = unwrap(model)
     modeling = sys.modules.get("transformers.modeling_utils")  # loaded if the model is one of transformers'
     for name in ("config", "generation_config"):
         config: Any = getattr(bare, name, None)
@@ -207,7 +207,11 @@ def extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_weights(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any] | None = None
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    where: str,
+    extra: Mapping[str, Any] | None = None,
+    absent: Collection[str] = (),
 ) -> None:
     """Copy tensors into a model in place, so that optimizers and ties hold; every name, shape and dtype must fit.
 
@@ -218,11 +222,12 @@ def load_weights(
         tensors: What `model_tensors` returned.
         where: What an error calls them.
         extra: What `extra_state` returned.
+        absent: Names of tensors that were left out, and stay as they are.
 
     Raises:
         CheckpointError: If a tensor is missing, left over, or of another shape or dtype; the model is as it was.
     """
-    check_weights(model, tensors, where)
+    check_weights(model, tensors, where, absent)
     named = {name: (tensor, first) for name, tensor, first in _named(model)}
     content: dict[str, Any] = {
         name: placed_like(tensors[first], tensor) for name, (tensor, first) in named.items() if first in tensors
@@ -243,6 +248,8 @@ def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str) ->
     loads = getattr(bare.load_state_dict, "__func__", None)
     accepted = inspect.signature(bare.load_state_dict).parameters
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
+    if not is_strict:  # it may ask for all of them
+        content = {**bare.state_dict(), **content}
     before = _copies(bare) if any(map(_has_own_loader, bare.modules())) else {}
     try:
         bare.load_state_dict(content, **({"strict": False} if is_strict else {}))
@@ -276,8 +283,14 @@ def _has_own_loader(module: nn.Module) -> bool:
     return any(not getattr(way, "__module__", "").startswith("torch.") for way in ways)
 
 
-def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str) -> None:
+def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
     """Refuse tensors that are not those of a model; what differs in buffers is for their modules, if they load them.
+
+    Args:
+        model: The model, wrapped or not.
+        tensors: What was saved.
+        where: What an error calls them.
+        absent: Names of tensors that were left out.
 
     Raises:
         CheckpointError: If one is missing, left over, or of another shape or dtype.
@@ -293,11 +306,15 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str) -> N
     kept = {name for name, _, first in _named(model) if name not in wanted} | {
         name for name in tensors if name not in parameters and any(map(name.startswith, prefixes))
     }
-    check_fit(wanted, tensors, where, kept)
+    check_fit(wanted, tensors, where, kept, absent)
 
 
 def check_fit(
-    wanted: Mapping[str, tuple[str, Spec]], tensors: Mapping[str, Any], where: str, loaders: Collection[str] = ()
+    wanted: Mapping[str, tuple[str, Spec]],
+    tensors: Mapping[str, Any],
+    where: str,
+    loaders: Collection[str] = (),
+    absent: Collection[str] = (),
 ) -> None:
     """Refuse tensors that are not those of a model.
 
@@ -306,20 +323,21 @@ def check_fit(
         tensors: What was saved.
         where: What an error calls it.
         loaders: Names that a module of the model loads by itself, whatever they hold.
+        absent: Names of tensors that were left out.
 
     Raises:
         CheckpointError: If one is missing, left over, or of another shape, or of a dtype that would lose digits.
     """
     expected = {first for first, _ in wanted.values()}
-    missing = sorted(expected - tensors.keys())
-    left_over = sorted(tensors.keys() - wanted.keys() - set(loaders))
+    missing = sorted(expected - tensors.keys() - set(absent))
+    left_over = sorted({*tensors, *absent} - wanted.keys() - set(loaders))
     if missing or left_over:
         raise CheckpointError(
             f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
             "Build the model as it was built for that run."
         )
     for name, (first, (shape, dtype)) in wanted.items():
-        if name != first:
+        if name != first or name not in tensors:
             continue
         saved_shape, saved_dtype = spec_of(tensors, name)
         if saved_shape != shape:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +23,12 @@ __all__ = [
     "Spec",
     "TensorFile",
     "digest",
+    "fingerprints",
     "host_copy",
     "host_tensors",
     "is_in_parts",
     "load_tensors",
+    "mark_of",
     "placed_like",
     "save_tensors",
     "spec_of",
@@ -68,11 +72,13 @@ class Gathered:
         shape: Of the whole.
         dtype: Of the whole.
         read: Returns the whole in host memory; a collective call.
+        own: Returns this rank's part as it is, where that can be told.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    own: Callable[[], torch.Tensor] | None = None
 
     def numel(self) -> int:
         """Return the number of entries of the whole."""
@@ -97,6 +103,21 @@ def whole(tensor: Any) -> torch.Tensor:
         return tensor.read().contiguous()
     tensor = tensor.detach()
     return (tensor.full_tensor() if is_in_parts(tensor) else tensor).cpu().contiguous()
+
+
+def mark_of(tensor: Any) -> tuple[int, bytes]:
+    """Return what tells, without reading all of it, that this rank's part of a tensor was written to.
+
+    PyTorch counts what is written in place, but not through `.data`, as code for averaged weights often does it: that
+    changes all numbers, so it is seen in a few.
+    """
+    if isinstance(tensor, Gathered):
+        if tensor.own is None:
+            return 0, b""
+        tensor = tensor.own()
+    own = (tensor.to_local() if is_in_parts(tensor) else tensor).detach()
+    few = own.reshape(-1)[:: max(1, own.numel() // 16)]
+    return own._version, few.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
@@ -188,6 +209,41 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for piece in _pieces(tensors, whole):
         found.update(piece)
     return found.hexdigest()
+
+
+def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
+    """Return a digest of each tensor's values and shape, on all ranks; the main one reads them.
+
+    Numbers of 16 bits count as what they are in 32: some backends keep them so.
+
+    Args:
+        tensors: By name. Sharded ones are gathered one at a time.
+        ranks: The ranks that have the tensors.
+    """
+
+    def take(gather: Gather) -> dict[str, str]:
+        found: dict[str, Future[str]] = {}
+        waiting: deque[Future[str]] = deque()
+        with ThreadPoolExecutor(_HASHERS, thread_name_prefix="omnitrain-hash") as pool:
+            for name, tensor in _in_file_order(tensors):
+                if len(waiting) > _HASHERS:  # no more than these are copied to the host
+                    waiting.popleft().result()
+                found[name] = pool.submit(_fingerprint, gather(tensor))
+                waiting.append(found[name])
+        return {name: digest.result() for name, digest in sorted(found.items())}
+
+    return written_by_main(ranks, [tensors], take)
+
+
+_HASHERS = 4
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    found = hashlib.sha256(f"{DTYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}".encode())
+    found.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
 
 
 def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from omnitrain.hf.arguments import word_of
 from omnitrain.hf.batch_size import smaller_on_out_of_memory
 from omnitrain.hf.callbacks import Callbacks
 from omnitrain.hf.data import counting_loader
-from omnitrain.hf.files import write_model_files, write_optimizer, write_state
+from omnitrain.hf.files import write_optimizer, write_state
 from omnitrain.hf.policies import is_delayed
 from omnitrain.hf.search import Searching, Trial, run_trial
 from omnitrain.run.loop import Loop
@@ -429,7 +429,8 @@ class Engine(Searching):
             self.state = self.present_state()  # transformers' loop has yet to begin
         with self.showing_arguments() as shown:
             write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown if stock else None, folder)
-        write_model_files(owner, self.processing_class, folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(str(folder))
 
     def stateful_callbacks(self) -> list[Any]:
         """Return transformers' callbacks that keep a state."""

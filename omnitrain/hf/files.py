@@ -12,22 +12,13 @@ from typing import Any
 import torch
 import transformers
 
+from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.contents import OPTIMIZER
-from omnitrain.checkpoint.state import (
-    WEIGHTS,
-    bare_name,
-    from_json,
-    is_in_parts,
-    load_tensors,
-    save_tensors,
-    save_weights,
-    unwrap,
-    whole,
-)
+from omnitrain.checkpoint.state import bare_name, from_json, is_in_parts, load_tensors, unwrap
 from omnitrain.errors import ConfigError
 from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["check_stock_checkpoints", "write_model", "write_model_files", "write_optimizer", "write_state"]
+__all__ = ["check_stock_checkpoints", "write_model", "write_optimizer", "write_state"]
 
 
 def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) -> None:
@@ -121,62 +112,14 @@ def write_state(
         torch.save(args, folder / "training_args.bin")
 
 
-def write_model_files(owner: BaseTrainer, processing_class: Any, folder: Path) -> None:
-    """Write the tokenizer or processor, and adapters of PEFT, into the folder of a checkpoint."""
-    if processing_class is not None:
-        processing_class.save_pretrained(str(folder))
-    if hasattr(unwrap(owner.model), "peft_config"):
-        adapters = _adapters_of(owner)
-        if any(map(is_in_parts, adapters.values())):
-            written = load_tensors(folder / WEIGHTS)
-            adapters = {name: written[name] for name in adapters}
-        _write_adapters(owner.model, folder, adapters, overwrite=True)
-
-
 def write_model(owner: BaseTrainer, processing_class: Any, path: Path, overwrite: bool) -> None:
-    """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one.
+    """Write what `BaseTrainer.save_model` does, and the tokenizer or processor if there is one.
 
-    Of a model with adapters of PEFT, these are written, in PEFT's own form. Called on every rank.
+    Called on every rank.
 
     Raises:
         ConfigError: If there are weights in `path` already and `overwrite` is False.
     """
+    beside = [] if processing_class is None else [processing_class]
     with owner.ranks.calling("save_model()"):
-        if hasattr(unwrap(owner.model), "peft_config"):
-            adapters = {name: whole(tensor) for name, tensor in _adapters_of(owner).items()}
-            owner.ranks.on_main(
-                "the writing of adapters", lambda: _write_adapters(owner.model, path, adapters, overwrite)
-            )
-        else:
-            save_weights(owner.model, path, overwrite, owner.backend.model_tensors(), owner.ranks)
-        if processing_class is not None and owner.is_main_process:
-            processing_class.save_pretrained(path)
-
-
-def _adapters_of(owner: BaseTrainer) -> dict[str, Any]:
-    """Return the tensors of PEFT's adapters, and what else is trained, by name; sharded ones as they are."""
-    model: Any = unwrap(owner.model)
-    trained = {bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    marks = [f".{name}." for name in model.peft_config]
-    tensors = owner.backend.model_tensors().items()
-    return {name: one for name, one in tensors if name in trained or any(mark in name for mark in marks)}
-
-
-def _write_adapters(model: Any, folder: Path, tensors: Mapping[str, torch.Tensor], overwrite: bool) -> None:
-    """Write adapters in PEFT's own form.
-
-    Raises:
-        ConfigError: If there are some already.
-    """
-    if (folder / "adapter_config.json").exists() and not overwrite:
-        raise ConfigError(
-            f"{str(folder)!r} holds adapters already. Pass overwrite=True to replace them, or give another path."
-        )
-    model = unwrap(model)
-    # PEFT looks for its tensors under the names of the wrapped modules
-    wrapped = {bare_name(name): name for name, _ in model.named_parameters()}
-    model.save_pretrained(folder, state_dict={wrapped.get(name, name): one for name, one in tensors.items()})
-    for adapter in model.peft_config if any(name != bare for bare, name in wrapped.items()) else ():
-        file = (folder if adapter == "default" else folder / adapter) / "adapter_model.safetensors"
-        written = {bare_name(name).replace(f".{adapter}.", "."): one for name, one in load_tensors(file).items()}
-        save_tensors({name: one.clone() for name, one in written.items()}, file)  # they are views of the file
+        save_model(owner.model, path, overwrite, owner.backend.model_tensors(), owner.ranks, beside)

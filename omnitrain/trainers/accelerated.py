@@ -126,6 +126,7 @@ class AccelerateTrainer(BaseTrainer):
         overwrite: bool = False,
         save_required: bool = False,
         save_only_model: bool = False,
+        save_frozen: bool | None = None,
         async_save: bool = False,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
@@ -204,6 +205,7 @@ class AccelerateTrainer(BaseTrainer):
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
             save_required: Whether a disk that fails ends the run; by default it is reported, and the run goes on.
             save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
+            save_frozen: Whether checkpoints hold weights that do not train; None is no where PEFT's adapters are.
             async_save: Whether checkpoints are written in the background; default False.
             autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.

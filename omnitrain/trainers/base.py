@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.defaults import default_callbacks
 from omnitrain.checkpoint import state
+from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.changes import InitialOptions, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
 from omnitrain.checkpoint.contents import Contents
@@ -179,6 +180,7 @@ class BaseTrainer(Hooks, ABC):
         overwrite: bool = False,
         save_required: bool = False,
         save_only_model: bool = False,
+        save_frozen: bool | None = None,
         async_save: bool = False,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
@@ -252,6 +254,7 @@ class BaseTrainer(Hooks, ABC):
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
             save_required: Whether a disk that fails ends the run; by default it is reported, and the run goes on.
             save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
+            save_frozen: Whether checkpoints hold weights that do not train; None is no where PEFT's adapters are.
             async_save: Whether checkpoints are written in the background; default False.
             autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
@@ -598,10 +601,13 @@ class BaseTrainer(Hooks, ABC):
     # --- saving and loading
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors into the folder `path`, with config and tokenizer if there are any."""
+        """Write the weights as safetensors into the folder `path`, with config and tokenizer if there are any.
+
+        Of a model with adapters of PEFT, these are written, in PEFT's own form.
+        """
         with self.ranks.calling("save_model()", self._timeout):
             folder = local_path(path, "path")
-            state.save_weights(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks)
+            save_model(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks)
             if self.processing_class is not None:
                 saves: Any = self.processing_class.save_pretrained
                 self.ranks.on_main("the writing of the tokenizer or processor", lambda: bool(saves(str(folder))))

@@ -1,0 +1,173 @@
+"""Adapters of PEFT: which weights of a model are theirs, and folders in PEFT's own form.
+
+`PeftModel.from_pretrained` opens these. Which weights a checkpoint holds is in `frozen.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from omnitrain.checkpoint.state import WEIGHTS, bare_name, save_weights, unwrap, write_config
+from omnitrain.checkpoint.tensors import TensorFile, load_tensors, save_tensors, spec_of, whole
+from omnitrain.distributed import Ranks
+from omnitrain.errors import ConfigError
+
+__all__ = ["ADAPTER", "BASE", "CONFIG", "adapter_names", "has_adapters", "save_model", "write_model_files"]
+
+BASE = "base_model"
+"""The folder in a checkpoint for the config of what the adapters are on: beside the weights, transformers would take
+these for those of the base."""
+ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has adapters of PEFT: from `get_peft_model`, or from `add_adapter` of transformers."""
+    bare, peft = unwrap(model), sys.modules.get("peft")  # loaded if there are any
+    return peft is not None and (isinstance(bare, peft.PeftModel) or getattr(bare, "_hf_peft_config_loaded", False))
+
+
+def adapter_names(model: nn.Module, tensors: Mapping[str, Any]) -> set[str]:
+    """Return the names of the weights that are in the files of a model's adapters, active or not, or stand behind them.
+
+    A layer that is trained as a copy may have been made at random, as a new head is: then nobody has it again.
+
+    Args:
+        model: With adapters.
+        tensors: Its weights by name, of which nothing but shapes is looked at.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    copied = [name for name, one in unwrap(model).named_modules() if isinstance(one, ModulesToSaveWrapper)]
+    behind = tuple(f"{bare_name(name)}.original_module." for name in copied)
+    return _names(model, tensors, "auto") | {name for name in tensors if name.startswith(behind)}
+
+
+def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Literal["auto"]) -> set[str]:
+    from peft import get_peft_model_state_dict
+
+    bare: Any = unwrap(model)
+    raw = _raw_names(bare)
+    blank = torch.zeros(1)
+    stand_ins = {raw.get(name, name): blank.expand(spec_of(tensors, name)[0]) for name in tensors}
+    name_of = {id(one): bare_name(name) for name, one in stand_ins.items()}
+    found = {name for name in tensors for adapter in bare.peft_config if f".{adapter}." in f".{name}."}
+    for adapter in bare.peft_config:
+        held = get_peft_model_state_dict(
+            bare, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=embeddings
+        )
+        found |= {name_of[id(one)] for one in held.values() if id(one) in name_of}
+    return found | ({bare_name(name) for name, one in bare.named_parameters() if one.requires_grad} & tensors.keys())
+
+
+def _raw_names(bare: nn.Module) -> dict[str, str]:
+    """Return the names under which PEFT looks for tensors: with what wraps modules inside the model."""
+    return {bare_name(name): name for name in bare.state_dict()}
+
+
+def _folder_of(folder: Path, adapter: str) -> Path:
+    return folder if adapter == "default" else folder / adapter
+
+
+def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write all adapters of a model into a folder in PEFT's own form: the one called "default" is at the top.
+
+    Args:
+        model: With adapters.
+        folder: Made if it is not there.
+        tensors: Weights by name, those of `adapter_names` among them; others are not read.
+    """
+    import peft
+
+    bare: Any = unwrap(model)
+    names = _names(model, tensors, "auto")
+    has_embeddings = names != _names(model, tensors, False)  # PEFT may ask the Hub: that was once
+    raw = _raw_names(bare)
+    held = {raw.get(name, name): tensors[name] for name in tensors if name in names}
+    if isinstance(bare, peft.PeftModel):
+        bare.save_pretrained(str(folder), state_dict=held, save_embedding_layers=has_embeddings)
+    for adapter, config in bare.peft_config.items():
+        place = _folder_of(folder, adapter)
+        if isinstance(bare, peft.PeftModel):
+            written = load_tensors(place / ADAPTER)
+        else:  # transformers' own way takes one active adapter alone
+            place.mkdir(parents=True, exist_ok=True)
+            config.save_pretrained(str(place))
+            found = peft.get_peft_model_state_dict(
+                bare, state_dict=held, adapter_name=adapter, save_embedding_layers=has_embeddings
+            )
+            written = {f"base_model.model.{name}": one for name, one in found.items()}
+        renamed = {bare_name(name).replace(f".{adapter}.", "."): one for name, one in written.items()}
+        if renamed.keys() != written.keys() or not (place / ADAPTER).exists():
+            save_tensors(renamed, place / ADAPTER)
+
+
+def save_model(
+    model: nn.Module,
+    folder: Path,
+    overwrite: bool,
+    tensors: Mapping[str, Any],
+    ranks: Ranks,
+    beside: Iterable[Any] = (),
+) -> Path:
+    """Write a folder that `from_pretrained` opens: weights and config, or of a model with adapters these alone.
+
+    Args:
+        model: The model, wrapped or not.
+        folder: Made if it is not there.
+        overwrite: Whether to replace what is there.
+        tensors: Its weights by name. Sharded ones are gathered; all ranks call this.
+        ranks: The ranks that have the weights; the main one writes.
+        beside: What else is saved there by its `save_pretrained`, such as a tokenizer.
+
+    Raises:
+        ConfigError: If there are weights already and `overwrite` is False, or `folder` is a file.
+    """
+
+    def write() -> None:
+        if has_adapters(model):
+            _check_place(model, folder, overwrite)
+            write_adapters(model, folder, adapters)
+        for one in beside:
+            one.save_pretrained(str(folder))
+
+    adapters: dict[str, torch.Tensor] = {}
+    if has_adapters(model):
+        adapters = {name: whole(tensors[name]) for name in sorted(_names(model, tensors, "auto"))}
+    else:
+        save_weights(model, folder, overwrite, tensors, ranks)
+    ranks.on_main("the writing of a model", write)
+    return folder
+
+
+def _check_place(model: nn.Module, folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"Cannot save the model to {str(folder)!r}: it is a file. Give the path of a folder.")
+    bare: Any = unwrap(model)
+    places = [_folder_of(folder, adapter) / CONFIG for adapter in bare.peft_config]
+    there = [place for place in [*places, folder / WEIGHTS] if place.exists()]
+    if there and not overwrite:
+        raise ConfigError(
+            f"{str(there[0])!r} is there already. Pass overwrite=True to replace it, or give another path."
+        )
+
+
+def write_model_files(model: nn.Module, folder: Path, is_whole: bool) -> None:
+    """Write what opens the weights in the folder of a checkpoint: the model's config, or adapters in PEFT's own form.
+
+    Args:
+        model: The model, wrapped or not.
+        folder: With the weights in it.
+        is_whole: Whether these are all that the model has; without its frozen ones no config makes them open.
+    """
+    if has_adapters(model):
+        write_adapters(model, folder, TensorFile(folder / WEIGHTS))
+        bare: Any = unwrap(model)
+        write_config(bare.get_base_model() if hasattr(bare, "get_base_model") else bare, folder / BASE)
+    elif is_whole:
+        write_config(model, folder)

@@ -1,0 +1,64 @@
+"""Small models with adapters of PEFT, and runs of them: for the tests of what is saved of these."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from tiny import Tokens, llama
+
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+def lora(seed: int = 1, **options: Any) -> Any:
+    """Return a configuration; the adapters that are made of it next are no zeros."""
+    torch.manual_seed(seed)
+    return peft.LoraConfig(
+        **{"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
+    )
+
+
+def adapted(base: Any = None, **options: Any) -> Any:
+    """Return a small language model with adapters."""
+    return peft.get_peft_model(llama() if base is None else base, lora(**options))
+
+
+def make(kind: str, model: Any, save_dir: Path | None = None, **options: Any) -> Any:
+    """Return a trainer of 4 sequences a step, 2 steps an epoch."""
+    device = {"device": "cpu"} if kind == "native" else {}
+    defaults: dict[str, Any] = {"batch_size": 4, "learning_rate": 0.05, "progress_bar": False, "epochs": 2}
+    return TRAINERS[kind](model, Tokens(8), save_dir=save_dir, **device, **{**defaults, **options})
+
+
+def run(kind: str, model: Any, save_dir: Path | None = None, **options: Any) -> Any:
+    """Train, and return the trainer."""
+    trainer = make(kind, model, save_dir, **options)
+    trainer.train()
+    return trainer
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    """Return the omnitrain.json of a checkpoint."""
+    return json.loads((folder / "omnitrain.json").read_text())
+
+
+def reopened(folder: Path, base: Any = None, adapter: str = "default") -> dict[str, torch.Tensor]:
+    """Return the weights of what PEFT opens."""
+    base = llama() if base is None else base
+    where = folder if adapter == "default" else folder / adapter
+    return dict(peft.PeftModel.from_pretrained(base, where, adapter_name=adapter).named_parameters())
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the trainer's weights by name."""
+    return dict(trainer.get_model().named_parameters())
+
+
+def agree(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Whether both have the same names, and tensors equal to the bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
