@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ __all__ = ["diff", "export", "ls", "show", "verify"]
 
 WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would load torch
 CONFIGS = ("config.json", "generation_config.json")
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 MOST_ROWS = 10
 """How many tensors `diff` names: those that differ most."""
 
@@ -85,6 +86,8 @@ def show(path: Path) -> None:
     """Print what a checkpoint says of the run, and the tensors in it."""
     folder, content = _one_checkpoint(path)
     _print(f"{folder}: {_size(folder)}, saved {_date(folder, content)}, format version {content['format_version']}")
+    if content.get("frozen"):
+        _print(f"without the {len(content['frozen'])} tensors that did not train, of which it has hashes")
     for title in ("progress", "objective", "settings", "versions"):
         entries = content.get(title, {})
         if title == "versions" and "world_size" in content:
@@ -98,37 +101,67 @@ def show(path: Path) -> None:
             _print_table("~tensor dtype shape", rows)
 
 
-def export(path: Path, out: Path) -> None:
-    """Write the weights of a checkpoint, and the model's config if it has one, as a folder of their own.
+def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | None = None) -> None:
+    """Write the weights of a checkpoint, and what opens them, as a folder of their own.
 
-    `from_pretrained` opens the folder if the model is one of transformers'.
+    `from_pretrained` of transformers opens the folder if the model is one of theirs, that of PEFT if it has adapters.
+
+    Args:
+        path: A checkpoint, or the run whose last one is meant.
+        out: A new folder.
+        merge: The folder of the base that adapters, or weights that trained beside frozen ones, are to become one model
+            with; True if the checkpoint has it.
+        adapter: Which of several adapters is merged; None if there is one.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or its weights are not in one file.
-        ConfigError: `out` is there already and is not an empty folder.
+        CheckpointError: The checkpoint is damaged, or its weights are not in one file, or are of another base.
+        ConfigError: `out` is there already and is not an empty folder, or there is nothing to merge, or too little.
     """
     folder, content = _one_checkpoint(path)
     if WEIGHTS not in content["files"]:
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ConfigError(f"{str(out)!r} is there already, and is not overwritten. Give the path of a new folder.")
-    names = [name for name in CONFIGS if name in content["files"]]
-    out.mkdir(parents=True, exist_ok=True)
-    part = out / f"{WEIGHTS}.tmp"
-    written = [part]
-    try:
-        for name in names:
-            written.append(out / name)
-            shutil.copyfile(folder / name, out / name)
-        shutil.copyfile(folder / WEIGHTS, part)
-        os.replace(part, out / WEIGHTS)  # last and whole: a folder with weights in it is complete
-    except BaseException:
-        for file in written:
-            file.unlink(missing_ok=True)
-        raise
-    _print(f"{out}: {', '.join([WEIGHTS, *names])} of {folder.name}")
+    if adapter is not None and not merge:
+        raise ConfigError("--adapter says which adapter is merged. Pass --merge, or leave it out: all are exported.")
+    if merge:
+        from omnitrain.checkpoint.merging import write_merged
+
+        with _undone(out):
+            done = write_merged(folder, content, None if merge is True else Path(merge), adapter, out)
+        _print(f"{out}: {done}, from {folder.name}")
+        return
+    names = [name for name in content["files"] if Path(name).name in ADAPTERS]
+    is_old = not names and any(name.startswith("base_model.model.") for name in read_header(folder / WEIGHTS))
+    if content.get("frozen") and not names:
+        raise ConfigError(
+            f"{str(folder)!r} was saved without the {len(content['frozen'])} tensors that did not train. Pass the "
+            "folder of the weights that the run began with: --merge BASE."
+        )
     if not names:
+        names = [WEIGHTS, *(name for name in CONFIGS if name in content["files"] and not is_old)]
+    with _undone(out):
+        for name in reversed(names):  # the weights last: a folder with weights in it is complete
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, out / f"{name}.tmp")
+            os.replace(out / f"{name}.tmp", out / name)
+    _print(f"{out}: {', '.join(names)} of {folder.name}")
+    if is_old:
+        _print("The weights have the names that PEFT gives them inside: load them into a model with the same adapters.")
+    elif names == [WEIGHTS]:
         _print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
+
+
+@contextlib.contextmanager
+def _undone(out: Path) -> Iterator[None]:
+    """Make a folder, and leave nothing in it if what is done inside fails."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(exist_ok=True)
+        raise
 
 
 def diff(a: Path, b: Path) -> None:
@@ -145,13 +178,39 @@ def diff(a: Path, b: Path) -> None:
     if names:
         sides = ([_say(flat.get(name, _ABSENT)) for flat in (flat_a, flat_b)] for name in names)
         _print_table("~setting ~A ~B", [[name, *side] for name, side in zip(names, sides, strict=True)])
-    _print_weight_differences(folder_a / WEIGHTS, folder_b / WEIGHTS)
+    frozen_a, frozen_b = (content.get("frozen") or {} for content in (content_a, content_b))
+    _print_weight_differences(folder_a / WEIGHTS, folder_b / WEIGHTS, frozen_a, frozen_b)
+    _print_frozen_differences(folder_a / WEIGHTS, folder_b / WEIGHTS, frozen_a, frozen_b)
 
 
 # --- weights
 
 
-def _print_weight_differences(a: Path, b: Path) -> None:
+def _print_frozen_differences(a: Path, b: Path, hashes_a: Mapping[str, str], hashes_b: Mapping[str, str]) -> None:
+    """Say in how many of the tensors that one of two checkpoints has left out they differ."""
+    from safetensors import safe_open
+
+    from omnitrain.checkpoint.tensors import fingerprints
+    from omnitrain.distributed import Ranks
+
+    wanted = hashes_a.keys() | hashes_b.keys()
+    if not wanted:
+        return
+    found: list[dict[str, str]] = []
+    for path, hashes in ((a, hashes_a), (b, hashes_b)):
+        with safe_open(path, "pt") as held:
+            rest = {name: held.get_tensor(name) for name in wanted.intersection(held.keys())}
+        found.append({**hashes, **fingerprints(rest, Ranks())})
+    both = sorted(found[0].keys() & found[1].keys())
+    others = [name for name in both if found[0][name] != found[1][name]]
+    _print_title(f"{len(others)} of {len(both)} tensors that did not train differ")
+    if others:
+        _print(f"{', '.join(others[:MOST_ROWS])}{', ...' if len(others) > MOST_ROWS else ''}")
+
+
+def _print_weight_differences(
+    a: Path, b: Path, left_out_a: Collection[str] = (), left_out_b: Collection[str] = ()
+) -> None:
     from safetensors import safe_open
 
     with safe_open(a, "pt") as in_a, safe_open(b, "pt") as in_b:
@@ -170,7 +229,7 @@ def _print_weight_differences(a: Path, b: Path) -> None:
     for name in both:
         if name not in fitting:
             _print(f"{name}: shape {shapes[name][0]} in A, {shapes[name][1]} in B")
-    for label, only in (("A", names_a - names_b), ("B", names_b - names_a)):
+    for label, only in (("A", names_a - names_b - {*left_out_b}), ("B", names_b - names_a - {*left_out_a})):
         if only:
             _print(f"only in {label}: {', '.join(sorted(only))}")
 

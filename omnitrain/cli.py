@@ -34,7 +34,10 @@ CHECKPOINT = {
     "ls": ("List the checkpoints: step, epoch, score, which is last and best, size, whether it is complete.", [_RUN]),
     "verify": ("Read every file and compare it with its hash; exit code 1 names what is damaged.", [_RUN]),
     "show": ("Print progress, objective, settings, versions and tensors of a checkpoint.", [_CHECKPOINT]),
-    "export": ("Write the weights, and the model's config, as a folder of their own.", [_CHECKPOINT, "a new folder"]),
+    "export": (
+        "Write the weights and the model's config, or the adapters of PEFT, as a folder of their own.",
+        [_CHECKPOINT, "a new folder"],
+    ),
     "diff": ("List changed settings and the largest differences of the weights.", [_CHECKPOINT, _CHECKPOINT]),
 }
 """The functions of `omnitrain.checkpoint_cli` behind `omnitrain checkpoint`: what they do, and the paths they take."""
@@ -145,6 +148,13 @@ def _add_checkpoint(commands: Any) -> None:
         metavars = {"export": ("CHECKPOINT", "OUT"), "diff": ("A", "B")}.get(name, ("RUN",))
         for number, (metavar, path) in enumerate(zip(metavars, paths, strict=True)):
             action.add_argument(f"path{number}", type=Path, metavar=metavar, help=path)
+        if name == "export":
+            about = (
+                "merge adapters into their base, or add what did not train to what did: the folder of the base's "
+                "weights, or nothing if the checkpoint has them (save_frozen=True)"
+            )
+            action.add_argument("--merge", nargs="?", type=Path, const=True, default=False, metavar="BASE", help=about)
+            action.add_argument("--adapter", metavar="NAME", help="which of several adapters is merged")
         action.set_defaults(run=_checkpoint, action=name)
 
 
@@ -152,8 +162,9 @@ def _checkpoint(args: argparse.Namespace) -> int | None:
     from omnitrain import checkpoint_cli
 
     paths = [value for name, value in vars(args).items() if name.startswith("path")]
+    options = {name: getattr(args, name) for name in ("merge", "adapter") if name in args}
     try:
-        return getattr(checkpoint_cli, args.action)(*paths)
+        return getattr(checkpoint_cli, args.action)(*paths, **options)
     except ConfigError as error:  # a path that is none of what it should be: as wrong as a wrong option
         print(f"omnitrain: {error}", file=sys.stderr)
         return 2
