@@ -143,3 +143,17 @@ def test_a_stock_trainer_goes_on_from_a_checkpoint_without_the_base(tmp_path: Pa
     stock: Any = Stock(adapted(seed=5), arguments("stock", 2), train_dataset=Tokens(8))
     stock.train(resume_from_checkpoint=str((tmp_path / "ours" / "last").resolve()))
     assert agree(dict(stock.model.named_parameters()), weights_of(ours))
+
+
+def test_adapters_are_saved_from_modules_that_are_compiled(tmp_path: Path) -> None:
+    model = adapted()
+    layers = model.base_model.model.model.layers
+    layers[0] = torch.compile(layers[0], backend="eager")
+    trainer = run("native", model, tmp_path / "run", max_steps=1, epochs=None)
+    trainer.save_model(tmp_path / "model")
+    after = {name.replace("_orig_mod.", ""): one for name, one in weights_of(trainer).items()}
+    for folder in (tmp_path / "model", tmp_path / "run" / "last"):
+        assert agree(reopened(folder), after), folder
+    resumed = make("native", adapted(), tmp_path / "run", epochs=1)
+    resumed.load_checkpoint(tmp_path / "run" / "last")
+    assert agree(weights_of(resumed), after)

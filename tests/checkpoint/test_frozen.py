@@ -242,3 +242,39 @@ def test_save_frozen_has_a_meaning_with_checkpoints_only() -> None:
         train(headed(), None)
     with pytest.raises(ConfigError, match=r"`save_frozen` must be"):
         train(headed(), None, save_frozen="no")
+
+
+class Quantised(nn.Module):
+    """A linear layer of whole numbers, whose scale is in its state as that of bitsandbytes' is: by code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.arange(-8, 8, dtype=torch.int8).reshape(4, 4)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = torch.tensor(0.25, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight * self.scale).T
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.scale
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.scale = state_dict.pop(f"{prefix}weight.absmax", self.scale)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_quantised_weights_are_left_out_with_what_belongs_to_them_and_compared(tmp_path: Path) -> None:
+    def model(scale: float = 0.25) -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(Quantised(), nn.Linear(4, 1, dtype=torch.float64))
+        made[0].scale.fill_(scale)  # type: ignore[operator]
+        return made
+
+    straight = train(model(), tmp_path / "straight").get_model().state_dict()
+    assert names(tmp_path / "straight" / "last") == {"1.weight", "1.bias"}
+    train(model(), tmp_path / "cut", StopAt(5))
+    with pytest.raises(CheckpointError, match=r"the first of them '0\.weight\.absmax'"):
+        train(model(0.5), tmp_path / "cut", resume="auto")
+    assert agree(train(model(), tmp_path / "cut", resume="auto").get_model().state_dict(), straight)
