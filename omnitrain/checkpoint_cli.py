@@ -146,10 +146,33 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
             shutil.copyfile(folder / name, out / f"{name}.tmp")
             os.replace(out / f"{name}.tmp", out / name)
     _print(f"{out}: {', '.join(names)} of {folder.name}")
+    lost = _outside_of_adapters(folder, content) if WEIGHTS not in names else []
+    if lost:
+        _print(
+            f"{len(lost)} tensors of the checkpoint are none of the adapters', and are not in it: {', '.join(lost[:3])}"
+            f"{', ...' if lost[3:] else ''}. --merge BASE makes a model with them."
+        )
     if is_old:
         _print("The weights have the names that PEFT gives them inside: load them into a model with the same adapters.")
     elif names == [WEIGHTS]:
         _print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
+
+
+def _outside_of_adapters(folder: Path, content: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors that trained, or are buffers, and that no file of an adapter holds."""
+    if not content.get("frozen"):  # it has the whole base as well
+        return []
+    lost = {name for name in read_header(folder / WEIGHTS) if ".original_module." not in name}
+    for file in content["files"]:
+        if Path(file).name == ADAPTERS[1]:
+            held = {name.removeprefix("base_model.model.") for name in read_header(folder / file)}
+            mark = f".{Path(file).parent.as_posix()}." if "/" in file else ".default."
+            lost -= {
+                name for name in lost
+                if mark in f".{name}."
+                or name.replace(".modules_to_save", "").replace(mark, ".").removeprefix("base_model.model.") in held
+            }  # fmt: skip
+    return sorted(lost)
 
 
 @contextlib.contextmanager

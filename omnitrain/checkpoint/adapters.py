@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
 
 __all__ = ["ADAPTER", "BASE", "CONFIG", "adapter_names", "has_adapters", "save_model", "write_model_files"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 BASE = "base_model"
 """The folder in a checkpoint for the config of what the adapters are on: beside the weights, transformers would take
@@ -62,7 +65,7 @@ def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Lite
             bare, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=embeddings
         )
         found |= {name_of[id(one)] for one in held.values() if id(one) in name_of}
-    return found | ({bare_name(name) for name, one in bare.named_parameters() if one.requires_grad} & tensors.keys())
+    return found
 
 
 def _raw_names(bare: nn.Module) -> dict[str, str]:
@@ -138,7 +141,16 @@ def save_model(
 
     adapters: dict[str, torch.Tensor] = {}
     if has_adapters(model):
-        adapters = {name: whole(tensors[name]) for name in sorted(_names(model, tensors, "auto"))}
+        names = _names(model, tensors, "auto")
+        adapters = {name: whole(tensors[name]) for name in sorted(names)}
+        trained = {bare_name(name) for name, one in unwrap(model).named_parameters() if one.requires_grad}
+        lost = sorted(trained.intersection(tensors) - names)
+        if lost and ranks.is_main:
+            logger.warning(
+                "%d weights that train are none of the adapters', and PEFT's form has no place for them: %s%s. Name "
+                "their modules in `modules_to_save`; checkpoints hold them.",
+                len(lost), ", ".join(lost[:3]), ", ..." if lost[3:] else "",
+            )  # fmt: skip
     else:
         save_weights(model, folder, overwrite, tensors, ranks)
     ranks.on_main("the writing of a model", write)

@@ -52,9 +52,26 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_export_writes_adapters_that_peft_opens(trained: Any, tmp_path: Path, capsys: Any) -> None:
     folder, weights, _ = trained
-    assert answer(capsys, "export", folder, tmp_path / "out")[0] == 0
+    code, told = answer(capsys, "export", folder, tmp_path / "out")
+    assert code == 0 and "none of the adapters'" not in told
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert agree(reopened(tmp_path / "out"), weights)
+
+
+def test_what_trained_beside_adapters_is_told_of_where_it_has_no_place_and_merged(
+    base: Path, tmp_path: Path, capsys: Any, caplog: Any
+) -> None:
+    model = adapted(modules_to_save=["lm_head"])
+    model.base_model.model.model.norm.requires_grad_(True)
+    trainer = run("native", model, tmp_path / "run")
+    trainer.save_model(tmp_path / "model")
+    assert "1 weights that train are none of the adapters'" in caplog.text and "model.norm.weight" in caplog.text
+    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out")
+    assert code == 0 and "1 tensors of the checkpoint are none of the adapters', and are not in it: base_model" in told
+    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "merged", "--merge", base)
+    assert code == 0 and torch.allclose(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(trainer.get_model()), atol=1e-12
+    )
 
 
 def test_adapters_are_merged_into_a_base_from_its_folder(trained: Any, base: Path, tmp_path: Path, capsys: Any) -> None:
