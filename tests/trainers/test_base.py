@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from omnitrain import AccelerateTrainer, Algorithm, ConfigError, HFTrainer, Trainer
-from omnitrain.errors import CheckpointError
+from omnitrain.errors import CheckpointError, DataError
 
 datasets = pytest.importorskip("datasets")
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
@@ -275,5 +275,5 @@ def test_all_columns_stay_where_the_training_arguments_say_so(tmp_path: Path) ->
 def test_a_model_lacks_what_no_column_gives_it(kind: Any) -> None:
     data = datasets.Dataset.from_dict({"ids": [[1, 2]] * 8, "labels": [[1, 2]] * 8})
     make(kind, Tagger(), data).train()
-    with pytest.raises(TypeError, match="ids"):
+    with pytest.raises(DataError, match="needs 'ids'"):
         make(kind, Tagger(), data.rename_column("ids", "tokens")).train()
