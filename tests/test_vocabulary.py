@@ -108,6 +108,42 @@ def test_what_transformers_has_and_a_run_is_about_is_all_there() -> None:
     assert set(common) - ours <= NAMES.keys()
 
 
+def chapters() -> dict[str, str]:
+    """Return the chapters of the page with an example for each source of names."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+
+
+SOURCES = [source for source in VOCABULARY if source != "Loops by hand"]
+OF_OTHERS = {
+    "Lightning": {"shuffle"},
+    "Composer": {"sampler", "batch_size"},
+    "accelerate": {"shuffle"},
+    "fairseq2": {"reduction"},
+    "nnScaler": {"type", "args", "split", "val_args", "plan_ngpus", "runtime_ngpus", "checkpoint"},
+}
+"""What is no argument of a trainer in the examples of theirs."""
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_chapter_shows_the_same_training_there_and_here_in_names_of_the_table(source: str) -> None:
+    text = chapters()[source]
+    assert f"](names.md#{source.lower()})" in text
+    (theirs,), (ours,) = (re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S) for kind in ("text", "python"))
+    assert len(theirs.splitlines()) <= 12
+    used = {
+        *re.findall(r"[(\s{](\w+)=(?!=)", theirs),
+        *re.findall(r"[{\s](\w+): ", theirs if source == "nnScaler" else ""),
+    }
+    known = {*VOCABULARY[source], *NAMES, *arguments_of(Trainer)} | OF_OTHERS.get(source, set())
+    assert used and used - known == set()
+    assert re.search(r"Trainer\(", ours)
+
+
+def test_the_page_with_examples_has_a_chapter_for_each_trainer_of_the_table() -> None:
+    assert list(chapters()) != [] and set(chapters()) == set(SOURCES)
+
+
 def test_the_page_is_made_of_the_table() -> None:
     done = subprocess.run([sys.executable, ROOT / ".ci" / "signatures.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
