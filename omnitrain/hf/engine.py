@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from omnitrain.checkpoint.state import unwrap
+from omnitrain.checkpoint.store import Store
 from omnitrain.data.sampling import Window
 from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, Control
@@ -88,6 +89,18 @@ class EngineLoop(Loop):
             yield
         finally:
             evaluation.is_told = True
+
+    def _save(self, is_asked: bool) -> None:
+        """Save as everywhere, and what a callback asks for with `save_strategy="no"` into `output_dir`."""
+        owner: Any = self.hooks
+        if not is_asked or self.checkpointer.store is not None:
+            super()._save(is_asked)
+            return
+        owner.store = self.checkpointer.store = Store(self._engine().args.output_dir)
+        try:
+            super()._save(is_asked)
+        finally:
+            owner.store = self.checkpointer.store = None
 
     def settle_by_steps(self) -> None:
         """Settle a run whose evaluations and checkpoints come at intervals of steps, if it has ended.
@@ -340,12 +353,8 @@ class Engine(Searching):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Answer the requests of our callbacks and theirs, and end the run where it is to end."""
         self._log_arguments = args, kwargs
-        loop, control = self.owner._loop, self.control
+        loop = self.owner._loop
         loop.answer()
-        if control.should_save:  # without a `save_dir`: a checkpoint of their own kind
-            with self._tolerance:
-                super()._maybe_log_save_evaluate(*args, **kwargs)
-            control.should_save = False
         if self.has_ended and self.owner.lifecycle.stop:
             loop.close()  # before transformers' own end of training
 
@@ -365,9 +374,8 @@ class Engine(Searching):
             if owner.eval_loader is None:
                 owner.request_evaluate()  # which says why there is none
             owner.control.evaluate, control.should_evaluate = True, False
-        if "save" in requests and control.should_save and (owner.store is not None or owner.backend.sharding):
-            owner.request_save()  # which says why, if that cannot be
-            control.should_save = False
+        if "save" in requests and control.should_save:
+            owner.control.save, control.should_save = True, False
 
     def report_log(self) -> None:
         """Let transformers write its row of logs for this step."""
@@ -429,8 +437,8 @@ class Engine(Searching):
             self.state = self.present_state()  # transformers' loop has yet to begin
         with self.showing_arguments() as shown:
             write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown if stock else None, folder)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(str(folder))
+        if self.saved_processor is not None:
+            self.saved_processor.save_pretrained(str(folder))
 
     def stateful_callbacks(self) -> list[Any]:
         """Return transformers' callbacks that keep a state."""

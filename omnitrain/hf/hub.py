@@ -49,13 +49,18 @@ class Uploading(transformers.Trainer):
         finally:
             self.args = own
 
+    @property
+    def saved_processor(self) -> Any:
+        """What is saved beside the model: the tokenizer or processor, else the tokenizer of the collator."""
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as transformers does, but for sharded weights, which our trainer puts together."""
         if self.owner.backend.sharding is None:
             super().save_model(output_dir, _internal_call)
         else:
             path = Path(output_dir or str(self.args.output_dir))
-            write_model(self.owner, self.processing_class, path, overwrite=True)
+            write_model(self.owner, self.saved_processor, path, overwrite=True)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with self.showing_arguments():

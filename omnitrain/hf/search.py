@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,7 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
                 f"`{name}` would be heeded on the main process alone, and there are {owner.world_size}. Leave it out."
             )
     kept = engine.model, engine.model_wrapped
+    engine._folders = ()
     setattr(engine, "model_init", owner.model_init)  # noqa: B010 - transformers looks for it, and types it as None
     try:
         yield
@@ -118,6 +120,16 @@ class Searching(Uploading):
         """Return the folder that a trial writes into."""
         return super()._get_output_dir(trial)
 
+    _folders: tuple[str, ...] = ()
+    """Those of the trials of the present search."""
+
+    def free_folder(self, wanted: str) -> str:
+        """Return the folder for a trial: with a number behind it, if another trial of the search has that name."""
+        numbered = (f"{wanted}-{number}" for number in itertools.count(2))
+        folder = next(one for one in itertools.chain([wanted], numbered) if one not in self._folders)
+        self._folders += (folder,)
+        return folder
+
     def hyperparameter_search(
         self,
         hp_space: Any = None,
@@ -147,7 +159,7 @@ class Trial:
         self.engine = engine
         self.trial = trial
         self.values: dict[str, Any] = self._values()
-        self.folder: Any = engine.folder_of(trial)
+        self.folder: Any = engine.free_folder(engine.folder_of(trial))
         self.name: str = Path(self.folder).name
 
     def _values(self) -> dict[str, Any]:

@@ -588,7 +588,7 @@ class HFTrainer(BaseTrainer):
         Of a model with adapters of PEFT, these are written, in PEFT's own form.
         """
         folder = local_path(path, "path")
-        write_model(self, self.processing_class, folder, overwrite)
+        write_model(self, self.engine.saved_processor, folder, overwrite)
         if self._engine_args.push_to_hub:
             self.engine.push_to_hub(commit_message="Model save")
         return folder

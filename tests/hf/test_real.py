@@ -201,6 +201,24 @@ def test_a_checkpoint_opens_with_from_pretrained_tokenizer_and_all(classifier: A
     assert PreTrainedTokenizerFast.from_pretrained(saved)("return x") == trainer.processing_class("return x")
 
 
+def test_the_tokenizer_of_a_collator_is_saved_as_by_a_stock_trainer(
+    parts: Any, tokenizer: Any, arguments: Any, tmp_path: Path
+) -> None:
+    files, kinds = {}, (transformers.Trainer, HFTrainer)
+    for kind in kinds:
+        args = arguments(output_dir=str(tmp_path / kind.__name__), max_steps=1, save_strategy="steps")
+        trainer: Any = kind(
+            bert(), args, train_dataset=parts[0], data_collator=transformers.DataCollatorWithPadding(tokenizer)
+        )
+        trainer.train()
+        trainer.save_model(str(tmp_path / kind.__name__ / "model"))
+        (checkpoint,) = (tmp_path / kind.__name__).glob("checkpoint-*")
+        folders = checkpoint, tmp_path / kind.__name__ / "model"
+        files[kind] = [{path.name for path in folder.glob("*token*")} for folder in folders]
+        assert transformers.AutoTokenizer.from_pretrained(checkpoint)("a b") == tokenizer("a b")
+    assert files[kinds[0]] == files[kinds[1]] and all(files[HFTrainer])
+
+
 def test_pushing_to_the_hub_is_the_engines(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = classifier
     sent: dict[str, Any] = {}

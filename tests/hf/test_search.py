@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -428,3 +429,14 @@ def test_the_unit_of_a_new_model_knows_its_signature(arguments: Any) -> None:
     before = trainer.unit
     trainer.train()
     assert isinstance(trainer.unit, ModelUnit) and trainer.unit is not before
+
+
+def test_trials_whose_names_are_the_same_write_into_folders_of_their_own(arguments: Any, tmp_path: Path) -> None:
+    trainer = build(arguments(save_strategy="steps", save_steps=5))
+    for _ in range(2):  # a second search begins anew, and overwrites
+        with_name = {"hp_name": lambda trial: "mine", "n_trials": 2}
+        search(trainer, **with_name)
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["mine", "mine-2"]
+        for folder in ("mine", "mine-2"):
+            assert list((tmp_path / "run" / folder).glob("checkpoint-*"))
+            shutil.rmtree(tmp_path / "run" / folder)

@@ -286,11 +286,31 @@ def test_the_end_of_an_epoch_asked_for_in_the_middle_of_a_step_waits_for_its_end
     assert [row["step"] for row in trainer.train()["train_metrics_history"]] == [2, 5]
 
 
-def test_a_save_that_a_callback_asks_for_without_a_place_of_ours_is_transformers_own(
+def test_a_save_that_a_callback_asks_for_is_one_of_ours_without_intervals_too(arguments: Any, tmp_path: Path) -> None:
+    told: list[int] = []
+
+    class Told(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.append(state.global_step)
+
+    args = arguments(save_strategy="no", eval_strategy="no")
+    straight = make(Model(), Keyed(), args, callbacks=[Asks(should_save=3), Told()])
+    straight.train()
+    assert told == [3] and straight.store is None
+    (folder,) = (tmp_path / "run").glob("checkpoint-*")
+    assert (folder / "omnitrain.json").exists()
+    resumed = make(Model(), Keyed(), args)
+    resumed.train(resume_from=folder)
+    assert same(weights(resumed.model), weights(straight.model))
+
+
+def test_without_intervals_of_checkpoints_nothing_but_what_is_asked_for_is_saved(
     arguments: Any, tmp_path: Path
 ) -> None:
-    make(Model(), Keyed(), arguments(save_strategy="no", eval_strategy="no"), callbacks=[Asks(should_save=3)]).train()
-    assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").exists()
+    args = arguments(save_strategy="no", eval_strategy="steps", eval_steps=1, max_steps=4)
+    metrics = make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[Asks(should_save=2)]).train()
+    assert len(metrics["valid"]) == 4
+    assert [int(path.name.rpartition("-")[2]) for path in (tmp_path / "run").glob("checkpoint-*")] == [2]
 
 
 def test_a_callback_of_transformers_may_be_given_as_a_class(arguments: Any) -> None:
