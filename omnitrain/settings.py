@@ -220,6 +220,7 @@ class Settings:
     # precision and placement
     autocast: PrecisionName | torch.dtype | None = None
     fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4)
+    compile: bool | Mapping[str, Any] = False
     gradient_checkpointing: bool | Sequence[str] = False
     device: str | torch.device | None = None
     # run
@@ -416,6 +417,10 @@ def _check_each(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"`{name}` must be callable, got {_shown(given[name])}.")
     _check_processing_class(given["processing_class"])
     _check_blocks(given["gradient_checkpointing"])
+    if not isinstance(given["compile"], (bool, type(None), Mapping)):
+        raise ConfigError(
+            f"`compile` must be True, False or a dict of options of torch.compile, got {_shown(given['compile'])}."
+        )
     names = given["label_names"]
     if names is not None and not _is_names(names):
         raise ConfigError(
@@ -521,6 +526,11 @@ def is_loader(data: Any) -> bool:
 def _check_pairs(given: Mapping[str, Any]) -> None:
     if given["unit"] is not None and given["loss_fn"] is not None:
         raise ConfigError("`unit` and `loss_fn` are both given: the unit computes its own loss. Pass one of them.")
+    if given["unit"] is not None and given["compile"] not in (None, False):
+        raise ConfigError(
+            "`compile` has no effect on a `unit` of your own, which calls the model that it holds. Have it call "
+            "torch.compile(model)."
+        )
     optimizer = given["optimizer"]
     if optimizer is not None and not isinstance(optimizer, (str, type)):
         for name in ("learning_rate", "weight_decay"):

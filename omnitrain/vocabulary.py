@@ -92,7 +92,7 @@ _TRANSFORMERS: dict[str, Meaning] = {
     "fsdp": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
     "fsdp_config": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
     "push_to_hub": Meaning("", "HFTrainer uploads, as its training arguments say; save_model() writes the folder."),
-    "torch_compile": Meaning("", "Pass `torch.compile(model)`; checkpoints hold its bare names."),
+    "torch_compile": Meaning("compile", "True, or a dict of the options of `torch.compile`"),
     "save_safetensors": Meaning("", "Weights are always written as safetensors."),
     "auto_find_batch_size": Meaning("", "HFTrainer takes it in its training arguments."),
     "include_inputs_for_metrics": Meaning("", "HFTrainer takes it in its training arguments."),

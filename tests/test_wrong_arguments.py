@@ -34,6 +34,7 @@ OTHERS: dict[str, Any] = {
 VALUES = NUMBERS | OTHERS
 SKIPPED = {
     ("num_workers", "2**63"), ("num_workers", "2**64"), ("num_workers", "10**400"),  # would start so many
+    ("compile", "True"), ("compile", "dict"),  # needs a compiler
     ("deepspeed_config", "dict"), ("deepspeed_config", "dict of a number"),  # needs processes
 }  # fmt: skip
 ALSO = {

@@ -17,6 +17,7 @@ from torch import nn
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.tensors import host_copy
 from omnitrain.distributed import Ranks
+from omnitrain.errors import ConfigError
 
 __all__ = ["Backend"]
 
@@ -46,6 +47,8 @@ class Backend:
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None where each rank has all of them."""
     takes_optimizers: ClassVar[bool] = True
     """Whether a loop of the user's own may have several optimizers."""
+    _compile_options: Mapping[str, Any] | None = None
+    """Those of `torch.compile`; None where nothing is compiled."""
     accelerator: Any = None
     """accelerate's `Accelerator`, where there is one."""
 
@@ -69,6 +72,39 @@ class Backend:
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
+    def compile_by(self, options: bool | Mapping[str, Any] | None) -> None:
+        """Have what runs compiled by `torch.compile`; called before `place`.
+
+        Args:
+            options: Its options; True for none, None and False to compile nothing.
+
+        Raises:
+            ConfigError: If the weights are sharded, the model is compiled already, or an option is wrong.
+        """
+        if options is None or options is False:
+            return
+        if self.sharding is not None:
+            raise ConfigError(
+                f"`compile` is not supported with {self.sharding}, which takes the model apart while it runs. Leave it "
+                "out."
+            )
+        if hasattr(self.model, "_orig_mod"):
+            raise ConfigError(f"`compile={options!r}`, but the model is compiled already. Pass the plain model.")
+        self._compile_options = {} if options is True else options
+        self.compiled(self.model)
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        """Return what is to run of a model: compiled, if that is asked for; nothing is until it first runs."""
+        if self._compile_options is None:
+            return model
+        try:
+            run: Any = torch.compile(model, **self._compile_options)
+            return run
+        except Exception as error:
+            raise ConfigError(
+                f"`compile={dict(self._compile_options)!r}`: torch.compile refuses these options: {error}"
+            ) from error
+
     def place(self) -> None:
         """Put the model on the device and wrap it; a backend that shards wraps the optimizer too."""
         self.model, self.wrapped = self._wrap()
@@ -76,7 +112,7 @@ class Backend:
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         """Return the model in its place, and what runs in a forward pass."""
         model = self.model.to(self.device)
-        return model, model
+        return model, self.compiled(model)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -80,6 +80,7 @@ class DDP(Backend):
         if self.ranks.world_size > 1:
             fill_from_main(self.model, self.ranks)
         model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
+        model = self.compiled(model)
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         if self.ranks.world_size == 1 or not trains:
             return self.model, model

@@ -248,6 +248,8 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say save_strategy='no'. "
             "Set their save_strategy instead."
         )
+    if args.torch_compile and given.get("compile") not in (None, False):
+        raise ConfigError("`compile` and torch_compile=True of the training arguments are both set. Leave one out.")
     _adopt_metrics(args, given)
     said = _translated(args)
     has_own_length = given.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS

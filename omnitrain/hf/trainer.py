@@ -202,6 +202,7 @@ class HFTrainer(BaseTrainer):
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        compile: bool | Mapping[str, Any] = False,
         gradient_checkpointing: bool | Sequence[str] = False,
         # run
         seed: int = 42,
@@ -280,6 +281,7 @@ class HFTrainer(BaseTrainer):
             save_frozen: Whether checkpoints hold weights that do not train; None is no where PEFT's adapters are.
             autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            compile: Whether the model runs through `torch.compile`; or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether activations are recomputed, not kept; or patterns of names of blocks.
             seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
             deterministic: Whether only deterministic kernels are allowed during `train()`; default False.

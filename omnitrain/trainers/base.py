@@ -185,6 +185,7 @@ class BaseTrainer(Hooks, ABC):
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        compile: bool | Mapping[str, Any] = False,
         gradient_checkpointing: bool | Sequence[str] = False,
         device: str | torch.device | None = None,
         # run
@@ -258,6 +259,7 @@ class BaseTrainer(Hooks, ABC):
             async_save: Whether checkpoints are written in the background; default False.
             autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
+            compile: Whether the model runs through `torch.compile`; or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether activations are recomputed, not kept; or patterns of names of blocks.
             device: Where to train; None is the first there is of cuda, xpu, mps, cpu.
             seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
@@ -352,6 +354,7 @@ class BaseTrainer(Hooks, ABC):
         own = settings.unit
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         self.backend: Backend = self._make_backend(model)
+        self.backend.compile_by(settings.compile)
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()
@@ -671,7 +674,7 @@ class BaseTrainer(Hooks, ABC):
 
     @model.setter
     def model(self, model: nn.Module) -> None:
-        self.backend.model = self.backend.wrapped = model
+        self.backend.model, self.backend.wrapped = model, self.backend.compiled(model)
 
     @property
     def model_wrapped(self) -> nn.Module:

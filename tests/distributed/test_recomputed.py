@@ -1,4 +1,4 @@
-"""Activations that are computed again, on two processes: the same numbers to the bit on every backend."""
+"""Activations that are computed again and compiled models, on two processes: the same numbers to the bit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.distributed
 BACKENDS = ("ddp", "fsdp", "hf2", "zero3", "hf_fsdp")
 
 
-def learn(backend: str, recomputes: bool) -> dict[str, Any]:
+def learn(backend: str, recomputes: bool, compiler: str | None = None) -> dict[str, Any]:
     """Train a model of blocks with dropout and BatchNorm."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
     model = nn.Sequential(nn.Linear(4, 16), *blocks, nn.Linear(16, 1)).to(DTYPES[dtype_of(backend)])
     trainer = make_trainer(
         backend, model, rows(32, DTYPES[dtype_of(backend)]), loss_fn=F.mse_loss, batch_size=4, max_steps=4,
-        learning_rate=0.05, gradient_checkpointing=recomputes,
+        learning_rate=0.05, gradient_checkpointing=recomputes, compile={"backend": compiler} if compiler else False,
     )  # fmt: skip
     trainer.train()
     assert any("forward" in vars(one) for one in trainer.get_model().modules()) is recomputes
@@ -42,8 +42,12 @@ def learn(backend: str, recomputes: bool) -> dict[str, Any]:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     jobs = [
         Job(f"{backend} {recomputes}", backend, "test_recomputed:learn", {"recomputes": recomputes})
-        for backend in sorted(asked_for(request, "backend"))
+        for backend in sorted({"ddp", *asked_for(request, "backend")})
         for recomputes in (False, True)
+    ]
+    jobs += [
+        Job(f"{backend} compiled", backend, "test_recomputed:learn", {"recomputes": False, "compiler": "eager"})
+        for backend in ("ddp", "fsdp")
     ]
     return launch_all(jobs, tmp_path_factory.mktemp("runs"))
 
@@ -55,3 +59,10 @@ def test_recomputing_changes_no_bit_on_several_processes(results: Any, backend: 
     kept, again = (rank["tensors"] for rank in ranks)
     assert kept.keys() == again.keys() and len(kept) == 18
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_a_compiled_model_takes_the_steps_of_a_plain_one_on_several_processes(results: Any) -> None:
+    plain, compiled = results["ddp False"][0]["tensors"], results["ddp compiled"][0]["tensors"]
+    assert plain.keys() == compiled.keys() and all(torch.equal(plain[name], compiled[name]) for name in plain)
+    for rank in results["fsdp compiled"]:
+        assert rank["error"] == "ConfigError" and "compile" in rank["message"]

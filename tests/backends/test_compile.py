@@ -1,0 +1,86 @@
+"""`compile=`: what runs is compiled, on every trainer, and everything else is as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Holding, StopAt, rows, same, t16, weights
+from safetensors.torch import load_file
+from torch import nn
+from transformers import TrainingArguments
+
+from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+class Counting:
+    """A compiler that leaves a graph as it is."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph
+
+
+def make(kind: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
+    options |= {"device": "cpu"} if kind is Trainer else {}
+    options = {"progress_bar": False, "learning_rate": 1e-2, "loss_fn": F.mse_loss, **options}
+    return kind(model, *args, train_dataset=rows(24), eval_dataset=rows(8), **options)
+
+
+def test_a_compiled_run_has_the_numbers_and_the_checkpoints_of_a_plain_one(kind: Any, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    compiler, plain, model = Counting(), t16(dropout=0.2), t16(dropout=0.2)
+    expected = make(kind, plain, epochs=3).train()
+    options: dict[str, Any] = {"compile": {"backend": compiler}, "epochs": 3, "save_dir": tmp_path}
+    make(kind, t16(dropout=0.2), callbacks=[StopAt(4)], **options).train()
+    assert compiler.graphs
+    trainer = make(kind, model, **options)
+    assert trainer.train(resume_from="auto")["valid"] == expected["valid"]
+    assert same(weights(plain), weights(model))
+    assert trainer.model is model and trainer.model_wrapped._orig_mod is model
+    assert set(load_file(tmp_path / "checkpoint-9" / "model.safetensors")) == set(plain.state_dict())
+    make(kind, t16(dropout=0.2), **{**options, "compile": False, "epochs": 4}).train(resume_from="auto")
+
+
+def test_a_model_that_is_assigned_is_compiled_too(kind: Any) -> None:
+    torch.compiler.reset()
+    compiler, other = Counting(), t16(seed=1)
+    trainer = make(kind, t16(), compile={"backend": compiler}, epochs=1)
+    trainer.model = other
+    assert trainer.model is other and trainer.model_wrapped._orig_mod is other
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compile": "yes"}, "compile.*True, False or a dict.*'yes'"),
+        ({"compile": {"bakend": "eager"}}, "compile.*bakend"),
+        ({"compile": {"backend": "nowhere"}}, "compile.*nowhere"),
+        ({"compile": True, "unit": Holding(t16()), "loss_fn": None}, "compile.*unit"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(kind, t16(), **options)
+
+
+def test_what_is_compiled_already_is_refused(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="compiled already"):
+        make(kind, torch.compile(t16(), backend="eager"), compile=True)  # type: ignore[arg-type]
+    if kind is HFTrainer:
+        args = TrainingArguments(str(tmp_path), torch_compile=True, use_cpu=True, report_to="none")
+        with pytest.raises(ConfigError, match="torch_compile=True"):
+            make(kind, t16(), args, compile=True, learning_rate=None)
