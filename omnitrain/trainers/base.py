@@ -610,11 +610,8 @@ class BaseTrainer(Hooks, ABC):
         """
         with self.ranks.calling("save_model()", self._timeout):
             folder = local_path(path, "path")
-            save_model(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks)
-            if self.processing_class is not None:
-                saves: Any = self.processing_class.save_pretrained
-                self.ranks.on_main("the writing of the tokenizer or processor", lambda: bool(saves(str(folder))))
-        return folder
+            beside = [] if self.processing_class is None else [self.processing_class]
+            return save_model(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks, beside)
 
     def save_checkpoint(self) -> Path:
         """Save a full checkpoint of the present state, and return its folder.
