@@ -121,7 +121,7 @@ class MetricsDict(dict[str, Any]):
         if key in _FACTS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
-        raise KeyError(f"There is no {key!r} here, only {quoted(self)}.{did_you_mean(str(key), self)}")
+        raise KeyError(f"There is no {key!r} here, only {quoted(self.keys())}.{did_you_mean(str(key), self.keys())}")
 
     def add_train(self, row: Mapping[str, Any]) -> None:
         """Add the row of an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -110,6 +110,8 @@ class ModelUnit:
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, label_names: Sequence[str] = ()) -> None:
         self.loss_fn = loss_fn
         self.label_names = label_names
+        self.ignored: Collection[str] = ()
+        """Keys of what the model returns that metrics do not look at."""
         self._label_keys = (*label_names, *LABEL_KEYS)
         self.model_loss: Callable[..., Any] | None = None
         model = unwrap(model)
@@ -151,6 +153,15 @@ class ModelUnit:
         Raises:
             DataError: If a loss is needed and cannot be found, or is no scalar.
         """
+        loss, outputs = self.loss_and_outputs(model, batch)
+        return StepOutput(loss, scores_in(outputs, loss, self.ignored), labels_of(batch, self.label_names))
+
+    def loss_and_outputs(self, model: Any, batch: Any) -> tuple[Tensor | None, Any]:
+        """Return the loss of `batch`, and what the model returned for it.
+
+        Raises:
+            DataError: If a loss is needed and cannot be found, or is no scalar.
+        """
         labels = labels_of(batch, self.label_names)
         needs_loss = torch.is_grad_enabled()
         if self.model_loss is not None:
@@ -162,7 +173,6 @@ class ModelUnit:
                 loss = _loss_in(outputs)
             else:
                 loss = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
-        scores = _scores_in(outputs, loss)
         if needs_loss or loss is not None:
             if self.loss_fn is not None and not isinstance(loss, Tensor):
                 raise DataError(
@@ -170,7 +180,7 @@ class ModelUnit:
                     "taken of."
                 )
             loss = self._checked(loss, outputs)
-        return StepOutput(loss, scores, labels)
+        return loss, outputs
 
     def _loss_of(self, outputs: Any, labels: Any, batch: Any) -> Any:
         assert self.loss_fn is not None
@@ -293,12 +303,19 @@ def _loss_in(outputs: Any) -> Any:
     return getattr(outputs, "loss", None)
 
 
-def _scores_in(outputs: Any, loss: Any) -> Any:
-    """Return what metrics look at: `logits` where they are named, else everything that is not the loss."""
+def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
+    """Return what metrics look at: `logits` where they are named, else everything that is not the loss.
+
+    Args:
+        outputs: What the model returned.
+        loss: Its loss.
+        ignored: Keys that are left out.
+    """
     if isinstance(outputs, Tensor):
         return None if outputs is loss else outputs
     if isinstance(outputs, Mapping):
-        rest = {key: value for key, value in outputs.items() if key not in ("loss", "total") and value is not None}
+        left_out = ("loss", "total", *ignored)
+        rest = {key: value for key, value in outputs.items() if key not in left_out and value is not None}
         for key in ("logits", "predictions"):
             if key in rest:
                 return rest[key]

@@ -128,6 +128,14 @@ class Sets:
     def _given(self, loader: Any, name: str) -> GivenLoader:
         return GivenLoader(loader, self._settings.seed, self._ranks.rank, self._ranks.world_size, name_of_set(name))
 
+    def take_train(self, loader: Any) -> None:
+        """Train on a user's own loader from now on."""
+        self.train = self._given(loader, "train_loader")
+
+    def take_eval(self, loader: Any) -> None:
+        """Evaluate a user's own loader from now on, or several by name."""
+        self.eval = self._evaluation_loader(None, loader, "eval_dataset")
+
     def end_workers(self) -> None:
         """End the worker processes of the training and the evaluation set."""
         end_workers(self.train, self.eval)

@@ -225,11 +225,6 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             raise ConfigError(
                 f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
             )
-    if getattr(args.accelerator_config, "split_batches", False):
-        raise ConfigError(
-            "`training_args.accelerator_config` has split_batches=True, but a batch size here is always that of one "
-            "process. Leave it out, and set `global_batch_size`."
-        )
     accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     if accumulation.get("sync_each_batch"):
         raise ConfigError(
@@ -252,6 +247,14 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
         raise ConfigError("`compile` and torch_compile=True of the training arguments are both set. Leave one out.")
     _adopt_metrics(args, given)
     said = _translated(args)
+    if getattr(args.accelerator_config, "split_batches", False):
+        for name in ("batch_size", "eval_batch_size"):
+            if said[name] % args.world_size:
+                raise ConfigError(
+                    f"`training_args.accelerator_config` has split_batches=True, which shares a batch of {said[name]} "
+                    f"out to {args.world_size} processes. Choose a batch size that they divide."
+                )
+            said[name] //= args.world_size
     has_own_length = given.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS
     if given.get("epochs") is None and (given.get("max_steps") is not None or has_own_length):
         del said["epochs"]  # as in transformers, where `max_steps` takes the place of the epochs

@@ -141,7 +141,7 @@ class Engine(Searching):
     """Whether the present epoch is over."""
     stops: bool | None = None
     """Whether transformers' callbacks had asked for the end of the run when the data of an epoch ended."""
-    owner: BaseTrainer
+    owner: Any
     state: transformers.TrainerState
     control: transformers.TrainerControl
     optimizer: Any
@@ -154,6 +154,10 @@ class Engine(Searching):
     """The window of the present step."""
     windows: Iterator[Window]
     """The windows of the rest of the epoch."""
+    output: Any = None
+    """What transformers' loop has returned."""
+    _own_loss: float | None = None
+    """The loss of the row of logs that transformers is about to write."""
     _is_asked_for = False
     """Whether it is our trainer that runs transformers' loop."""
     _untold_evaluation: dict[str, float] | None = None
@@ -196,7 +200,7 @@ class Engine(Searching):
     def _take_callbacks(self, made: CallbackHandler) -> None:
         self._callbacks = Callbacks(made, self.shown_args, Bridge(self), Boundary(self))
 
-    callback_handler: Any = property(_give_callbacks, _take_callbacks)
+    callback_handler: Any = property(_give_callbacks, _take_callbacks, doc="The callbacks, who are told of each event.")
     """Transformers makes one, and would tell it of the first event before anything can be put in its place."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +223,7 @@ class Engine(Searching):
         owner = self.owner
         self.optimizer, self.lr_scheduler = owner.optimizer, ScheduleFacade(owner)  # type: ignore[assignment]
         self.has_ended, self._is_asked_for, self._told_save = False, True, -1
-        self.train(resume_from_checkpoint=self._start(), trial=self.own_trial and self.own_trial.trial)
+        self.output = self.train(resume_from_checkpoint=self._start(), trial=self.own_trial and self.own_trial.trial)
 
     def _start(self) -> str | None:
         """Return a folder with the state that transformers needs to begin where the run is; None at the beginning."""
@@ -271,6 +275,10 @@ class Engine(Searching):
         """Return a loader that transformers' loop counts by; batches come from `get_batch_samples`."""
         return counting_loader(self.owner, self.by_window)
 
+    def stock_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader that transformers makes of the training set."""
+        return super().get_train_dataloader()
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Return the micro-batches of the next window: one by one, or as one if their length is unknown."""
         window = next(self.windows, None)
@@ -307,12 +315,17 @@ class Engine(Searching):
         if step.is_empty:
             return total
         if not self.by_window:
-            with owner._accumulating(last=step.is_last), _keeping_modes(model):
-                return super().training_step(model, inputs, num_items_in_batch)
+            with owner._accumulating(last=step.is_last):
+                return owner.take_micro_batch(model, inputs)
         for batch in inputs:
-            with owner._accumulating(last=step.is_last), _keeping_modes(model):
-                total += super().training_step(model, batch, num_items_in_batch)
+            with owner._accumulating(last=step.is_last):
+                total += owner.take_micro_batch(model, batch)
         return total
+
+    def run_micro_batch(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run a micro-batch forward and backward as transformers does, and return its part of the step's loss."""
+        with _keeping_modes(model):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self,
@@ -348,7 +361,19 @@ class Engine(Searching):
             logs["train_samples_per_second"] = round(self.owner.progress.samples / seconds, 3)
         elif "loss" in logs and self.is_in_train and (norm := self.owner._step.grad_norm) is not None:
             logs["grad_norm"] = float(norm)
+        if "loss" in logs and self._own_loss is not None:
+            logs["loss"], self._own_loss = self._own_loss, None  # theirs leaves out what was before a resume
+        self.owner.take_log(logs, start_time)
+
+    def write_log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add a row to transformers' history, and tell its callbacks."""
         super().log(logs, start_time)
+
+    def add_user_callback(self, callback: Any) -> None:
+        """Add one of transformers' callbacks, before what comes after the user's."""
+        self.add_callback(callback)
+        callbacks = self.callback_handler.callbacks
+        callbacks.sort(key=lambda one: isinstance(one, Boundary))  # stable
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Answer the requests of our callbacks and theirs, and end the run where it is to end."""
@@ -377,8 +402,9 @@ class Engine(Searching):
         if "save" in requests and control.should_save:
             owner.control.save, control.should_save = True, False
 
-    def report_log(self) -> None:
-        """Let transformers write its row of logs for this step."""
+    def report_log(self, logs: Mapping[str, float]) -> None:
+        """Let transformers write its row of logs for this step, with the loss of ours."""
+        self._own_loss = logs.get("loss")
         self.control.should_log = True
         kept = self.control.should_save
         self.control.should_save = False
@@ -604,7 +630,7 @@ class Reporter(Callback):
         engine, lifecycle = self._engine(), self._engine().owner.lifecycle
         is_left_over = lifecycle.is_closing or (word_of(engine.shown_args.logging_strategy) == "no" and lifecycle.stop)
         if engine.is_in_train and not is_left_over:
-            engine.report_log()
+            engine.report_log(logs)
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """An evaluation of the run is done."""
@@ -640,7 +666,9 @@ class AcceleratorFacade:
         return getattr(self._accelerator, name)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Return the wrapped model for a model, and a facade for the optimizer."""
+        """Return the wrapped model for a model, a loader as it is, and a facade for the optimizer."""
+        if objects and all(isinstance(one, DataLoader) for one in objects):
+            return objects if objects[1:] else objects[0]
         self.optimizer = OptimizerFacade(self._owner)
         found = [self._owner.backend.wrapped if isinstance(one, nn.Module) else self.optimizer for one in objects]
         return tuple(found) if len(found) > 1 else found[0]

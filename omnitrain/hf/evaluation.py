@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,13 @@ from omnitrain.errors import DataError
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.generation import Generation
 from omnitrain.run.evaluation import Evaluation, Predictions
-from omnitrain.units import StepOutput
+from omnitrain.units import ModelUnit, StepOutput
 
 __all__ = ["HFEvaluation"]
+
+
+class _CutShort(BaseException):
+    """A signal has cut an evaluation short."""
 
 
 class HFEvaluation(Evaluation):
@@ -55,8 +59,55 @@ class HFEvaluation(Evaluation):
         """Whether transformers' callbacks are told of each batch."""
         self.speeds: dict[str, float] = {}
         """How long the latest evaluation took, as transformers adds it to the metrics."""
+        self.ignored: frozenset[str] = frozenset()
+        """Keys of the model's output that are left out of the predictions."""
+        self._of_run: Callable[[], dict[str, float] | None] | None = None
+        """What does an evaluation of the run, which an `evaluate` of the user's is asked for."""
+
+    @contextlib.contextmanager
+    def leaving_out(self, keys: Collection[str]) -> Iterator[None]:
+        """Leave keys of the model's output out of the predictions inside."""
+        unit, before = self.hooks.unit, self.ignored
+        self.ignored = frozenset(keys) or before
+        if isinstance(unit, ModelUnit):
+            unit.ignored = self.ignored
+        try:
+            yield
+        finally:
+            self.ignored = before
+            if isinstance(unit, ModelUnit):
+                unit.ignored = before
 
     def evaluate(
+        self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
+    ) -> dict[str, float] | None:
+        """Evaluate as every trainer does; as a part of the run by the user's own `evaluate`, if there is one."""
+        owner, evaluate = self._engine().owner, self._timed
+        is_of_run = loader is owner.eval_loader and owner._loop.is_evaluating and not only_first
+        if not is_of_run or self._of_run is not None or "evaluate" not in owner._overridden:
+            return evaluate(loader, prefix, is_interrupted, only_first)
+        self._of_run = lambda: evaluate(loader, prefix, is_interrupted)
+        try:
+            return dict(owner.evaluate())
+        except _CutShort:
+            return None
+        finally:
+            self._of_run = None
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether an `evaluate` of the user's was asked for an evaluation of the run."""
+        return self._of_run is not None
+
+    def go_on(self) -> dict[str, float]:
+        """Do the evaluation of the run that an `evaluate` of the user's was asked for."""
+        assert self._of_run is not None
+        metrics = self._of_run()
+        if metrics is None:
+            raise _CutShort
+        return metrics
+
+    def _timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
         """Return what `Evaluation.evaluate` does, and note how long it took."""

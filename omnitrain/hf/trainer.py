@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, TypeVar, Unpack, cast
 
 import torch
 import transformers
@@ -40,21 +40,20 @@ from omnitrain.hf.arguments import (
     word_of,
 )
 from omnitrain.hf.batch_size import prepare_to_shrink
+from omnitrain.hf.calls import CALLED, Calls
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
-from omnitrain.hf.files import check_stock_checkpoints, write_model
+from omnitrain.hf.files import check_stock_checkpoints
 from omnitrain.hf.generation import take_generation
 from omnitrain.hf.label_smoothing import smooth_labels
 from omnitrain.hf.model_init import check_model_init, new_model
 from omnitrain.hf.policies import policies_of
 from omnitrain.hf.search import Trial, remembered, take_callbacks
-from omnitrain.metrics import write_results
 from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
 from omnitrain.rendezvous import connected_ranks
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run import hooks
-from omnitrain.run.evaluation import Predictions
 from omnitrain.settings import (
     Nothing,
     PrecisionName,
@@ -62,11 +61,9 @@ from omnitrain.settings import (
     check_list,
     check_type,
     folder_path,
-    local_path,
     refuse_class,
     takes_arguments,
 )
-from omnitrain.trainers.base import BaseTrainer
 from omnitrain.units import ModelUnit, StepOutput, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
@@ -81,9 +78,28 @@ NEVER_CALLED = {
 """Hooks that transformers' loop does not call, and where to put what they were to do."""
 
 _ENDLESS = 1 << 40
+_OF_DATA = ("__getitem__", "__iter__", "__len__")
+_THEIR_ORDER = ("data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init", "compute_loss_func",
+                "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs",
+                "preprocess_logits_for_metrics")  # fmt: skip
+"""The arguments of `transformers.Trainer` by position, after model and training arguments."""
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
-class HFTrainer(BaseTrainer):
+def in_either_order(init: Constructor) -> Constructor:
+    """Let a constructor of ours be called with transformers' arguments by position: the collator is the third."""
+
+    @functools.wraps(init)
+    def ordered(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > 2 and callable(args[2]) and not any(hasattr(args[2], name) for name in _OF_DATA):
+            init(self, *args[:2], **dict(zip(_THEIR_ORDER, args[2:], strict=False)), **kwargs)
+        else:
+            init(self, *args, **kwargs)
+
+    return cast(Constructor, ordered)
+
+
+class HFTrainer(Calls):
     """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
 
     `trainer.engine` is the real `transformers.Trainer`, for everything that is not ours (`engine.push_to_hub()`,
@@ -120,14 +136,15 @@ class HFTrainer(BaseTrainer):
         if "__init__" in vars(cls):
             cls.__init__ = remembered(cls.__init__)
         for name in own:
-            if hasattr(transformers.Trainer, name) and not hasattr(HFTrainer, name):
-                other = "Pass `loss_fn` or `unit`, or put it" if name == "compute_loss" else "Put it"
+            if hasattr(transformers.Trainer, name) and name not in CALLED and not hasattr(Calls, name):
                 raise TypeError(
-                    f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here. "
-                    f"{other} into a subclass of omnitrain.hf.engine.Engine, and name that as `engine_class`."
+                    f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here: of "
+                    f"its methods these are: {', '.join(sorted(CALLED))}. Put it into a subclass of "
+                    "omnitrain.hf.engine.Engine, and name that as `engine_class`."
                 )
 
     @remembered
+    @in_either_order
     @takes_arguments
     def __init__(
         self,
@@ -141,6 +158,7 @@ class HFTrainer(BaseTrainer):
         args: transformers.TrainingArguments | None = None,
         compute_loss_func: Callable[..., Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         model_init: Callable[..., nn.Module] | None = None,
         stock_checkpoints: bool = False,
         # <arguments of BaseTrainer, written by `make signatures`>
@@ -228,6 +246,7 @@ class HFTrainer(BaseTrainer):
             test_dataset: The same, for `test()`; never used to select anything.
             compute_loss_func: transformers' name of `loss_fn`; called with num_items_in_batch=None.
             optimizers: transformers' pair of optimizer and schedule.
+            optimizer_cls_and_kwargs: transformers' pair of an optimizer's class and its options.
             model_init: Returns a new model, for each fresh `train()` and for each trial of a search.
             stock_checkpoints: Whether a stock `transformers.Trainer` can resume from checkpoints; default False.
             train_loader: A loader of your own instead of `train_dataset`, used as it is.
@@ -300,21 +319,7 @@ class HFTrainer(BaseTrainer):
         """
 
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
-        model, training_args = given.pop("model", None), given.pop("training_args", None)
-        for name, value in (("training_args", training_args), ("args", given.get("args"))):
-            is_data = name == "training_args" and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
-            if isinstance(value, (str, bytes, type)) or not is_data:
-                check_type(name, value, transformers.TrainingArguments)
-        if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
-            # HFTrainer(model, train_dataset, eval_dataset): by position, as with the other trainers
-            names = ("train_dataset", "eval_dataset", "test_dataset")
-            shifted = (training_args, given.get("train_dataset"), given.get("eval_dataset"))
-            given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
-            training_args = None
-        called_args = given.pop("args", None)
-        if training_args is not None and called_args is not None:
-            raise ConfigError("`args` and `training_args` are two names for one thing. Leave one of them out.")
-        training_args = training_args if training_args is not None else called_args
+        model, training_args = given.pop("model", None), self._training_args_in(given)
         callbacks = given.pop("callbacks", None)
         callbacks = () if callbacks is None else callbacks
         check_list("callbacks", callbacks)
@@ -325,16 +330,21 @@ class HFTrainer(BaseTrainer):
             given |= {"save_dir": training_args.output_dir} if given.get("save_dir") is not None else {}
         self.training_args = training_args
         self._stock_checkpoints = given.pop("stock_checkpoints", False)
+        self._adopted = {} if training_args is None else dict(vars(training_args))
         own = {name for name, value in given.items() if value is not None or name == "max_grad_norm"}
         self._adopt(given)
         self._own_words = own if training_args is not None else {*given, *FIELDS, "learning_rate", "weight_decay"}
+        self._replaces = False
+        if training_args is not None and given.get("save_dir") == training_args.output_dir and "overwrite" not in own:
+            self._replaces = given["overwrite"] = True
+        self._has_own_schedule = given.get("lr_scheduler") is not None
         check_stock_checkpoints(self._stock_checkpoints, given)
         own = self._split(callbacks, given)
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
-        self._output_dir = given.get("save_dir") or (training_args and training_args.output_dir)
-        if self._output_dir is not None:
-            name = "save_dir" if given.get("save_dir") is not None else "output_dir"
-            self._output_dir = folder_path(self._output_dir, name)
+        output_dir, name = given.get("save_dir"), "save_dir"
+        if output_dir is None:
+            output_dir, name = training_args and training_args.output_dir, "output_dir"
+        self._output_dir = None if output_dir is None else folder_path(output_dir, name)
         ours: dict[str, Any] = {}
         if training_args is None:  # on a CPU transformers forms a process group only if its arguments ask for it
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
@@ -358,9 +368,32 @@ class HFTrainer(BaseTrainer):
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True), isolated_rng(self._engine_args.device):
             super()._construct(given, ranks)
 
+    @staticmethod
+    def _training_args_in(given: dict[str, Any]) -> transformers.TrainingArguments | None:
+        """Take the training arguments out of the user's, which may lack them by position too."""
+        training_args = given.pop("training_args", None)
+        for name, value in (("training_args", training_args), ("args", given.get("args"))):
+            is_data = name == "training_args" and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
+            if isinstance(value, (str, bytes, type)) or not is_data:
+                check_type(name, value, transformers.TrainingArguments)
+        if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
+            # HFTrainer(model, train_dataset, eval_dataset): by position, as with the other trainers
+            names = ("train_dataset", "eval_dataset", "test_dataset")
+            shifted = (training_args, given.get("train_dataset"), given.get("eval_dataset"))
+            given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
+            training_args = None
+        called_args = given.pop("args", None)
+        if training_args is not None and called_args is not None:
+            raise ConfigError("`args` and `training_args` are two names for one thing. Leave one of them out.")
+        return training_args if training_args is not None else called_args
+
     def _adopt(self, given: dict[str, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
         loss, optimizers = given.pop("compute_loss_func", None), given.pop("optimizers", (None, None))
+        if given.get("optimizer_cls_and_kwargs") is not None:
+            make, options = given["optimizer_cls_and_kwargs"]
+            adopt({"optimizer": functools.partial(make, **options)}, given, "`optimizer_cls_and_kwargs`")
+        given.pop("optimizer_cls_and_kwargs", None)
         if loss is not None:
             if given.get("loss_fn") is not None:
                 raise ConfigError(
@@ -418,7 +451,8 @@ class HFTrainer(BaseTrainer):
     @property
     def _by_window(self) -> bool:
         """Whether transformers' loop gets whole windows, for data whose length it cannot go by, or that may change."""
-        return self._finds_batch_size or not isinstance(self.train_loader, MapLoader)
+        is_own = "get_train_dataloader" in self._overridden
+        return is_own or self._finds_batch_size or not isinstance(self.train_loader, MapLoader)
 
     @property
     def _finds_batch_size(self) -> bool:
@@ -462,6 +496,7 @@ class HFTrainer(BaseTrainer):
         """Build the engine around the model, and put the model in place."""
         by_window = self._by_window
         self._engine_args.per_device_train_batch_size = self.batch_size
+        self._engine_args.per_device_eval_batch_size = self.eval_batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
         if by_window:  # of any length: the lifecycle ends the run, and the data an epoch
             self._engine_args.gradient_accumulation_steps = 1
@@ -494,9 +529,9 @@ class HFTrainer(BaseTrainer):
         super()._setup_training_components()
         self.engine.model_wrapped = self.backend.wrapped
 
-    def _build_optimizer(self) -> torch.optim.Optimizer:
+    def _default_optimizer(self) -> torch.optim.Optimizer:
         if self.training_args is None or self.settings.optimizer is not None:
-            return super()._build_optimizer()
+            return super()._default_optimizer()
         self.engine.args.learning_rate, self.engine.args.weight_decay = self.learning_rate, self.weight_decay
         self.engine.optimizer = None  # type: ignore[assignment]
         optimizer = self.engine.create_optimizer()
@@ -561,51 +596,6 @@ class HFTrainer(BaseTrainer):
         self._sharding, self._scheduler_config = sharding_accelerator(self.training_args, given)
         self._take_model(self._new_model(self.seed, self.device))
         take_callbacks(self.engine, former)
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
-        return self.engine.hyperparameter_search(*args, **kwargs)
-
-    # transformers' tracker of memory tells what is measured by the names of the functions that call it
-
-    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
-        self.engine._memory_tracker.start()
-        metrics = super().evaluate(dataset, prefix)
-        self.engine.report_evaluation(metrics)
-        self.engine._memory_tracker.stop_and_update_metrics(metrics)
-        return metrics
-
-    def predict(self, dataset: Any) -> Predictions:
-        self.engine._memory_tracker.start()
-        found = super().predict(dataset)
-        self.engine.report_prediction(found.metrics)
-        self.engine._memory_tracker.stop_and_update_metrics(found.metrics)
-        return found
-
-    # --- saving
-
-    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one.
-
-        Of a model with adapters of PEFT, these are written, in PEFT's own form.
-        """
-        folder = local_path(path, "path")
-        write_model(self, self.engine.saved_processor, folder, overwrite)
-        if self._engine_args.push_to_hub:
-            self.engine.push_to_hub(commit_message="Model save")
-        return folder
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
-        """Write metrics as `<split>_results.json` into `save_dir`, else where the training arguments write."""
-        return write_results(self.save_dir or Path(self._output_dir or ""), split, metrics, self.is_main_process)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload model, tokenizer and a model card, as `transformers.Trainer.push_to_hub` does."""
-        return self.engine.push_to_hub(*args, **kwargs)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a draft of a model card, as `transformers.Trainer.create_model_card` does."""
-        self.engine.create_model_card(*args, **kwargs)
 
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting as it is in force, as JSON types."""

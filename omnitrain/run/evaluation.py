@@ -54,6 +54,11 @@ class Predictions(NamedTuple):
     labels: Any
     metrics: dict[str, float]
 
+    @property
+    def label_ids(self) -> Any:
+        """Transformers' name of the labels."""
+        return self.labels
+
 
 @contextlib.contextmanager
 def evaluating(hooks: Hooks) -> Iterator[None]:

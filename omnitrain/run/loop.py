@@ -79,6 +79,8 @@ class Loop:
         self.checkpointer = checkpointer
         self.ranks = ranks
         self.settings = settings
+        self.is_evaluating: bool = False
+        """Whether an evaluation that belongs to the run is under way."""
         self._sends_ahead = False
         """Whether the ranks exchange before each step what they are to know at its end."""
         self._sent: Callable[[], tuple[Control, list[float]]] | None = None
@@ -337,6 +339,7 @@ class Loop:
         """Evaluate as a part of the run; `counts=False` leaves patience alone."""
         hooks, lifecycle = self.hooks, self.lifecycle
         lifecycle.begin_evaluation()
+        self.is_evaluating = True
         try:
             metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
@@ -344,6 +347,8 @@ class Loop:
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
             add_place(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
             raise
+        finally:
+            self.is_evaluating = False
         lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:
             return  # cut short by a signal: half an evaluation is none, and a resumed run does it again

@@ -96,8 +96,11 @@ class Step:
         self._settings = settings
         self._error_at = error_at
         self._loader = loader
+        self.weight: float = 0.0
+        """What the micro-batch that is run counts in the mean of its step."""
         self._window: Window
-        self._turn = 0
+        self.turn: int = 0
+        """The number of micro-batches of this step that were run."""
         self._targets: int | None = None
         """The targets of this window so far, where the unit counts them."""
         self._has_warned_of_empty = False
@@ -194,7 +197,7 @@ class Step:
 
     def restart(self, window: Window) -> None:
         """Go to the first micro-batch of a window, or of the same samples in other micro-batches."""
-        self._window, self._turn, self._targets = window, 0, None
+        self._window, self.turn, self._targets = window, 0, None
 
     @property
     def is_empty(self) -> bool:
@@ -204,12 +207,12 @@ class Step:
     @property
     def is_last(self) -> bool:
         """Whether the next micro-batch is the last of its window."""
-        return self._turn == len(self._window.batches) - 1
+        return self.turn == len(self._window.batches) - 1
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
         """Run the next micro-batch forward; return its part of the window's loss, or None without a backward pass."""
-        turn, last = self._turn, self.is_last
-        self._turn += 1
+        turn, last = self.turn, self.is_last
+        self.turn += 1
         self._ranks.moves += 1
         try:
             return self._loss_of(batch, self._window.weights[turn], last)
@@ -245,6 +248,7 @@ class Step:
 
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
         hooks, window = self._hooks, self._window
+        self.weight = weight
         batch = hooks._prepare_batch(batch)
         for algorithm in hooks.algorithms:
             batch = algorithm.transform_batch(hooks, batch)  # type: ignore[arg-type]

@@ -111,11 +111,12 @@ def test_an_old_and_a_new_name_that_differ_are_an_error_naming_both(translated: 
         translated(per_gpu_train_batch_size=3, per_device_train_batch_size=4)
 
 
-def test_overwriting_the_output_folder_lets_a_run_start_among_old_checkpoints(tmp_path: Path) -> None:
+def test_a_second_run_in_the_output_folder_starts_among_old_checkpoints_unless_that_is_refused(tmp_path: Path) -> None:
     options = {"use_cpu": True, "report_to": "none", "max_steps": 2, "save_steps": 2}
     build(TrainingArguments(str(tmp_path), **options)).train()
     with pytest.raises(ConfigError, match="already holds checkpoints"):
-        build(TrainingArguments(str(tmp_path), **options)).train()
+        build(TrainingArguments(str(tmp_path), **options), overwrite=False).train()
+    build(TrainingArguments(str(tmp_path), **options)).train()
     trainer = build(HFTrainingArguments(str(tmp_path), overwrite_output_dir=True, **options))
     assert trainer.train()["stop_reason"] == "max_steps"
 
@@ -471,7 +472,6 @@ def test_saving_in_the_background_is_refused(tmp_path: Path) -> None:
     [
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False"),
         ({"save_on_each_node": True}, "main process writes"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,0 +1,478 @@
+"""The calling surface of transformers.Trainer, and what a subclass overrides of it, beside the stock Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from recipes import Sentences, Tagger, distance, rows, same, t16, weights
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from omnitrain import Callback, HFTrainer, Trainer
+from omnitrain.errors import ConfigError
+from omnitrain.hf.calls import ANSWERED_BY_ENGINE, CALLED, Calls
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows by name, as transformers wants them."""
+
+    def __init__(self, size: int = 20) -> None:
+        self.x, self.y = rows(size, torch.float32).tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "labels": self.y[index]}
+
+
+class Model(nn.Module):
+    """A small regression as transformers wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = t16(0.0, torch.float32)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        output = self.body(x)
+        return {"logits": output} if labels is None else {"loss": F.mse_loss(output, labels), "logits": output}
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Any:
+    """Makes TrainingArguments for 20 rows in steps of 4."""
+
+    def make(**options: Any) -> TrainingArguments:
+        defaults = {
+            "output_dir": str(tmp_path / "run"), "num_train_epochs": 2, "per_device_train_batch_size": 4,
+            "learning_rate": 0.05, "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
+            "disable_tqdm": True, "train_sampling_strategy": "sequential", "lr_scheduler_type": "constant",
+        }  # fmt: skip
+        return TrainingArguments(**{**defaults, **options})
+
+    return make
+
+
+def made(args: TrainingArguments, kind: Any = HFTrainer, model: Any = Model, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(model=model(), args=args, train_dataset=Rows(), eval_dataset=Rows(8), **options)
+
+
+# --- names
+
+OURS = {
+    "evaluation_loop": "evaluations are those of every trainer; `evaluate`, `predict` or `prediction_step`",
+    "create_accelerator_and_postprocess": "the accelerator is made by the constructor",
+    "set_initial_training_values": "the length of a run is that of every trainer",
+    "end": "the end of the name space in which transformers' methods lie",
+    "compute_loss_func": "an argument of the constructor, as are the next two",
+    "preprocess_logits_for_metrics": "",
+    "optimizer_cls_and_kwargs": "",
+    "is_distributed_loading_by_transformers": "a question of their loading, which their own code alone asks",
+    "loss_is_scaled_for_ga": "the step weighs the loss",
+}
+"""What is not answered, and why."""
+
+
+def test_every_public_attribute_of_transformers_trainer_has_a_verdict() -> None:
+    names = [name for name in dir(transformers.Trainer) if not name.startswith("_")]
+    source = inspect.getsource(transformers.Trainer.__init__)
+    names += re.findall(r"self\.([a-z]\w*)\s*(?::[^=\n]+)?=[^=]", source)
+    trainer = HFTrainer(t16(0.0, torch.float32), None, rows(4, torch.float32), loss_fn=F.mse_loss, batch_size=4)
+    missing = []
+    for name in dict.fromkeys(names):
+        if name not in OURS and not hasattr(trainer, name):
+            missing.append(name)
+    assert not missing
+    assert not [name for name in OURS if hasattr(HFTrainer, name)]
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "predict", "save_model", "log", "save_metrics", "log_metrics",
+                                  "create_optimizer", "create_scheduler", "compute_loss", "training_step",
+                                  "prediction_step", "get_eval_dataloader", "push_to_hub"])  # fmt: skip
+def test_methods_take_the_arguments_of_transformers_by_name(name: str) -> None:
+    theirs = inspect.signature(getattr(transformers.Trainer, name)).parameters
+    ours = inspect.signature(getattr(HFTrainer, name)).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in ours.values())
+    assert takes_any or theirs.keys() <= ours.keys()
+
+
+def test_what_is_read_from_the_engine_is_there_and_nothing_else_is(args: Any) -> None:
+    trainer = made(args())
+    for name in ANSWERED_BY_ENGINE:
+        assert getattr(trainer, name) is not None or getattr(trainer.engine, name) is None
+    assert isinstance(trainer.callback_handler, CallbackHandler) and trainer.args.learning_rate == 0.05
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        trainer.nonsense  # noqa: B018
+
+
+# --- calls
+
+
+def test_results_of_a_run_answer_as_those_of_transformers(args: Any) -> None:
+    stock = made(args(), transformers.Trainer)
+    expected = stock.train()
+    trainer = made(args())
+    result = trainer.train()
+    step, loss, metrics = result
+    assert step == result.global_step == expected.global_step == trainer.state.global_step == 10
+    assert loss == result.training_loss == pytest.approx(expected.training_loss, rel=1e-5)
+    assert metrics == result.metrics and metrics.keys() >= expected.metrics.keys()
+    assert metrics["epoch"] == expected.metrics["epoch"] and result["train_metrics_history"][1]["step"] == 10
+    assert dict(result)["valid"] == result["valid"] and json.loads(json.dumps(result))["valid"] == result["valid"]
+    with pytest.raises(KeyError, match="Did you mean 'valid'"):
+        result["vlaid"]
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in logged] == list(range(1, 11)) and len(stock.state.log_history) == 11
+
+
+def test_sets_are_evaluated_and_predicted_by_transformers_names(args: Any) -> None:
+    trainer, stock = made(args()), made(args(), transformers.Trainer)
+    expected = stock.evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)
+    for found in (
+        trainer.evaluate(eval_dataset=Rows(8), ignore_keys=None, metric_key_prefix="dev"),
+        trainer.evaluate(Rows(8), None, "dev"),
+        trainer.evaluate(Rows(8), ["hidden"], metric_key_prefix="dev"),
+    ):
+        assert found == {"dev_loss": pytest.approx(expected)}
+    theirs = stock.predict(Rows(8), metric_key_prefix="x")
+    for result in (
+        trainer.predict(Rows(8), None, "x"),
+        trainer.predict(test_dataset=Rows(8), ignore_keys=[], metric_key_prefix="x"),
+    ):
+        assert np.array_equal(result.label_ids, theirs.label_ids) and result.labels is result.label_ids
+        assert np.allclose(result.predictions, theirs.predictions)
+        assert result.metrics["x_loss"] == pytest.approx(theirs.metrics["x_loss"])
+        predictions, labels, metrics = result
+        assert predictions is result.predictions and labels is result.labels and metrics is result.metrics
+    with pytest.raises(ConfigError, match="two names"):
+        trainer.evaluate(Rows(8), eval_dataset=Rows(8))
+
+
+def test_an_evaluation_set_is_named_by_its_name(args: Any) -> None:
+    sets = {"near": Rows(8), "far": Rows(12)}
+    trainer = HFTrainer(Model(), args(), train_dataset=Rows(), eval_dataset=sets)
+    assert trainer.evaluate("far") == {"eval_far_loss": trainer.evaluate(Rows(12))["eval_loss"]}
+    with pytest.raises(ConfigError, match="no 'elsewhere': there are 'near', 'far'"):
+        trainer.evaluate(eval_dataset="elsewhere")
+
+
+class Verbose(nn.Module):
+    """Returns more than scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.body(x)
+        return {"loss": F.mse_loss(output, labels), "scores": output, "hidden": x}
+
+
+def test_ignored_keys_are_left_out_of_predictions_as_in_transformers(args: Any) -> None:
+    found = []
+    for kind in (transformers.Trainer, HFTrainer):
+        trainer = made(args(), kind, Verbose)
+        found.append([trainer.predict(Rows(8)).predictions, trainer.predict(Rows(8), ["hidden"]).predictions])
+    (theirs, their_part), (ours, our_part) = found
+    assert [part.shape for part in ours] == [part.shape for part in theirs] == [(8, 1), (8, 4)]
+    assert np.allclose(our_part, their_part) and our_part.shape == (8, 1)
+
+
+def test_models_states_and_metrics_are_written_as_scripts_do_it(args: Any, tmp_path: Path, capsys: Any) -> None:
+    trainer = made(args())
+    result = trainer.train()
+    for _ in range(2):  # a second time replaces the first
+        trainer.save_model()
+        trainer.save_model(str(tmp_path / "other"))
+    metrics = result.metrics
+    metrics["train_samples"] = 20
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_state()
+    assert "train_samples" in capsys.readouterr().out
+    run = tmp_path / "run"
+    assert {path.name for path in run.iterdir()} >= {
+        "model.safetensors", "training_args.bin", "train_results.json", "eval_results.json", "all_results.json",
+        "trainer_state.json",
+    }  # fmt: skip
+    everything = json.loads((run / "all_results.json").read_text())
+    assert everything["train_samples"] == 20 and "eval_loss" in everything
+    assert json.loads((run / "trainer_state.json").read_text())["global_step"] == 10
+    assert (tmp_path / "other" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("order", ["ours", "theirs"])
+def test_arguments_are_taken_by_position_in_either_order(order: str, args: Any) -> None:
+    def collate(samples: Any) -> Any:
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+    if order == "ours":
+        trainer = HFTrainer(Model(), args(), Rows(), Rows(8), data_collator=collate)
+    else:
+        trainer = HFTrainer(Model(), args(), collate, Rows(), Rows(8))
+    assert len(trainer.train_dataset) == 20 and len(trainer.eval_dataset) == 8
+    assert trainer.data_collator is collate
+
+
+def test_an_optimizer_is_taken_as_class_and_options(args: Any) -> None:
+    trainer = made(args(), optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.25, "momentum": 0.5}))
+    assert type(trainer.optimizer) is torch.optim.SGD and trainer.get_learning_rates() == [0.25]
+    assert trainer.get_optimizer_group(next(trainer.model.parameters())) is trainer.optimizer.param_groups[0]
+
+
+def test_a_schedule_is_made_for_a_number_of_steps(args: Any) -> None:
+    trainer = made(args(lr_scheduler_type="linear"))
+    trainer.create_optimizer_and_scheduler(num_training_steps=4)
+    rates = []
+    for _ in range(4):
+        rates += trainer.lr_scheduler.get_last_lr()
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    assert rates == pytest.approx([0.05, 0.0375, 0.025, 0.0125])
+
+
+class Counts(TrainerCallback):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+
+class OurCounts(Callback):
+    """The same, of ours."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize("kind", [Counts, OurCounts])
+def test_callbacks_are_added_and_removed(kind: Any, args: Any) -> None:
+    trainer = made(args())
+    kept, removed, popped = kind(), kind(), kind()
+    for callback in (removed, kept, popped):
+        trainer.add_callback(callback)
+    trainer.remove_callback(removed)
+    assert trainer.pop_callback(popped) is popped and trainer.pop_callback(popped) is None
+    trainer.train()
+    assert (kept.steps, removed.steps, popped.steps) == (10, 0, 0)
+    trainer.train()
+    assert kept.steps == 20
+
+
+def test_an_early_stopping_callback_that_is_added_stops_a_run(args: Any) -> None:
+    trainer = made(args(eval_strategy="steps", eval_steps=1, num_train_epochs=20, learning_rate=0.0))
+    trainer.add_callback(transformers.EarlyStoppingCallback(2))
+    assert trainer.train()["stop_reason"] == "early_stopping" and trainer.progress.step == 3
+    with pytest.raises(ConfigError, match="eval_dataset"):
+        HFTrainer(Model(), args(), Rows()).add_callback(transformers.EarlyStoppingCallback(2))
+
+
+def test_a_run_goes_on_by_transformers_name_of_the_argument(args: Any, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3}
+    straight = made(args(output_dir=str(tmp_path / "straight"), **options))
+    straight.train()
+    part = made(args(max_steps=5, **options))
+    part.train()
+    for which in (True, str(tmp_path / "run" / "checkpoint-3")):
+        trainer = made(args(**options))
+        trainer.train(resume_from_checkpoint=which)
+        assert same(weights(trainer.model), weights(straight.model))
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        made(args(output_dir=str(tmp_path / "empty"), **options)).train(resume_from_checkpoint=True)
+
+
+def test_a_second_run_in_the_same_folder_replaces_the_first_and_says_so(
+    args: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(args(save_strategy="steps", save_steps=3)).train()
+    assert "earlier run" not in caplog.text
+    trainer = made(args(save_strategy="steps", save_steps=4))
+    trainer.train()
+    assert "4 checkpoints of an earlier run, up to checkpoint-10" in caplog.text
+    assert [path.name for path in trainer.store.checkpoints()] == ["checkpoint-4", "checkpoint-8", "checkpoint-10"]
+    with pytest.raises(ConfigError, match="already holds checkpoints"):
+        made(args(save_strategy="steps", save_steps=4), overwrite=False).train()
+
+
+def test_training_arguments_that_are_changed_afterwards_are_refused(args: Any) -> None:
+    trainer = made(args())
+    trainer.args.learning_rate = 0.1
+    with pytest.raises(ConfigError, match=r"args.learning_rate. was 0.05 .* and is 0.1 now"):
+        trainer.train()
+
+
+# --- subclasses
+
+
+class Weighted(HFTrainer):
+    """The most frequent subclass: a loss of one's own."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = 2 * F.mse_loss(outputs["logits"], labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_a_subclass_trains_and_evaluates_as_in_transformers(args: Any) -> None:
+    class Stock(transformers.Trainer):
+        compute_loss = Weighted.compute_loss
+
+    def fitting(kind: Any) -> Any:
+        trainer = made(args(eval_strategy="epoch"), kind)
+        trainer.train()
+        return trainer, trainer.evaluate()["eval_loss"]
+
+    (stock, theirs), (ours, loss) = fitting(Stock), fitting(Weighted)
+    assert loss == pytest.approx(theirs, rel=1e-5) and loss != pytest.approx(made(args()).evaluate()["eval_loss"])
+    assert ours.predict(Rows(8)).predictions.shape == stock.predict(Rows(8)).predictions.shape == (8, 1)
+
+
+class OfTokens(HFTrainer):
+    """A mean over the labels of a micro-batch."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)["logits"]
+        labels = inputs["labels"]
+        loss = F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        kept = int((labels != -100).sum())
+        if self.model.training:
+            assert num_items_in_batch == kept
+        loss = loss / kept
+        return (loss, {"logits": outputs}) if return_outputs else loss
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (2, 4), (1, 8)])
+def test_a_mean_of_a_subclass_gives_the_same_numbers_in_every_split(batch_size: int, accumulation: int) -> None:
+    def trained(kind: Any, batch_size: int, accumulation: int, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = kind(
+            Tagger().double(), train_dataset=Sentences(24), batch_size=batch_size, epochs=1, learning_rate=0.05,
+            gradient_accumulation_steps=accumulation, progress_bar=False, **options,
+        )  # fmt: skip
+        trainer.train()
+        return weights(trainer.model)
+
+    expected = trained(Trainer, 8, 1, device="cpu")
+    assert distance(trained(OfTokens, batch_size, accumulation), expected) < 1e-12
+
+
+def test_steps_logs_and_evaluations_of_a_subclass_are_called(args: Any) -> None:
+    seen: list[str] = []
+
+    class Own(HFTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            seen.append("step")
+            return super().training_step(model, inputs, num_items_in_batch)
+
+        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+            seen.append("prediction")
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return loss, 2 * logits, labels
+
+        def log(self, logs: dict[str, float]) -> None:
+            seen.append("log")
+            super().log({**logs, "own": 1.0})
+
+        def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+            seen.append("evaluation")
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            return {**metrics, "eval_own": 0.5}
+
+    trainer = made(args(eval_strategy="epoch"), Own)
+    plain = made(args(eval_strategy="epoch"))
+    assert same(weights(plain.model), weights(trainer.model))
+    result, expected = trainer.train(), plain.train()
+    assert same(weights(plain.model), weights(trainer.model))
+    assert seen.count("step") == 10 and seen.count("evaluation") == 2 and seen.count("log") >= 12
+    assert [row["eval_own"] for row in result["valid"]] == [0.5, 0.5]
+    assert [row["eval_loss"] for row in result["valid"]] == [row["eval_loss"] for row in expected["valid"]]
+    assert all("own" in row for row in trainer.state.log_history)
+    assert np.array_equal(trainer.predict(Rows(8)).predictions, 2 * plain.predict(Rows(8)).predictions)
+    assert "prediction" in seen
+
+
+def test_a_step_that_does_not_call_ours_is_refused(args: Any) -> None:
+    class Own(HFTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            loss = model(**inputs)["loss"]
+            loss.backward()
+            return loss.detach()
+
+    with pytest.raises(ConfigError, match=r"training_step must call super\(\).training_step"):
+        made(args(), Own).train()
+
+
+def test_loaders_optimizer_and_schedule_of_a_subclass_are_made_when_a_run_begins(args: Any) -> None:
+    class Own(HFTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.size, self.rate = 5, 0.125  # after the constructor, as scripts do
+
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=self.size, shuffle=False)
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader(self.eval_dataset if eval_dataset is None else eval_dataset, batch_size=3)
+
+        def create_optimizer(self) -> Any:
+            if self.optimizer is None:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.rate)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.steps = num_training_steps
+            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer or self.optimizer, 2)
+            return self.lr_scheduler
+
+    trainer = made(args(eval_strategy="epoch"), Own)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(made(args()).evaluate()["eval_loss"])
+    trainer.train()
+    assert trainer.progress.step == 8 == trainer.steps and type(trainer.optimizer) is torch.optim.SGD
+    assert type(trainer.lr_scheduler) is torch.optim.lr_scheduler.StepLR
+    assert trainer.get_learning_rates() == pytest.approx([0.125 * 0.1**4])
+    trainer.train()
+    assert trainer.progress.step == 8
+
+
+def test_an_optimizer_and_a_schedule_that_are_made_together_are_taken(args: Any) -> None:
+    class Own(HFTrainer):
+        def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            falling = torch.optim.lr_scheduler.LinearLR
+            self.lr_scheduler = falling(self.optimizer, 1.0, 0.0, total_iters=num_training_steps)
+
+    trainer = made(args(), Own)
+    trainer.train()
+    assert type(trainer.optimizer) is torch.optim.SGD and trainer.get_learning_rates() == pytest.approx([0.0])
+
+
+@pytest.mark.parametrize("name", [*CALLED])
+def test_what_is_called_can_be_overridden_and_has_a_default(name: str) -> None:
+    assert hasattr(HFTrainer, name)
+    kind = type("Own", (HFTrainer,), {name: lambda self, *args, **kwargs: None})
+    assert name in kind._overridden and issubclass(kind, Calls)
