@@ -515,9 +515,11 @@ class BaseTrainer(Hooks, ABC):
                     raise error_of(self.control.signal) from error
                 raise
             finally:
-                self._step.guard.release(self.optimizer)
-                self._sets.end_workers()
-                self.lifecycle.end_train(failed)
+                try:
+                    self._step.guard.release(self.optimizer)
+                    self._sets.end_workers()
+                finally:  # after a second signal, too
+                    self.lifecycle.end_train(failed)
         if self.lifecycle.stop == "signal":
             raise error_of(self.lifecycle.signal)
         return self.metrics
