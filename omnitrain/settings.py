@@ -611,7 +611,7 @@ def describe(value: Any) -> Any:
         return {str(key): describe(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple) and len(value) < 100:
         return [describe(entry) for entry in value]
-    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    named: Any = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
 

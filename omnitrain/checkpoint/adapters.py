@@ -70,7 +70,9 @@ def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Lite
 
 def _raw_names(bare: nn.Module) -> dict[str, str]:
     """Return the names under which PEFT looks for tensors: with what wraps modules inside the model."""
-    return {bare_name(name): name for name in bare.state_dict()}
+    # of modules themselves, not of their state dict, from which activation checkpointing takes its prefix away
+    named = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
+    return {bare_name(name): name for name, _ in named}
 
 
 def _folder_of(folder: Path, adapter: str) -> Path:

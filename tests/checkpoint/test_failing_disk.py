@@ -276,7 +276,7 @@ def test_torch_save_that_fails_costs_a_checkpoint_and_not_the_run(folder: Path, 
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
 
     def saved(what: Any, path: Any) -> None:
-        (fails if "000004" in str(path) else torch_save)(what, path)
+        (fails if "checkpoint-4" in str(path) else torch_save)(what, path)
 
     torch_save = state.save_tensors
     monkeypatch.setattr(state, "save_tensors", lambda found, path, *_: saved(found, path))
