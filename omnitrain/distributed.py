@@ -316,8 +316,10 @@ class ProcessRanks(Ranks):
     """
 
     def __init__(self, store: distributed_c10d.Store, rank: int, world_size: int, timeout: float | None = None) -> None:
-        self.rank, self.world_size, self.moves = rank, world_size, 0
-        self.place = _START
+        self.rank: int = rank
+        self.world_size: int = world_size
+        self.moves: int = 0
+        self.place: str = _START
         self.world: Any = None
         """torch.distributed's group of all ranks that this belongs to, once there is one."""
         self._group: Any = None

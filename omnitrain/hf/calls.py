@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ class Calls(BaseTrainer):
     callback_handler: Any
     _output_dir: Path | None
     _engine_args: transformers.TrainingArguments
+    lr_scheduler: Any
     _has_own_schedule: bool
     """Whether the user has passed `lr_scheduler`."""
     _adopted: dict[str, Any]
@@ -127,7 +128,7 @@ class Calls(BaseTrainer):
     _is_set_up = True
     """Whether what a subclass makes at the beginning of a run is there."""
 
-    get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
+    get_optimizer_cls_and_kwargs: Callable[..., Any] = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -67,7 +67,7 @@ class Lifecycle:
         self.signal: int = 0
         """The number of the signal that ended it."""
         self.is_closing = False
-        self.is_running = False
+        self.is_running: bool = False
         """Whether `train()` is at work."""
         """Whether the run is writing its last rows, which a longer run would not have had."""
         self._clock = time.perf_counter()
