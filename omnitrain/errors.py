@@ -47,7 +47,22 @@ _OF_TORCH = ("PytorchStreamWriter", "inline_container", "unexpected pos", "iostr
 
 
 class OmnitrainError(Exception):
-    """The base of all errors that omnitrain raises on purpose."""
+    r"""The base of all errors that omnitrain raises on purpose.
+
+    What cannot be printed in a message is escaped: a value in it may be a file's, and control a terminal.
+
+    >>> print(CheckpointError("the name is \x1b[2J"))
+    the name is \x1b[2J
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*(_printable(one) if isinstance(one, str) else one for one in args), **options)
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
 
 
 class ConfigError(OmnitrainError, ValueError):

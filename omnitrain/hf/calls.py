@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -43,7 +43,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 ANSWERED_BY_ENGINE = (
     # what transformers keeps of a run
-    "callback_handler", "can_return_loss", "control", "current_flos", "deepspeed", "hp_name", "hp_search_backend",
+    "callback_handler", "can_return_loss", "current_flos", "deepspeed", "hp_name", "hp_search_backend",
     "hub_model_id", "is_deepspeed_enabled", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled",
     "is_in_train", "is_model_parallel", "label_names", "label_smoother", "model_accepts_loss_kwargs",
     "neftune_noise_alpha", "place_model_on_device", "state",
@@ -103,8 +103,6 @@ class Calls(BaseTrainer):
     engine: Engine
     training_args: transformers.TrainingArguments | None
     processing_class: Any
-    state: transformers.TrainerState
-    callback_handler: Any
     _output_dir: Path | None
     _engine_args: transformers.TrainingArguments
     lr_scheduler: Any
@@ -135,7 +133,41 @@ class Calls(BaseTrainer):
         own = hooks.members_of_user(cls)
         cls._overridden = frozenset(name for name in CALLED if name in own)
 
-    def __getattr__(self, name: str) -> Any:
+    if TYPE_CHECKING:  # at run time they are looked up in the engine
+        callback_handler: Any
+        can_return_loss: Any
+        current_flos: Any
+        deepspeed: Any
+        hp_name: Any
+        hp_search_backend: Any
+        hub_model_id: Any
+        is_deepspeed_enabled: Any
+        is_fsdp_xla_enabled: Any
+        is_fsdp_xla_v1_enabled: Any
+        is_fsdp_xla_v2_enabled: Any
+        is_in_train: Any
+        is_model_parallel: Any
+        label_names: Any
+        label_smoother: Any
+        model_accepts_loss_kwargs: Any
+        neftune_noise_alpha: Any
+        place_model_on_device: Any
+        state: transformers.TrainerState
+        autocast_smart_context_manager: Callable[..., Any]
+        call_model_init: Callable[..., Any]
+        compute_loss_context_manager: Callable[..., Any]
+        floating_point_ops: Callable[..., Any]
+        get_batch_samples: Callable[..., Any]
+        get_cp_size: Callable[..., Any]
+        get_decay_parameter_names: Callable[..., Any]
+        get_sp_size: Callable[..., Any]
+        get_total_train_batch_size: Callable[..., Any]
+        get_tp_size: Callable[..., Any]
+        init_hf_repo: Callable[..., Any]
+        num_examples: Callable[..., Any]
+        store_flos: Callable[..., Any]
+
+    def _of_engine(self, name: str) -> Any:
         """Return what transformers keeps of the run."""
         if name in ANSWERED_BY_ENGINE and "engine" in vars(self):
             return getattr(self.engine, name)
@@ -661,6 +693,10 @@ class Calls(BaseTrainer):
                 "which the trainer would share out once more. Return it as it was before `accelerator.prepare`."
             )
         return loader
+
+
+if not TYPE_CHECKING:  # to which any name would be an attribute
+    Calls.__getattr__ = Calls._of_engine
 
 
 def _takes(function: Any, *args: Any) -> bool:
