@@ -113,6 +113,8 @@ class Calls(BaseTrainer):
     _replaces: bool
     """Whether a second run in the folder of the training arguments replaces the first, as transformers does."""
 
+    _threshold: float | None = None
+    """What an early stopping callback that was added takes for a gain."""
     _overridden: frozenset[str] = frozenset()
     """Which of them a subclass overrides."""
     _is_building = False
@@ -421,11 +423,8 @@ class Calls(BaseTrainer):
         """Return ours for transformers', whose count is kept in checkpoints."""
         if not self._evaluates:
             raise ConfigError("EarlyStoppingCallback judges evaluations, and there are none. Pass `eval_dataset`.")
-        if callback.early_stopping_threshold != self.settings.delta:
-            raise ConfigError(
-                f"EarlyStoppingCallback has a threshold of {callback.early_stopping_threshold}, and the trainer judges "
-                f"by `delta={self.settings.delta}`. Pass the callback to the constructor, or that `delta`."
-            )
+        threshold = float(callback.early_stopping_threshold or 0.0)
+        self._threshold = self.objective.delta = threshold
         return EarlyStopping(callback.early_stopping_patience)
 
     def pop_callback(self, callback: Any) -> Any:

@@ -491,6 +491,8 @@ class HFTrainer(Calls):
             functools.partial(EngineLoop, engine),
             lambda folder: engine().write_own_files(folder, self._stock_checkpoints),
         )
+        if self._threshold is not None:
+            self.objective.delta = self._threshold
 
     def _setup_training_components(self) -> None:
         """Build the engine around the model, and put the model in place."""

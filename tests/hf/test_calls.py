@@ -281,8 +281,10 @@ def test_callbacks_are_added_and_removed(kind: Any, args: Any) -> None:
 
 def test_an_early_stopping_callback_that_is_added_stops_a_run(args: Any) -> None:
     trainer = made(args(eval_strategy="steps", eval_steps=1, num_train_epochs=20, learning_rate=0.0))
-    trainer.add_callback(transformers.EarlyStoppingCallback(2))
-    assert trainer.train()["stop_reason"] == "early_stopping" and trainer.progress.step == 3
+    trainer.add_callback(transformers.EarlyStoppingCallback(2, 0.001))
+    for _ in range(2):
+        assert trainer.train()["stop_reason"] == "early_stopping" and trainer.progress.step == 3
+        assert trainer.objective.delta == 0.001
     with pytest.raises(ConfigError, match="eval_dataset"):
         HFTrainer(Model(), args(), Rows()).add_callback(transformers.EarlyStoppingCallback(2))
 
