@@ -116,7 +116,7 @@ class Calls(BaseTrainer):
     _threshold: float | None = None
     """What an early stopping callback that was added takes for a gain."""
     _overridden: frozenset[str] = frozenset()
-    """Which of them a subclass overrides."""
+    """Which of `CALLED` a subclass overrides."""
     _is_building = False
     """Whether a subclass is making the optimizer."""
     _made: Any = None
