@@ -691,7 +691,7 @@ def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> Non
         changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
         raise CheckpointError(
             f"{where} does not fit the optimizer: its parameter groups hold other parameters"
-            f"{': ' + ', '.join(map(repr, changed[:5])) if changed else ' in other groups'}. "
+            f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
             "Build it as it was built for that run."
         )
 
