@@ -110,8 +110,6 @@ class ModelUnit:
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, label_names: Sequence[str] = ()) -> None:
         self.loss_fn = loss_fn
         self.label_names = label_names
-        self.ignored: Collection[str] = ()
-        """Keys of what the model returns that metrics do not look at."""
         self._label_keys = (*label_names, *LABEL_KEYS)
         self.model_loss: Callable[..., Any] | None = None
         model = unwrap(model)
@@ -154,7 +152,7 @@ class ModelUnit:
             DataError: If a loss is needed and cannot be found, or is no scalar.
         """
         loss, outputs = self.loss_and_outputs(model, batch)
-        return StepOutput(loss, scores_in(outputs, loss, self.ignored), labels_of(batch, self.label_names))
+        return StepOutput(loss, scores_in(outputs, loss), labels_of(batch, self.label_names))
 
     def loss_and_outputs(self, model: Any, batch: Any) -> tuple[Tensor | None, Any]:
         """Return the loss of `batch`, and what the model returned for it.

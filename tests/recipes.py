@@ -59,6 +59,31 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"ids": self.ids[index], "labels": self.labels[index]}
 
 
+class Keyed(Dataset[dict[str, torch.Tensor]]):
+    """Rows by name, as transformers wants them."""
+
+    def __init__(self, size: int = 20) -> None:
+        self.x, self.y = rows(size, torch.float32).tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "labels": self.y[index]}
+
+
+class KeyedModel(nn.Module):
+    """The small regression model as transformers wants it, for `Keyed`."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body = t16(dropout, torch.float32)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        output = self.body(x)
+        return {"logits": output} if labels is None else {"loss": F.mse_loss(output, labels), "logits": output}
+
+
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Fixed rows with an augmentation that draws from all three global generators."""
 

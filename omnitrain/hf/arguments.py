@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import functools
 import inspect
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ __all__ = [
     "adopt_recomputation",
     "arguments_in_force",
     "ddp_options",
+    "either_name",
     "engine_arguments",
     "plain_arguments",
     "refuse_of_datasets",
+    "schedule_for",
     "sharding_accelerator",
     "timeout_of",
     "word_of",
@@ -527,6 +530,26 @@ def _interval(strategy: str, steps: Any) -> Any:
     if strategy in ("no", "best"):  # `best` saves by a callback, see `policies_of`
         return "1dur"
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
+
+
+def either_name(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """Return what was given under one of two names; None without any.
+
+    Raises:
+        ConfigError: If something was given under both.
+    """
+    if value is not None and other is not None:
+        raise ConfigError(f"`{name}` and `{other_name}` are two names for one thing. Leave one of them out.")
+    return other if value is None else value
+
+
+def schedule_for(args: transformers.TrainingArguments, warmup: int, steps: int | None) -> Callable[[Any], Any]:
+    """Return what makes the schedule of an optimizer that transformers' arguments name, for a run of so many steps."""
+    options: Any = args.lr_scheduler_kwargs or {}
+    return functools.partial(
+        transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup, num_training_steps=steps,
+        scheduler_specific_kwargs=options,
+    )  # fmt: skip
 
 
 def plain_arguments(output_dir: str, timeout: float | None, **ours: Any) -> transformers.TrainingArguments:

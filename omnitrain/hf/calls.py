@@ -28,6 +28,7 @@ from omnitrain.data.collation import labels_of
 from omnitrain.data.sets import is_named_sets
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback
+from omnitrain.hf.arguments import either_name, schedule_for
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.files import write_model
 from omnitrain.metrics import MetricsDict, write_results
@@ -212,19 +213,16 @@ class Calls(BaseTrainer):
         """
         if trial is not None:
             raise ConfigError("`train(trial=...)` is for transformers' own search. Call hyperparameter_search().")
-        if resume_from not in (None, False) and resume_from_checkpoint not in (None, False):
-            raise ConfigError(
-                "`resume_from` and `resume_from_checkpoint` are two names for one thing. Leave one of them out."
-            )
+        names = "resume_from", resume_from or None, "resume_from_checkpoint", resume_from_checkpoint or None
+        which: Any = either_name(*names)
         self._refuse_changed_arguments()
-        which: Any = resume_from_checkpoint if resume_from in (None, False) else resume_from
         if which is True:
             which = self._newest()
-        elif which in (None, False):
+        elif which is None:
             self._tell_of_earlier_run()
         self.engine.output = None
         with self._leaving_out(ignore_keys_for_eval):
-            history = super().train(which or None, allow_change or ())
+            history = super().train(which, allow_change or ())
         return TrainResult(history, self._output())
 
     def _newest(self) -> str:
@@ -286,13 +284,8 @@ class Calls(BaseTrainer):
         """
         if not self._has_own_schedule:
             args = self.args
-            self.lr_scheduler = transformers.get_scheduler(
-                args.lr_scheduler_type,
-                optimizer or self.optimizer,
-                num_warmup_steps=args.get_warmup_steps(num_training_steps),
-                num_training_steps=num_training_steps,
-                scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},  # type: ignore[arg-type]
-            )
+            make = schedule_for(args, args.get_warmup_steps(num_training_steps), num_training_steps)
+            self.lr_scheduler = make(optimizer or self.optimizer)
         return self.lr_scheduler
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -351,7 +344,7 @@ class Calls(BaseTrainer):
         evaluation: Any = self._evaluation
         if evaluation.is_of_run:  # an override of this method, called as a part of the run
             return evaluation.go_on()
-        dataset = _one_of("dataset", dataset, "eval_dataset", eval_dataset)
+        dataset = either_name("dataset", dataset, "eval_dataset", eval_dataset)
         if prefix is None or not isinstance(prefix, str):
             prefix, ignore_keys = "eval", prefix if ignore_keys is None else ignore_keys
         prefix = prefix if metric_key_prefix is None else metric_key_prefix
@@ -389,7 +382,7 @@ class Calls(BaseTrainer):
             metric_key_prefix: What names of metrics begin with.
             test_dataset: transformers' name of `dataset`.
         """
-        dataset = _one_of("dataset", dataset, "test_dataset", test_dataset)
+        dataset = either_name("dataset", dataset, "test_dataset", test_dataset)
         if "get_test_dataloader" in self._overridden:
             dataset = self._refusing_shares(self.get_test_dataloader(dataset))
         self.engine._memory_tracker.start()
@@ -417,7 +410,7 @@ class Calls(BaseTrainer):
             self._callbacks.append(callback)
             self.lifecycle.register([*self.lifecycle.callbacks, callback])
         else:
-            self.engine.add_user_callback(callback)
+            self.engine.add_callback(callback)
 
     def _early_stopping(self, callback: transformers.EarlyStoppingCallback) -> EarlyStopping:
         """Return ours for transformers', whose count is kept in checkpoints."""
@@ -474,7 +467,7 @@ class Calls(BaseTrainer):
         """
         if overwrite is None:
             overwrite = path is None or output_dir is not None or self.training_args is not None
-        place = _one_of("path", path, "output_dir", output_dir)
+        place = either_name("path", path, "output_dir", output_dir)
         place = self._own_folder() if place is None else place
         folder = local_path(place, "path")
         write_model(self, self.engine.saved_processor, folder, overwrite)
@@ -580,9 +573,12 @@ class Calls(BaseTrainer):
     def _evaluated(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and outputs without gradients, less `ignore_keys`."""
         labels = labels_of(batch, self.settings.label_names or ())
-        if "compute_loss" not in self._overridden or labels is None:
+        if "compute_loss" in self._overridden and labels is not None:
+            loss, outputs = self.compute_loss(model, _copied(batch), return_outputs=True)
+        elif isinstance(self.unit, ModelUnit):
+            loss, outputs = self.unit.loss_and_outputs(model, batch)
+        else:
             return super()._forward(model, batch)
-        loss, outputs = self.compute_loss(model, _copied(batch), return_outputs=True)
         return StepOutput(loss, scores_in(outputs, loss, self._evaluation.ignored), labels)  # type: ignore[attr-defined]
 
     # --- logs
@@ -709,12 +705,6 @@ def _takes(function: Any, *args: Any) -> bool:
 def _copied(batch: Any) -> Any:
     """Return a batch from which labels may be popped."""
     return dict(batch) if isinstance(batch, Mapping) else batch
-
-
-def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
-    if value is not None and other is not None:
-        raise ConfigError(f"`{name}` and `{other_name}` are two names for one thing. Leave one of them out.")
-    return other if value is None else value
 
 
 def _read_results(path: Path) -> dict[str, Any]:

@@ -369,12 +369,6 @@ class Engine(Searching):
         """Add a row to transformers' history, and tell its callbacks."""
         super().log(logs, start_time)
 
-    def add_user_callback(self, callback: Any) -> None:
-        """Add one of transformers' callbacks, before what comes after the user's."""
-        self.add_callback(callback)
-        callbacks = self.callback_handler.callbacks
-        callbacks.sort(key=lambda one: isinstance(one, Boundary))  # stable
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Answer the requests of our callbacks and theirs, and end the run where it is to end."""
         self._log_arguments = args, kwargs

@@ -21,7 +21,7 @@ from omnitrain.errors import DataError
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.generation import Generation
 from omnitrain.run.evaluation import Evaluation, Predictions
-from omnitrain.units import ModelUnit, StepOutput
+from omnitrain.units import StepOutput
 
 __all__ = ["HFEvaluation"]
 
@@ -67,16 +67,12 @@ class HFEvaluation(Evaluation):
     @contextlib.contextmanager
     def leaving_out(self, keys: Collection[str]) -> Iterator[None]:
         """Leave keys of the model's output out of the predictions inside."""
-        unit, before = self.hooks.unit, self.ignored
+        before = self.ignored
         self.ignored = frozenset(keys) or before
-        if isinstance(unit, ModelUnit):
-            unit.ignored = self.ignored
         try:
             yield
         finally:
             self.ignored = before
-            if isinstance(unit, ModelUnit):
-                unit.ignored = before
 
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False

@@ -32,9 +32,11 @@ from omnitrain.hf.arguments import (
     adopt_recomputation,
     arguments_in_force,
     ddp_options,
+    either_name,
     engine_arguments,
     plain_arguments,
     refuse_of_datasets,
+    schedule_for,
     sharding_accelerator,
     timeout_of,
     word_of,
@@ -383,9 +385,7 @@ class HFTrainer(Calls):
             given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
             training_args = None
         called_args = given.pop("args", None)
-        if training_args is not None and called_args is not None:
-            raise ConfigError("`args` and `training_args` are two names for one thing. Leave one of them out.")
-        return training_args if training_args is not None else called_args
+        return either_name("args", called_args, "training_args", training_args)
 
     def _adopt(self, given: dict[str, Any]) -> None:
         """Take over what transformers' arguments say into ours."""
@@ -395,10 +395,7 @@ class HFTrainer(Calls):
             adopt({"optimizer": functools.partial(make, **options)}, given, "`optimizer_cls_and_kwargs`")
         given.pop("optimizer_cls_and_kwargs", None)
         if loss is not None:
-            if given.get("loss_fn") is not None:
-                raise ConfigError(
-                    "`loss_fn` and `compute_loss_func` are two names for one thing. Leave one of them out."
-                )
+            either_name("loss_fn", given.get("loss_fn"), "compute_loss_func", loss)
             given["loss_fn"] = lambda outputs, labels: loss(outputs, labels, num_items_in_batch=None)
         if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
             raise ConfigError(f"`optimizers` must be a pair of optimizer and schedule, got {optimizers!r:.200}.")
@@ -559,7 +556,6 @@ class HFTrainer(Calls):
             return None, None
         warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
         warmup = self.settings.warmup_steps or warmup
-        options: Any = args.lr_scheduler_kwargs or {}
         name = word_of(args.lr_scheduler_type)
         if own not in (None, name):
             return None, warmup
@@ -568,14 +564,10 @@ class HFTrainer(Calls):
             automatic = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
             counts = {"warmup_num_steps": warmup, "total_num_steps": total}
             return schedule_of(self._scheduler_config, **automatic, **counts), 0
-        if is_known and not options and (total is None or warmup < total):
+        if is_known and not args.lr_scheduler_kwargs and (total is None or warmup < total):
             return name, warmup
         # what a name alone does not say, and a warm-up that is longer than the run
-        schedule = functools.partial(
-            transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup, num_training_steps=total,
-            scheduler_specific_kwargs=options,
-        )  # fmt: skip
-        return schedule, 0
+        return schedule_for(args, warmup, total), 0
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch

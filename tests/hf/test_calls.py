@@ -13,40 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Sentences, Tagger, distance, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Sentences, Tagger, distance, rows, same, t16, weights
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from omnitrain import Callback, HFTrainer, Trainer
 from omnitrain.errors import ConfigError
 from omnitrain.hf.calls import ANSWERED_BY_ENGINE, CALLED, Calls
-
-
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows by name, as transformers wants them."""
-
-    def __init__(self, size: int = 20) -> None:
-        self.x, self.y = rows(size, torch.float32).tensors
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index], "labels": self.y[index]}
-
-
-class Model(nn.Module):
-    """A small regression as transformers wants it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = t16(0.0, torch.float32)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        output = self.body(x)
-        return {"logits": output} if labels is None else {"loss": F.mse_loss(output, labels), "logits": output}
 
 
 @pytest.fixture
@@ -64,9 +39,9 @@ def args(tmp_path: Path) -> Any:
     return make
 
 
-def made(args: TrainingArguments, kind: Any = HFTrainer, model: Any = Model, **options: Any) -> Any:
+def made(args: TrainingArguments, kind: Any = HFTrainer, model: Any = KeyedModel, **options: Any) -> Any:
     torch.manual_seed(0)
-    return kind(model=model(), args=args, train_dataset=Rows(), eval_dataset=Rows(8), **options)
+    return kind(model=model(), args=args, train_dataset=Keyed(), eval_dataset=Keyed(8), **options)
 
 
 # --- names
@@ -142,15 +117,15 @@ def test_sets_are_evaluated_and_predicted_by_transformers_names(args: Any) -> No
     expected = stock.evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)
     for found in (
-        trainer.evaluate(eval_dataset=Rows(8), ignore_keys=None, metric_key_prefix="dev"),
-        trainer.evaluate(Rows(8), None, "dev"),
-        trainer.evaluate(Rows(8), ["hidden"], metric_key_prefix="dev"),
+        trainer.evaluate(eval_dataset=Keyed(8), ignore_keys=None, metric_key_prefix="dev"),
+        trainer.evaluate(Keyed(8), None, "dev"),
+        trainer.evaluate(Keyed(8), ["hidden"], metric_key_prefix="dev"),
     ):
         assert found == {"dev_loss": pytest.approx(expected)}
-    theirs = stock.predict(Rows(8), metric_key_prefix="x")
+    theirs = stock.predict(Keyed(8), metric_key_prefix="x")
     for result in (
-        trainer.predict(Rows(8), None, "x"),
-        trainer.predict(test_dataset=Rows(8), ignore_keys=[], metric_key_prefix="x"),
+        trainer.predict(Keyed(8), None, "x"),
+        trainer.predict(test_dataset=Keyed(8), ignore_keys=[], metric_key_prefix="x"),
     ):
         assert np.array_equal(result.label_ids, theirs.label_ids) and result.labels is result.label_ids
         assert np.allclose(result.predictions, theirs.predictions)
@@ -158,13 +133,13 @@ def test_sets_are_evaluated_and_predicted_by_transformers_names(args: Any) -> No
         predictions, labels, metrics = result
         assert predictions is result.predictions and labels is result.labels and metrics is result.metrics
     with pytest.raises(ConfigError, match="two names"):
-        trainer.evaluate(Rows(8), eval_dataset=Rows(8))
+        trainer.evaluate(Keyed(8), eval_dataset=Keyed(8))
 
 
 def test_an_evaluation_set_is_named_by_its_name(args: Any) -> None:
-    sets = {"near": Rows(8), "far": Rows(12)}
-    trainer = HFTrainer(Model(), args(), train_dataset=Rows(), eval_dataset=sets)
-    assert trainer.evaluate("far") == {"eval_far_loss": trainer.evaluate(Rows(12))["eval_loss"]}
+    sets = {"near": Keyed(8), "far": Keyed(12)}
+    trainer = HFTrainer(KeyedModel(), args(), train_dataset=Keyed(), eval_dataset=sets)
+    assert trainer.evaluate("far") == {"eval_far_loss": trainer.evaluate(Keyed(12))["eval_loss"]}
     with pytest.raises(ConfigError, match="no 'elsewhere': there are 'near', 'far'"):
         trainer.evaluate(eval_dataset="elsewhere")
 
@@ -185,7 +160,7 @@ def test_ignored_keys_are_left_out_of_predictions_as_in_transformers(args: Any) 
     found = []
     for kind in (transformers.Trainer, HFTrainer):
         trainer = made(args(), kind, Verbose)
-        found.append([trainer.predict(Rows(8)).predictions, trainer.predict(Rows(8), ["hidden"]).predictions])
+        found.append([trainer.predict(Keyed(8)).predictions, trainer.predict(Keyed(8), ["hidden"]).predictions])
     (theirs, their_part), (ours, our_part) = found
     assert [part.shape for part in ours] == [part.shape for part in theirs] == [(8, 1), (8, 4)]
     assert np.allclose(our_part, their_part) and our_part.shape == (8, 1)
@@ -221,9 +196,9 @@ def test_arguments_are_taken_by_position_in_either_order(order: str, args: Any) 
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
     if order == "ours":
-        trainer = HFTrainer(Model(), args(), Rows(), Rows(8), data_collator=collate)
+        trainer = HFTrainer(KeyedModel(), args(), Keyed(), Keyed(8), data_collator=collate)
     else:
-        trainer = HFTrainer(Model(), args(), collate, Rows(), Rows(8))
+        trainer = HFTrainer(KeyedModel(), args(), collate, Keyed(), Keyed(8))
     assert len(trainer.train_dataset) == 20 and len(trainer.eval_dataset) == 8
     assert trainer.data_collator is collate
 
@@ -286,7 +261,7 @@ def test_an_early_stopping_callback_that_is_added_stops_a_run(args: Any) -> None
         assert trainer.train()["stop_reason"] == "early_stopping" and trainer.progress.step == 3
         assert trainer.objective.delta == 0.001
     with pytest.raises(ConfigError, match="eval_dataset"):
-        HFTrainer(Model(), args(), Rows()).add_callback(transformers.EarlyStoppingCallback(2))
+        HFTrainer(KeyedModel(), args(), Keyed()).add_callback(transformers.EarlyStoppingCallback(2))
 
 
 def test_a_run_goes_on_by_transformers_name_of_the_argument(args: Any, tmp_path: Path) -> None:
@@ -349,7 +324,7 @@ def test_a_loss_of_a_subclass_trains_and_evaluates_as_in_transformers(args: Any)
 
     (stock, theirs), (ours, loss) = fitting(Stock), fitting(Weighted)
     assert loss == pytest.approx(theirs, rel=1e-5) and loss != pytest.approx(made(args()).evaluate()["eval_loss"])
-    assert ours.predict(Rows(8)).predictions.shape == stock.predict(Rows(8)).predictions.shape == (8, 1)
+    assert ours.predict(Keyed(8)).predictions.shape == stock.predict(Keyed(8)).predictions.shape == (8, 1)
 
 
 class OfTokens(HFTrainer):
@@ -414,7 +389,7 @@ def test_steps_logs_and_evaluations_of_a_subclass_are_called(args: Any) -> None:
     assert [row["eval_own"] for row in result["valid"]] == [0.5, 0.5]
     assert [row["eval_loss"] for row in result["valid"]] == [row["eval_loss"] for row in expected["valid"]]
     assert all("own" in row for row in trainer.state.log_history)
-    assert np.array_equal(trainer.predict(Rows(8)).predictions, 2 * plain.predict(Rows(8)).predictions)
+    assert np.array_equal(trainer.predict(Keyed(8)).predictions, 2 * plain.predict(Keyed(8)).predictions)
     assert "prediction" in seen
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from omnitrain import Algorithm, HFTrainer, LabelSmoothing, NonFiniteError, Trainer
@@ -43,31 +43,6 @@ def make(model: nn.Module, data: Any = None, args: Any = None, kind: Any = HFTra
         defaults["device"] = "cpu"
         return Trainer(model, data, **{**defaults, **options})
     return kind(model, args, data, **{**defaults, **options})
-
-
-class Keyed(Dataset[dict[str, torch.Tensor]]):
-    """Rows by name, as transformers wants them."""
-
-    def __init__(self, size: int = 20) -> None:
-        self.x, self.y = rows(size, torch.float32).tensors
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index], "labels": self.y[index]}
-
-
-class Model(nn.Module):
-    """The small regression model as transformers wants it."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.body = t16(dropout, torch.float32)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        output = self.body(x)
-        return {"logits": output} if labels is None else {"loss": F.mse_loss(output, labels), "logits": output}
 
 
 @pytest.fixture
@@ -168,9 +143,9 @@ def test_the_engine_cannot_be_trained_past_the_trainer() -> None:
 def test_steps_and_history_are_those_of_a_stock_trainer_that_sees_the_same_samples(arguments: Any) -> None:
     options = {"weight_decay": 0.1, "warmup_steps": 3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5}
     args = arguments(save_strategy="no", logging_steps=1, **options)
-    stock = InOrder(Model(), args, train_dataset=Keyed(), eval_dataset=Keyed(8))
+    stock = InOrder(KeyedModel(), args, train_dataset=Keyed(), eval_dataset=Keyed(8))
     stock.train()
-    ours = make(Model(), Keyed(), args, eval_dataset=Keyed(8))
+    ours = make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(8))
     ours.train()
     assert distance(weights(stock.model), weights(ours.model)) <= 1e-7
     before, now = stock.state.log_history, ours.engine.state.log_history
@@ -187,7 +162,7 @@ def test_steps_and_history_are_those_of_a_stock_trainer_that_sees_the_same_sampl
 def test_our_history_is_that_of_the_native_trainer_without_what_transformers_adds() -> None:
     found = []
     for kind in (Trainer, HFTrainer):
-        trainer = make(Model(), Keyed(), kind=kind, eval_dataset=Keyed(8), epochs=2, compute_metrics="mae")
+        trainer = make(KeyedModel(), Keyed(), kind=kind, eval_dataset=Keyed(8), epochs=2, compute_metrics="mae")
         found.append(trainer.train().to_dict())
     assert found[0] == found[1]
     assert set(found[1]["valid"][0]) == {"epoch", "step", "eval_loss", "eval_mae"}
@@ -224,7 +199,7 @@ def test_callbacks_of_transformers_hear_what_they_would_of_a_stock_trainer(argum
         args = arguments(
             gradient_accumulation_steps=accumulation, max_steps=8, logging_steps=2, eval_steps=4, save_steps=4
         )
-        kind(Model(), args, train_dataset=Keyed(), eval_dataset=Keyed(8), callbacks=[spy]).train()
+        kind(KeyedModel(), args, train_dataset=Keyed(), eval_dataset=Keyed(8), callbacks=[spy]).train()
         seen.append(spy.seen)
     assert seen[1] == seen[0]
 
@@ -245,7 +220,9 @@ class Asks(TrainerCallback):
 def test_flags_that_a_callback_raises_are_acted_on(arguments: Any, tmp_path: Path) -> None:
     rare = {"eval_steps": 100, "save_steps": 100, "logging_steps": 100}
     asks, trace = Asks(should_evaluate=2, should_save=3, should_log=4, should_training_stop=6), Trace()
-    trainer = make(Model(), Keyed(), arguments(**rare), eval_dataset=Keyed(8), callbacks=[asks, trace], keep_best=0)
+    trainer = make(
+        KeyedModel(), Keyed(), arguments(**rare), eval_dataset=Keyed(8), callbacks=[asks, trace], keep_best=0
+    )
     metrics = trainer.train()
     assert [row["step"] for row in metrics["valid"]] == [2]
     assert [row["step"] for row in trace.logs] == [4, 6]  # the end of a run is logged
@@ -257,7 +234,7 @@ def test_flags_that_a_callback_raises_are_acted_on(arguments: Any, tmp_path: Pat
 
 def test_a_flag_that_ends_the_epoch_ends_it_and_not_the_run(arguments: Any) -> None:
     trainer = make(
-        Model(), Keyed(), arguments(save_strategy="no", eval_strategy="no"), callbacks=[Asks(should_epoch_stop=2)]
+        KeyedModel(), Keyed(), arguments(save_strategy="no", eval_strategy="no"), callbacks=[Asks(should_epoch_stop=2)]
     )
     metrics = trainer.train()
     assert [row["step"] for row in metrics["train_metrics_history"]] == [2, 7]
@@ -270,7 +247,7 @@ def test_a_stop_in_the_middle_of_a_step_waits_for_its_end(arguments: Any) -> Non
             return control
 
     args = arguments(save_strategy="no", eval_strategy="no", gradient_accumulation_steps=2)
-    trainer = make(Model(), Keyed(), args, callbacks=[Stops()])
+    trainer = make(KeyedModel(), Keyed(), args, callbacks=[Stops()])
     metrics = trainer.train()
     assert (trainer.progress.step, trainer.progress.samples, metrics["stop_reason"]) == (2, 16, "requested")
 
@@ -282,7 +259,7 @@ def test_the_end_of_an_epoch_asked_for_in_the_middle_of_a_step_waits_for_its_end
             return control
 
     args = arguments(save_strategy="no", eval_strategy="no", gradient_accumulation_steps=2)
-    trainer = make(Model(), Keyed(), args, callbacks=[Ends()])
+    trainer = make(KeyedModel(), Keyed(), args, callbacks=[Ends()])
     assert [row["step"] for row in trainer.train()["train_metrics_history"]] == [2, 5]
 
 
@@ -294,12 +271,12 @@ def test_a_save_that_a_callback_asks_for_is_one_of_ours_without_intervals_too(ar
             told.append(state.global_step)
 
     args = arguments(save_strategy="no", eval_strategy="no")
-    straight = make(Model(), Keyed(), args, callbacks=[Asks(should_save=3), Told()])
+    straight = make(KeyedModel(), Keyed(), args, callbacks=[Asks(should_save=3), Told()])
     straight.train()
     assert told == [3] and straight.store is None
     (folder,) = (tmp_path / "run").glob("checkpoint-*")
     assert (folder / "omnitrain.json").exists()
-    resumed = make(Model(), Keyed(), args)
+    resumed = make(KeyedModel(), Keyed(), args)
     resumed.train(resume_from=folder)
     assert same(weights(resumed.model), weights(straight.model))
 
@@ -308,7 +285,7 @@ def test_without_intervals_of_checkpoints_nothing_but_what_is_asked_for_is_saved
     arguments: Any, tmp_path: Path
 ) -> None:
     args = arguments(save_strategy="no", eval_strategy="steps", eval_steps=1, max_steps=4)
-    metrics = make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[Asks(should_save=2)]).train()
+    metrics = make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[Asks(should_save=2)]).train()
     assert len(metrics["valid"]) == 4
     assert [int(path.name.rpartition("-")[2]) for path in (tmp_path / "run").glob("checkpoint-*")] == [2]
 
@@ -320,13 +297,13 @@ def test_a_callback_of_transformers_may_be_given_as_a_class(arguments: Any) -> N
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             called.append("end")
 
-    make(Model(), Keyed(), arguments(max_steps=2), eval_dataset=Keyed(4), callbacks=[Mine]).train()
+    make(KeyedModel(), Keyed(), arguments(max_steps=2), eval_dataset=Keyed(4), callbacks=[Mine]).train()
     assert called == ["end"]
 
 
 def test_what_is_no_callback_is_refused(arguments: Any) -> None:
     with pytest.raises(ConfigError, match="callbacks of omnitrain or of transformers"):
-        make(Model(), Keyed(), arguments(), callbacks=[print])
+        make(KeyedModel(), Keyed(), arguments(), callbacks=[print])
 
 
 class Counts(TrainerCallback, transformers.trainer_callback.ExportableState):
@@ -344,16 +321,16 @@ class Counts(TrainerCallback, transformers.trainer_callback.ExportableState):
 
 def test_what_a_callback_of_transformers_keeps_comes_back_to_the_same_object(arguments: Any) -> None:
     args = arguments(max_steps=6)
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[Counts(), StopAt(4)]).train()
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[Counts(), StopAt(4)]).train()
     counts = Counts()
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[counts]).train(resume_from="auto")
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[counts]).train(resume_from="auto")
     assert counts.count == 6
 
 
 def test_the_history_of_transformers_goes_on_after_a_resume(arguments: Any) -> None:
     args = arguments(max_steps=6)
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)]).train()
-    trainer = make(Model(), Keyed(), args, eval_dataset=Keyed(4))
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)]).train()
+    trainer = make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4))
     trainer.train(resume_from="auto")
     assert [row["step"] for row in trainer.engine.state.log_history if "loss" in row] == [2, 4, 6]
 
@@ -375,7 +352,7 @@ class Scores:
 def stopping(args: Any, *callbacks: Any, **options: Any) -> Any:
     holder: list[Any] = []
     trainer = make(
-        Model(), Keyed(), args, eval_dataset=Keyed(4), compute_metrics=Scores(holder),
+        KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), compute_metrics=Scores(holder),
         callbacks=[EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=0.001), *callbacks],
         **options,
     )  # fmt: skip
@@ -409,7 +386,7 @@ def test_the_best_checkpoint_is_the_best_by_the_metrics_own_direction(
 ) -> None:
     scores = iter([0.9, 0.2, 0.5, 0.5, 0.5])
     trainer = make(
-        Model(), Keyed(), arguments(load_best_model_at_end=True, metric_for_best_model=metric, save_total_limit=1),
+        KeyedModel(), Keyed(), arguments(load_best_model_at_end=True, metric_for_best_model=metric, save_total_limit=1),
         eval_dataset=Keyed(4), compute_metrics=lambda _: {metric: next(scores)}, sanity=False,
     )  # fmt: skip
     metrics = trainer.train()
@@ -576,9 +553,9 @@ def test_options_of_every_trainer_do_what_they_do_to_the_native_one(options: dic
 
 
 def test_bf16_of_the_training_arguments_is_our_autocast(arguments: Any) -> None:
-    native = make(Model(), Keyed(), kind=Trainer, autocast="bf16", epochs=2, seed=3, lr_scheduler="linear")
+    native = make(KeyedModel(), Keyed(), kind=Trainer, autocast="bf16", epochs=2, seed=3, lr_scheduler="linear")
     native.train()
-    ours = make(Model(), Keyed(), arguments(bf16=True, save_strategy="no", eval_strategy="no"))
+    ours = make(KeyedModel(), Keyed(), arguments(bf16=True, save_strategy="no", eval_strategy="no"))
     ours.train()
     assert distance(weights(native.model), weights(ours.model)) <= 1e-7
 
@@ -641,9 +618,9 @@ def test_a_loss_function_of_transformers_kind_is_called_with_its_arguments(argum
         return F.l1_loss(outputs["logits"] if isinstance(outputs, dict) else outputs, labels)
 
     args = arguments(save_strategy="no", eval_strategy="no", max_steps=3)
-    by_function = make(Model(), Keyed(), args, compute_loss_func=loss)
+    by_function = make(KeyedModel(), Keyed(), args, compute_loss_func=loss)
     by_function.train()
-    plain = make(Model(), Keyed(), args)
+    plain = make(KeyedModel(), Keyed(), args)
     plain.train()
     assert distance(weights(by_function.model), weights(plain.model)) > 1e-4
 
@@ -664,7 +641,7 @@ def test_a_second_training_starts_counting_anew_from_the_present_weights() -> No
 
 def test_a_second_training_has_the_optimizer_that_the_arguments_name(arguments: Any) -> None:
     args = arguments(optim="sgd", save_strategy="no", eval_strategy="no", weight_decay=0.1)
-    trainer = make(Model(), Keyed(), args)
+    trainer = make(KeyedModel(), Keyed(), args)
     groups = []
     for _ in range(2):
         trainer.train()
@@ -676,7 +653,7 @@ def test_a_second_training_has_the_optimizer_that_the_arguments_name(arguments: 
 def test_named_sets_are_evaluated_each_and_one_of_them_selects(arguments: Any) -> None:
     sets = {"dev": Keyed(8), "web": Keyed(5)}
     args = arguments(load_best_model_at_end=True, metric_for_best_model="dev_mae")
-    trainer = make(Model(), Keyed(), args, eval_dataset=sets, compute_metrics="mae")
+    trainer = make(KeyedModel(), Keyed(), args, eval_dataset=sets, compute_metrics="mae")
     row = trainer.train()["best_valid"]
     names = {"eval_loss", "eval_dev_loss", "eval_dev_mae", "eval_web_loss", "eval_web_mae"}
     assert set(row) == names | {"epoch", "step"} and trainer.objective.direction == "min"
@@ -688,7 +665,7 @@ def test_evaluations_tests_and_predictions_are_those_of_the_native_trainer(tmp_p
     found: list[Any] = []
     for kind in (Trainer, HFTrainer):
         trainer = make(
-            Model(), Keyed(), kind=kind, eval_dataset=Keyed(7), test_dataset=Keyed(9), compute_metrics="mae",
+            KeyedModel(), Keyed(), kind=kind, eval_dataset=Keyed(7), test_dataset=Keyed(9), compute_metrics="mae",
             save_dir=tmp_path / kind.__name__, epochs=1, eval_batch_size=3,
         )  # fmt: skip
         trainer.train()
@@ -700,7 +677,7 @@ def test_evaluations_tests_and_predictions_are_those_of_the_native_trainer(tmp_p
 
 
 def test_metrics_and_model_are_written_where_they_are_asked_for(arguments: Any, tmp_path: Path) -> None:
-    trainer = make(Model(), Keyed(), arguments(save_strategy="no"), eval_dataset=Keyed(4))
+    trainer = make(KeyedModel(), Keyed(), arguments(save_strategy="no"), eval_dataset=Keyed(4))
     results = trainer.evaluate(Keyed(6), prefix="test")
     assert trainer.save_metrics("test", results) == tmp_path / "run" / "test_results.json"
     assert json.loads((tmp_path / "run" / "test_results.json").read_text()) == results
@@ -819,16 +796,16 @@ def test_a_stock_trainer_goes_on_from_our_checkpoint_to_the_same_end(
     arguments: Any, tmp_path: Path, decay: float
 ) -> None:
     options = {"weight_decay": decay, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_strategy": "no"}
-    ours = make(Model(), Keyed(), arguments(**options), stock_checkpoints=True)
+    ours = make(KeyedModel(), Keyed(), arguments(**options), stock_checkpoints=True)
     ours.train()
     looks = Looks()
-    stock = InOrder(Model(), arguments(**{**options, "output_dir": str(tmp_path / "stock")}), train_dataset=Keyed(),
-                    callbacks=[looks])  # fmt: skip
+    in_place = {**options, "output_dir": str(tmp_path / "stock")}
+    stock = InOrder(KeyedModel(), arguments(**in_place), train_dataset=Keyed(), callbacks=[looks])
     order = EpochSampler(20, 4, seed=3)
     stock._get_train_sampler = lambda *_: [int(i) for i in order.order(1)]  # type: ignore[method-assign]
     stock.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
     assert looks.step == 6 and looks.epoch == pytest.approx(1.2)
-    halfway = make(Model(), Keyed(), arguments(**options))
+    halfway = make(KeyedModel(), Keyed(), arguments(**options))
     halfway.load_checkpoint(tmp_path / "run" / "checkpoint-6")
     assert same(looks.weights, weights(halfway.model))
     total = sum(float(moment.double().sum()) for moment in looks.moments)
@@ -839,7 +816,13 @@ def test_a_stock_trainer_goes_on_from_our_checkpoint_to_the_same_end(
 
 def test_a_stock_trainer_finds_the_moments_of_each_parameter_in_a_run_without_its_arguments(tmp_path: Path) -> None:
     ours = make(
-        Model(), Keyed(), epochs=2, save_dir=tmp_path / "run", save_steps=3, max_grad_norm=1.0, stock_checkpoints=True
+        KeyedModel(),
+        Keyed(),
+        epochs=2,
+        save_dir=tmp_path / "run",
+        save_steps=3,
+        max_grad_norm=1.0,
+        stock_checkpoints=True,
     )
     ours.train()
     args = TrainingArguments(
@@ -861,7 +844,7 @@ def test_a_stock_trainer_finds_the_moments_of_each_parameter_in_a_run_without_it
 
             return Ours()
 
-    stock = Rest(Model(), args, train_dataset=Keyed())
+    stock = Rest(KeyedModel(), args, train_dataset=Keyed())
     stock.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert stock.state.global_step == 10
     assert distance(weights(stock.model), weights(ours.model)) <= 1e-7
@@ -871,8 +854,8 @@ def test_a_stock_trainer_finds_the_moments_of_each_parameter_in_a_run_without_it
 def test_a_checkpoint_holds_the_files_of_every_trainer_and_pickles_only_for_a_stock_one(
     arguments: Any, tmp_path: Path, stock: bool
 ) -> None:
-    make(Model(), Keyed(), arguments(max_steps=2), eval_dataset=Keyed(4), stock_checkpoints=stock).train()
-    make(Model(), Keyed(), kind=Trainer, max_steps=2, save_dir=tmp_path / "native", save_steps=2).train()
+    make(KeyedModel(), Keyed(), arguments(max_steps=2), eval_dataset=Keyed(4), stock_checkpoints=stock).train()
+    make(KeyedModel(), Keyed(), kind=Trainer, max_steps=2, save_dir=tmp_path / "native", save_steps=2).train()
     names, sizes = [], []
     for run in ("run", "native"):
         (folder,) = (tmp_path / run).glob("checkpoint-*")
@@ -891,18 +874,18 @@ def test_files_for_a_stock_trainer_need_a_place_and_what_to_go_on_from(arguments
         ({"stock_checkpoints": True, "save_dir": "run", "save_only_model": True}, "contradicts"),
     ):
         with pytest.raises(ConfigError, match=f"stock_checkpoints.*{words}"):
-            make(Model(), Keyed(), **options)
+            make(KeyedModel(), Keyed(), **options)
 
 
 def test_what_transformers_pickles_is_never_read_back(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(max_steps=6)
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)], stock_checkpoints=True).train()
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)], stock_checkpoints=True).train()
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("unpickled")
 
     monkeypatch.setattr(torch, "load", refuse)
-    trainer = make(Model(), Keyed(), args, eval_dataset=Keyed(4))
+    trainer = make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4))
     trainer.train(resume_from="auto")
     assert trainer.progress.step == 6
 
@@ -914,27 +897,27 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_by_auto(
     arguments: Any, tmp_path: Path, file: str
 ) -> None:
     args = arguments(max_steps=6)
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)], stock_checkpoints=True).train()
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[StopAt(4)], stock_checkpoints=True).train()
     damaged = tmp_path / "run" / "checkpoint-4" / file
     damaged.write_bytes(damaged.read_bytes()[:20])
     with pytest.raises(CheckpointError, match=file.split("/")[-1]):
-        make(Model(), Keyed(), args, eval_dataset=Keyed(4)).train(resume_from=damaged.parents[file.count("/")])
+        make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4)).train(resume_from=damaged.parents[file.count("/")])
     trace = Trace()
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[trace]).train(resume_from="auto")
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), callbacks=[trace]).train(resume_from="auto")
     assert trace.events.count("step_end") == 4  # from step 2 on
 
 
 def test_other_settings_are_refused_naming_both_values(arguments: Any) -> None:
-    make(Model(), Keyed(), arguments(max_steps=4), eval_dataset=Keyed(4)).train()
+    make(KeyedModel(), Keyed(), arguments(max_steps=4), eval_dataset=Keyed(4)).train()
     with pytest.raises(CheckpointError, match=r"learning_rate: 0\.05 -> 0\.5"):
-        make(Model(), Keyed(), arguments(max_steps=6, learning_rate=0.5), eval_dataset=Keyed(4)).train("auto")
+        make(KeyedModel(), Keyed(), arguments(max_steps=6, learning_rate=0.5), eval_dataset=Keyed(4)).train("auto")
 
 
 def test_saving_the_best_only_keeps_the_best_and_the_last(arguments: Any, tmp_path: Path) -> None:
     scores = iter([0.5, 0.4, 0.9, 0.8, 0.7])
     args = arguments(save_strategy="best", metric_for_best_model="accuracy", load_best_model_at_end=True)
     metrics = {"compute_metrics": lambda _: {"accuracy": next(scores)}, "sanity": False}
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), **metrics).train()
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), **metrics).train()
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
         "checkpoint-10", "checkpoint-2", "checkpoint-6",
     ]  # fmt: skip
@@ -944,7 +927,7 @@ def test_transformers_state_in_a_checkpoint_knows_the_best_one(arguments: Any, t
     scores = iter([0.5, 0.9, 0.4, 0.3, 0.2])
     args = arguments(metric_for_best_model="accuracy", load_best_model_at_end=True)
     metrics = {"compute_metrics": lambda _: {"accuracy": next(scores)}, "sanity": False}
-    make(Model(), Keyed(), args, eval_dataset=Keyed(4), **metrics).train()
+    make(KeyedModel(), Keyed(), args, eval_dataset=Keyed(4), **metrics).train()
     for step in (4, 8):
         state = json.loads((tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert (state["best_metric"], state["best_global_step"]) == (0.9, 4)
