@@ -79,15 +79,10 @@ class Backend:
             options: Its options; True for none, None and False to compile nothing.
 
         Raises:
-            ConfigError: If the weights are sharded, the model is compiled already, or an option is wrong.
+            ConfigError: If the model is compiled already, or an option is wrong.
         """
         if options is None or options is False:
             return
-        if self.sharding is not None:
-            raise ConfigError(
-                f"`compile` is not supported with {self.sharding}, which takes the model apart while it runs. Leave it "
-                "out."
-            )
         if hasattr(self.model, "_orig_mod"):
             raise ConfigError(f"`compile={options!r}`, but the model is compiled already. Pass the plain model.")
         self._compile_options = {} if options is True else options

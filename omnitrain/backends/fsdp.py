@@ -32,7 +32,8 @@ class FSDP(DDP):
         start_from_main(self.model, self.ranks)  # before it is sharded
         model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
         self.optimizer = prepared.optimizer
-        return model, model
+        bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
+        return bare, self.compiled(bare) if bare is model else model
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         with torch.no_grad():

@@ -80,6 +80,8 @@ class Zero(DDP):
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
         # DeepSpeed leaves groups without parameters out
         self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
+        if self._compile_options is not None:
+            self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces what modules keep parameters in
         engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
         self._zero = prepared.optimizer  # DeepSpeed's, inside accelerate's, whose `step` does nothing
         self._factor = 1.0

@@ -246,8 +246,11 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say save_strategy='no'. "
             "Set their save_strategy instead."
         )
-    if args.torch_compile and given.get("compile") not in (None, False):
-        raise ConfigError("`compile` and torch_compile=True of the training arguments are both set. Leave one out.")
+    if args.torch_compile:
+        if given.get("compile") not in (None, False):
+            raise ConfigError("`compile` and torch_compile=True of the training arguments are both set. Leave one out.")
+        options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        given["compile"] = {name: value for name, value in options.items() if value is not None}
     _adopt_metrics(args, given)
     said = _translated(args)
     if getattr(args.accelerator_config, "split_batches", False):
@@ -484,7 +487,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
     options, schedule, fsdp = getattr(args, "fsdp_plugin_args", None), None, None
     if zero is None and options is None and not is_set("ACCELERATE_USE_FSDP"):
         return None, None
-    for name in ("torch_compile", "bf16_full_eval", "fp16_full_eval"):
+    for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name, False):
             raise ConfigError(f"`training_args.{name}=True` is not supported with FSDP or DeepSpeed. Leave it out.")
     if zero is not None:
@@ -585,6 +588,7 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
         "remove_unused_columns": False,
         "max_steps": -1,
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
+        "torch_compile": False,  # the backend compiles
         "mixed_precision": "no",  # autocast and loss scaling are the trainer's
         "auto_find_batch_size": False,  # theirs restarts the run, with other steps
         "enable_jit_checkpoint": False,  # a signal saves anyway

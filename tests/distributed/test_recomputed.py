@@ -12,11 +12,21 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
-from backends import DTYPES, Job, asked_for, dtype_of, launch_all, make_trainer  # noqa: E402
+from backends import (  # noqa: E402
+    DTYPES,
+    Job,
+    asked_for,
+    dtype_of,
+    launch_all,
+    make_trainer,
+    sharding_arguments,
+)
 from marks import thinned  # noqa: E402
 from recipes import rows  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 
+from omnitrain import HFTrainer  # noqa: E402
 from omnitrain.checkpoint.tensors import whole  # noqa: E402
 
 pytestmark = pytest.mark.distributed
@@ -24,17 +34,59 @@ pytestmark = pytest.mark.distributed
 BACKENDS = ("ddp", "fsdp", "hf2", "zero3", "hf_fsdp")
 
 
-def learn(backend: str, recomputes: bool, compiler: str | None = None) -> dict[str, Any]:
+class Counting:
+    """A compiler that leaves a graph as it is."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph
+
+
+class Blocks(nn.Sequential):
+    """A model with a forward pass of its own, as PyTorch compiles none of its own modules' under the hooks of FSDP."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+def learn(backend: str, recomputes: bool, compiles: bool = False) -> dict[str, Any]:
     """Train a model of blocks with dropout and BatchNorm."""
+    torch.compiler.reset()
     torch.manual_seed(0)
+    compiler = Counting()
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
-    model = nn.Sequential(nn.Linear(4, 16), *blocks, nn.Linear(16, 1)).to(DTYPES[dtype_of(backend)])
+    model = Blocks(nn.Linear(4, 16), *blocks, nn.Linear(16, 1)).to(DTYPES[dtype_of(backend)])
     trainer = make_trainer(
         backend, model, rows(32, DTYPES[dtype_of(backend)]), loss_fn=F.mse_loss, batch_size=4, max_steps=4,
-        learning_rate=0.05, gradient_checkpointing=recomputes, compile={"backend": compiler} if compiler else False,
+        learning_rate=0.05, gradient_checkpointing=recomputes, compile={"backend": compiler} if compiles else False,
     )  # fmt: skip
     trainer.train()
+    assert bool(compiler.graphs) is compiles
     assert any("forward" in vars(one) for one in trainer.get_model().modules()) is recomputes
+    return {"tensors": {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}}
+
+
+def learn_by_their_arguments(backend: str, compiles: bool) -> dict[str, Any]:
+    """Train as `torch_compile` of transformers' arguments says."""
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    dtype = DTYPES[dtype_of(backend)]
+    options: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "learning_rate": 0.05}
+    args = sharding_arguments(backend, False, options)
+    if compiles:
+        args.torch_compile, args.torch_compile_backend = True, "aot_eager"
+    trainer = HFTrainer(
+        Blocks(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype), args, rows(32, dtype),
+        loss_fn=F.mse_loss, progress_bar=False, optimizer="torch.optim.AdamW",
+    )  # fmt: skip
+    trainer.train()
+    assert bool(counters["stats"]["unique_graphs"]) is compiles
     return {"tensors": {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}}
 
 
@@ -42,12 +94,17 @@ def learn(backend: str, recomputes: bool, compiler: str | None = None) -> dict[s
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     jobs = [
         Job(f"{backend} {recomputes}", backend, "test_recomputed:learn", {"recomputes": recomputes})
-        for backend in sorted({"ddp", *asked_for(request, "backend")})
+        for backend in sorted({*asked_for(request, "backend"), *asked_for(request, "compiled")})
         for recomputes in (False, True)
     ]
     jobs += [
-        Job(f"{backend} compiled", backend, "test_recomputed:learn", {"recomputes": False, "compiler": "eager"})
-        for backend in ("ddp", "fsdp")
+        Job(f"{backend} compiled", backend, "test_recomputed:learn", {"recomputes": False, "compiles": True})
+        for backend in sorted(asked_for(request, "compiled"))
+    ]
+    jobs += [
+        Job(f"their {backend} {compiles}", backend, "test_recomputed:learn_by_their_arguments", {"compiles": compiles})
+        for backend in sorted(asked_for(request, "theirs"))
+        for compiles in (False, True)
     ]
     return launch_all(jobs, tmp_path_factory.mktemp("runs"))
 
@@ -61,8 +118,21 @@ def test_recomputing_changes_no_bit_on_several_processes(results: Any, backend: 
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
-def test_a_compiled_model_takes_the_steps_of_a_plain_one_on_several_processes(results: Any) -> None:
-    plain, compiled = results["ddp False"][0]["tensors"], results["ddp compiled"][0]["tensors"]
-    assert plain.keys() == compiled.keys() and all(torch.equal(plain[name], compiled[name]) for name in plain)
-    for rank in results["fsdp compiled"]:
-        assert rank["error"] == "ConfigError" and "compile" in rank["message"]
+@pytest.mark.parametrize("compiled", thinned((*BACKENDS, "zero2"), ["ddp", "fsdp"]))
+def test_a_compiled_model_takes_the_steps_of_a_plain_one_on_several_processes(results: Any, compiled: str) -> None:
+    ranks = [results[name][0] for name in (f"{compiled} False", f"{compiled} compiled")]
+    assert not [rank["error"] for rank in ranks if "error" in rank], ranks
+    plain, compiled_one = (rank["tensors"] for rank in ranks)
+    assert plain.keys() == compiled_one.keys() and len(plain) == 18
+    assert all(torch.equal(plain[name], compiled_one[name]) for name in plain)
+
+
+@pytest.mark.parametrize("theirs", thinned(("hf_fsdp", "hf_zero2", "hf_zero3"), []))
+def test_torch_compile_of_transformers_arguments_is_honoured_where_weights_are_sharded(
+    results: Any, theirs: str
+) -> None:
+    ranks = [results[f"their {theirs} {compiles}"][0] for compiles in (False, True)]
+    assert not [rank["error"] for rank in ranks if "error" in rank], ranks
+    plain, compiled = (rank["tensors"] for rank in ranks)
+    assert plain.keys() == compiled.keys() and len(plain) == 4
+    assert all(torch.allclose(plain[name], compiled[name], atol=1e-6) for name in plain)
