@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ __all__ = [
     "refuse_of_datasets",
     "schedule_for",
     "sharding_accelerator",
+    "tell_of_unread",
     "timeout_of",
     "word_of",
 ]
@@ -273,6 +275,28 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
         for name in ("optimization_metric", "optimization_direction"):
             said.pop(name, None)  # transformers' scripts name a metric whether they evaluate or not
     _adopt_said(args, said, given)
+
+
+def tell_of_unread(args: transformers.TrainingArguments) -> None:
+    """Say which fields of another library's training arguments nothing here reads.
+
+    Those of a class that is the user's own are for the user's own program.
+    """
+    known = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
+    own = [field for field in dataclasses.fields(args) if field.name not in known]
+    module = sys.modules.get(type(args).__module__)
+    is_of_library = not {"site-packages", "dist-packages"}.isdisjoint(Path(getattr(module, "__file__", "") or "").parts)
+    if not own or not is_of_library or args.process_index:
+        return
+    made = {one.name: one.default_factory() for one in own if callable(one.default_factory)}
+    found = {one.name: getattr(args, one.name) for one in own}
+    said = [f"{one.name}={found[one.name]!r:.80}" for one in own if found[one.name] != made.get(one.name, one.default)]
+    logger.warning(
+        "%s has %d fields beside those of TrainingArguments, which are for a trainer of %r and are not read here%s. "
+        "Prepare model and data as they say, or let that trainer do so.",
+        type(args).__name__, len(own), type(args).__module__.partition(".")[0],
+        f", not even {', '.join(said)}" if said else "",
+    )  # fmt: skip
 
 
 def adopt_recomputation(args: transformers.TrainingArguments, model: Any, given: dict[str, Any]) -> None:

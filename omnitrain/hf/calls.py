@@ -573,13 +573,15 @@ class Calls(BaseTrainer):
     def _evaluated(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and outputs without gradients, less `ignore_keys`."""
         labels = labels_of(batch, self.settings.label_names or ())
-        if "compute_loss" in self._overridden and labels is not None:
+        evaluation: Any = self._evaluation
+        needs_loss = labels is not None or not evaluation.is_predicting
+        if "compute_loss" in self._overridden and needs_loss:
             loss, outputs = self.compute_loss(model, _copied(batch), return_outputs=True)
         elif isinstance(self.unit, ModelUnit):
             loss, outputs = self.unit.loss_and_outputs(model, batch)
         else:
             return super()._forward(model, batch)
-        return StepOutput(loss, scores_in(outputs, loss, self._evaluation.ignored), labels)  # type: ignore[attr-defined]
+        return StepOutput(loss, scores_in(outputs, loss, evaluation.ignored), labels)
 
     # --- logs
 

@@ -54,7 +54,8 @@ class HFEvaluation(Evaluation):
         self._engine = engine
         self._training_args = training_args
         self._compute_metrics = compute_metrics
-        self._is_predicting = False
+        self.is_predicting = False
+        """Whether predictions are what is wanted, for which there may be no labels."""
         self.is_told = True
         """Whether transformers' callbacks are told of each batch."""
         self.speeds: dict[str, float] = {}
@@ -171,7 +172,7 @@ class HFEvaluation(Evaluation):
     @property
     def _generation_in_use(self) -> Generation | None:
         """The model that generates, where predictions are used."""
-        return self.generation if self._is_predicting or self._compute_metrics is not None else None
+        return self.generation if self.is_predicting or self._compute_metrics is not None else None
 
     @property
     def filler(self) -> int:  # type: ignore[override]
@@ -181,11 +182,11 @@ class HFEvaluation(Evaluation):
 
     def predict(self, loader: Any, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample; with `predict_with_generate`, the generated tokens."""
-        self._is_predicting = True
+        self.is_predicting = True
         try:
             return super().predict(loader, is_interrupted)
         finally:
-            self._is_predicting = False
+            self.is_predicting = False
 
     @contextlib.contextmanager
     def outside_run(self) -> Iterator[None]:

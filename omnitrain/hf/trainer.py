@@ -38,6 +38,7 @@ from omnitrain.hf.arguments import (
     refuse_of_datasets,
     schedule_for,
     sharding_accelerator,
+    tell_of_unread,
     timeout_of,
     word_of,
 )
@@ -128,6 +129,15 @@ class HFTrainer(Calls):
     """The trial of a search that this trainer is for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        for one in (*cls.__mro__[1:], cls.engine_class):
+            if issubclass(one, transformers.Trainer) and not issubclass(one, Engine):
+                raise TypeError(
+                    f"{one.__name__} is a transformers.Trainer with a loop of its own, and cannot be a base or the "
+                    f"`engine_class` of {cls.__name__}. Let it prepare model and data, and give these to HFTrainer: "
+                    "HFTrainer(other.model, other.args, train_dataset=other.train_dataset, data_collator="
+                    "other.data_collator), with its loss as `compute_loss`. Its methods that change "
+                    "transformers' loop go into a subclass of omnitrain.hf.engine.Engine."
+                )
         own = hooks.members_of_user(cls)
         for name in NEVER_CALLED.keys() & own.keys():
             raise TypeError(
@@ -401,6 +411,7 @@ class HFTrainer(Calls):
             raise ConfigError(f"`optimizers` must be a pair of optimizer and schedule, got {optimizers!r:.200}.")
         adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), given, "`optimizers`")
         if self.training_args is not None:
+            tell_of_unread(self.training_args)
             adopt_arguments(self.training_args, given)
         else:
             adopt_precision(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from pathlib import Path
@@ -592,3 +593,35 @@ def test_the_length_of_the_run_is_what_either_side_says(
 ) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", **theirs)
     assert HFTrainer(t16(), args, rows(16), loss_fn=F.mse_loss, **ours).total_steps == steps
+
+
+FOREIGN = """
+from dataclasses import dataclass, field
+from transformers import TrainingArguments
+
+@dataclass
+class Arguments(TrainingArguments):
+    max_length: int | None = 1024
+    packing: bool = False
+    tags: list[str] = field(default_factory=list)
+"""
+
+
+@pytest.mark.parametrize("place", ["site-packages", "program"])
+def test_fields_that_are_for_a_trainer_of_another_library_are_named(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"foreign_of_{place.replace('-', '_')}"
+    (tmp_path / place).mkdir()
+    (tmp_path / place / f"{name}.py").write_text(FOREIGN)
+    monkeypatch.syspath_prepend(tmp_path / place)
+    kind = importlib.import_module(name).Arguments
+    HFTrainer(_Model(), kind(str(tmp_path), use_cpu=True, report_to="none", max_length=16, packing=True), _Rows())
+    told = [one.getMessage() for one in caplog.records if "not read" in one.getMessage()]
+    if place == "program":  # which reads its own fields by itself
+        assert not told
+    else:
+        assert (
+            f"Arguments has 3 fields beside those of TrainingArguments, which are for a trainer of {name!r}" in told[0]
+        )
+        assert "not even max_length=16, packing=True. Prepare model and data as they say" in told[0]

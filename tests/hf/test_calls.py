@@ -327,6 +327,37 @@ def test_a_loss_of_a_subclass_trains_and_evaluates_as_in_transformers(args: Any)
     assert ours.predict(Keyed(8)).predictions.shape == stock.predict(Keyed(8)).predictions.shape == (8, 1)
 
 
+class Pairs(Rows):
+    """What belongs together, without labels."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "other": self.y[index]}
+
+
+class Contrasting(HFTrainer):
+    """A loss that needs no labels."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(inputs["x"])
+        loss = F.mse_loss(outputs["logits"], inputs["other"])
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_without_labels_is_evaluated_too(args: Any) -> None:
+    said = args(eval_strategy="epoch", remove_unused_columns=False)
+    trainer = Contrasting(Model(), said, train_dataset=Pairs(), eval_dataset=Pairs(8))
+    last = trainer.train()["valid"][-1]["eval_loss"]
+    assert (
+        trainer.evaluate()["eval_loss"]
+        == last
+        == pytest.approx(Trainer(trainer.model, eval_dataset=Rows(8)).evaluate()["eval_loss"])
+    )
+    found = trainer.predict(Pairs(8))  # of the model alone, as in transformers
+    assert found.predictions.shape == (8, 1) and "test_loss" not in found.metrics
+
+
 class OfTokens(HFTrainer):
     """A mean over the labels of a micro-batch."""
 

@@ -96,6 +96,20 @@ def test_a_subclass_that_overrides_what_only_transformers_has_is_told_where_to_p
         type("Mine", (HFTrainer,), {name: lambda self, *args: None})
 
 
+class Foreign(transformers.Trainer):
+    """As a trainer of another library."""
+
+
+@pytest.mark.parametrize(
+    ("bases", "members"),
+    [((HFTrainer, Foreign), {}), ((Foreign, HFTrainer), {}), ((HFTrainer,), {"engine_class": Foreign})],
+    ids=["after", "before", "engine"],
+)
+def test_a_trainer_of_another_library_is_no_base_and_no_engine(bases: Any, members: Any) -> None:
+    with pytest.raises(TypeError, match=r"Foreign is a transformers.Trainer with a loop of its own.*other.data_collat"):
+        type("Mine", bases, members)
+
+
 def test_a_subclass_may_have_methods_of_its_own() -> None:
     assert issubclass(type("Mine", (HFTrainer,), {"my_own": lambda self: None, "engine_class": Engine}), HFTrainer)
 
