@@ -242,6 +242,7 @@ class StreamLoader(Loader):
         self.dataset = dataset
         self.name = name
         self.batch_size: int = batch_size * world_size
+        self.collate = collate
         self.seed = seed
         self.size: int | None = len(dataset) if has_length(dataset) else None
         self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size, marks, name)

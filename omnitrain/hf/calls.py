@@ -388,8 +388,12 @@ class Calls(BaseTrainer):
         self.engine._memory_tracker.start()
         with self._leaving_out(ignore_keys):
             found = super().predict(dataset)
-        metrics = {f"{metric_key_prefix}_{name.removeprefix('test_')}": one for name, one in found.metrics.items()}
-        self.engine.report_prediction(metrics)
+        speeds = self._evaluation.speeds  # type: ignore[attr-defined]
+        metrics, told = (
+            {f"{metric_key_prefix}_{name.removeprefix('test_')}": one for name, one in named.items()}
+            for named in (found.metrics, {**found.metrics, **speeds})
+        )
+        self.engine.report_prediction(told)
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
         return Predictions(found.predictions, found.labels, metrics)
 

@@ -1,4 +1,4 @@
-"""Data of HFTrainer: a loader that transformers' loop counts by."""
+"""Data of HFTrainer: a loader that transformers' loop counts by, and those that its callbacks see."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from omnitrain.data.loaders import MapLoader
+from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader
 from omnitrain.data.sampling import windows
 from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["counting_loader"]
+__all__ = ["counting_loader", "shown_loader"]
 
 
 class _Requests(Sampler[Any]):
@@ -78,3 +78,33 @@ def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
         pin_memory=loader.pin_memory,
         generator=generator,
     )
+
+
+class _Batches(Sampler[Any]):
+    """The indices of the micro-batches of the first epoch on this rank, as lists."""
+
+    def __init__(self, loader: MapLoader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (indices.tolist() for indices in self.loader.sampler.batches(0))
+
+
+def shown_loader(loader: Any, batch_size: int) -> Any:
+    """Return what transformers' callbacks are to see of a loader: the user's own, or PyTorch's with the user's dataset.
+
+    It reads nothing unless it is iterated, and does not disturb the run that reads by the loader meanwhile.
+    """
+    if isinstance(loader, GivenLoader):
+        return loader.loader
+    generator = torch.Generator().manual_seed(0)  # else it draws from the training's generator
+    if isinstance(loader, MapLoader):
+        batches, collate = _Batches(loader), loader.fetch.collate
+        return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=collate, generator=generator)
+    if isinstance(loader, StreamLoader) and isinstance(loader.dataset, IterableDataset):
+        collate = loader.collate
+        return DataLoader(loader.dataset, batch_size=batch_size, collate_fn=collate, generator=generator)
+    return loader

@@ -29,7 +29,7 @@ from omnitrain.events import Callback, Control
 from omnitrain.hf.arguments import word_of
 from omnitrain.hf.batch_size import smaller_on_out_of_memory
 from omnitrain.hf.callbacks import Callbacks
-from omnitrain.hf.data import counting_loader
+from omnitrain.hf.data import counting_loader, shown_loader
 from omnitrain.hf.files import write_optimizer, write_state
 from omnitrain.hf.policies import is_delayed
 from omnitrain.hf.search import Searching, Trial, run_trial
@@ -76,6 +76,23 @@ class EngineLoop(Loop):
         engine.control.should_training_stop = bool(self.lifecycle.stop)
         return asked
 
+    def _act_on(self, asked: Control) -> None:
+        """Do what is requested as everywhere, but for what transformers' callbacks call off or add meanwhile.
+
+        Their flags show what is still to come, when they are told of a log and of an evaluation.
+        """
+        engine, lifecycle = self._engine(), self.lifecycle
+        if engine.is_in_train:
+            control = engine.control
+            asked.evaluate &= lifecycle.evaluated_step != lifecycle.progress.step
+            if asked.log:
+                control.should_evaluate, control.should_save = asked.evaluate, asked.save
+                self.log()
+                asked = self.agree("the end of a log", "evaluate", "save")
+            if asked.evaluate:
+                control.should_save, asked.save = asked.save, False
+        super()._act_on(asked)
+
     def rehearse_evaluation(self) -> None:
         with self._untold():
             super().rehearse_evaluation()
@@ -90,9 +107,15 @@ class EngineLoop(Loop):
         finally:
             evaluation.is_told = True
 
+    def settle(self) -> None:
+        self._engine().count_operations()
+        super().settle()
+
     def _save(self, is_asked: bool) -> None:
         """Save as everywhere, and what a callback asks for with `save_strategy="no"` into `output_dir`."""
         owner: Any = self.hooks
+        if is_asked or self.checkpointer.owes_best:
+            self._engine().count_operations()
         if not is_asked or self.checkpointer.store is not None:
             super()._save(is_asked)
             return
@@ -158,6 +181,10 @@ class Engine(Searching):
     """What transformers' loop has returned."""
     _own_loss: float | None = None
     """The loss of the row of logs that transformers is about to write."""
+    _evaluated: tuple[Any, Any] = (None, None)
+    """The loader of the latest evaluation, and what callbacks see of it."""
+    _asked_in_log = (False, False)
+    """The flags for an evaluation and a checkpoint after callbacks were told of a log."""
     _is_asked_for = False
     """Whether it is our trainer that runs transformers' loop."""
     _untold_evaluation: dict[str, float] | None = None
@@ -347,6 +374,11 @@ class Engine(Searching):
         batches = inputs if self.by_window else [inputs]
         return sum(super(Engine, self).floating_point_ops(dict(one)) for one in batches if isinstance(one, Mapping))
 
+    def count_operations(self) -> None:
+        """Add the operations since the latest log to those that transformers' state has, which a checkpoint keeps."""
+        if self.is_in_train:
+            self.store_flos()
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Leave norm and clipping to the step, which does them once, as every trainer does."""
 
@@ -364,6 +396,10 @@ class Engine(Searching):
         if "loss" in logs and self._own_loss is not None:
             logs["loss"], self._own_loss = self._own_loss, None  # theirs leaves out what was before a resume
         self.owner.take_log(logs, start_time)
+        # what callbacks have asked for is for our loop to do, and not for theirs
+        self._asked_in_log = self.control.should_evaluate, self.control.should_save
+        if "loss" in logs:
+            self.control.should_evaluate = self.control.should_save = False
 
     def write_log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a row to transformers' history, and tell its callbacks."""
@@ -400,11 +436,10 @@ class Engine(Searching):
         """Let transformers write its row of logs for this step, with the loss of ours."""
         self._own_loss = logs.get("loss")
         self.control.should_log = True
-        kept = self.control.should_save
-        self.control.should_save = False
         args, kwargs = self._log_arguments
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.control.should_log, self.control.should_save = False, kept
+        self.control.should_log = False
+        self.control.should_evaluate, self.control.should_save = self._asked_in_log
 
     def report_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Let transformers' history, state and callbacks know of an evaluation, and of how long it took."""
@@ -418,7 +453,9 @@ class Engine(Searching):
 
     def report_batch(self, loader: Any) -> None:
         """Tell transformers' callbacks of a batch that an evaluation or a prediction is done with."""
-        self.callback_handler.eval_dataloader = loader
+        if loader is not self._evaluated[0]:
+            self._evaluated = loader, shown_loader(loader, self.owner.eval_batch_size)
+        self.callback_handler.eval_dataloader = self._evaluated[1]
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def report_prediction(self, metrics: Mapping[str, float]) -> None:
@@ -519,6 +556,7 @@ class Bridge(transformers.TrainerCallback):
         state.compute_steps(args, state.max_steps)
         handler = engine.callback_handler
         handler.optimizer, handler.lr_scheduler = owner.optimizer, owner.lr_scheduler or engine.lr_scheduler
+        handler.train_dataloader = shown_loader(owner.train_loader, owner.batch_size)
         state.global_step = owner.progress.step + owner.progress.skipped_steps
         engine._globalstep_last_logged = engine._initial_global_step = state.global_step
         return control

@@ -59,7 +59,7 @@ class HFEvaluation(Evaluation):
         self.is_told = True
         """Whether transformers' callbacks are told of each batch."""
         self.speeds: dict[str, float] = {}
-        """How long the latest evaluation took, as transformers adds it to the metrics."""
+        """How long the latest evaluation or prediction took, as transformers adds it to the metrics."""
         self.ignored: frozenset[str] = frozenset()
         """Keys of the model's output that are left out of the predictions."""
         self._of_run: Callable[[], dict[str, float] | None] | None = None
@@ -110,6 +110,10 @@ class HFEvaluation(Evaluation):
         """Return what `Evaluation.evaluate` does, and note how long it took."""
         start = time.time()
         metrics = super().evaluate(loader, prefix, is_interrupted, only_first)
+        self._note_speeds(loader, prefix, start)
+        return metrics
+
+    def _note_speeds(self, loader: Any, prefix: str, start: float) -> None:
         loaders = list(loader.values()) if isinstance(loader, Mapping) else [loader]
         sizes = [one.size for one in loaders]
         if None in sizes:
@@ -117,7 +121,6 @@ class HFEvaluation(Evaluation):
         else:
             steps = sum(math.ceil(size / self._samples_at_once) for size in sizes)
             self.speeds = speed_metrics(prefix, start, sum(sizes), steps)
-        return metrics
 
     @property
     def _samples_at_once(self) -> int:
@@ -182,9 +185,11 @@ class HFEvaluation(Evaluation):
 
     def predict(self, loader: Any, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample; with `predict_with_generate`, the generated tokens."""
-        self.is_predicting = True
+        self.is_predicting, start = True, time.time()
         try:
-            return super().predict(loader, is_interrupted)
+            found = super().predict(loader, is_interrupted)
+            self._note_speeds(loader, "test", start)
+            return found
         finally:
             self.is_predicting = False
 

@@ -242,11 +242,15 @@ class Loop:
 
     def answer(self) -> None:
         """Do what callbacks have requested: the only place where a run logs, evaluates or saves."""
-        lifecycle = self.lifecycle
         if self.ranks.world_size == 1 and not self.has_requests:
             self.checkpointer.await_background(wait=False)
             return
-        asked = self._agree_after_step()
+        self._act_on(self._agree_after_step())
+        self.checkpointer.await_background(wait=False)
+
+    def _act_on(self, asked: Control) -> None:
+        """Log, evaluate and save as requested."""
+        lifecycle = self.lifecycle
         if asked.log:
             self.log()
         if asked.evaluate and lifecycle.evaluated_step != lifecycle.progress.step:
@@ -254,7 +258,6 @@ class Loop:
                 self.evaluate()
                 asked.save |= self.agree("the end of an evaluation", "save").save
         self._save(asked.save)
-        self.checkpointer.await_background(wait=False)
 
     def _save(self, is_asked: bool) -> None:
         """Save what is asked for, unless it is saved, and a new best, which may be saved without a mark of it."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from marks import thinned
 from tiny import Tokens, bert
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from omnitrain import HFTrainer
@@ -179,6 +182,63 @@ def test_callbacks_get_all_that_a_stock_trainer_gives_them(arguments: Any) -> No
     assert metrics[0].keys() == metrics[1].keys()
 
 
+class Reads(TrainerCallback):
+    """Keeps the loaders that it is given."""
+
+    def __init__(self) -> None:
+        self.loaders: list[Any] = []
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any, **kwargs: Any) -> None:
+        self.loaders.append(train_dataloader)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, eval_dataloader: Any, **kwargs: Any) -> None:
+        self.loaders.append(eval_dataloader)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_callbacks_read_the_users_data_by_the_loaders_that_they_see(arguments: Any, workers: int) -> None:
+    data, held = Tokens(8, "classes"), Tokens(4, "classes")
+    reads = Reads()
+    args = arguments(eval_strategy="epoch", save_strategy="no", num_train_epochs=1, dataloader_num_workers=workers)
+    HFTrainer(bert(), args, data, held, callbacks=[reads]).train()
+    train, valid = reads.loaders
+    assert (type(train), type(valid)) == (DataLoader, DataLoader)
+    assert train.dataset is data and valid.dataset is held
+    assert torch.cat([batch["labels"] for batch in valid]).tolist() == [int(held[i]["labels"]) for i in range(4)]
+
+
+class Stream(IterableDataset[Any]):
+    """Has an epoch, which callbacks set."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from Tokens(8, "classes")
+
+
+def test_callbacks_see_a_stream_and_a_loader_of_the_users_own(arguments: Any) -> None:
+    stream, reads = Stream(), Reads()
+    own = DataLoader(Tokens(8, "classes"), batch_size=2)  # type: ignore[arg-type]
+    args = arguments(save_strategy="no", max_steps=2)
+    HFTrainer(bert(), args, stream, callbacks=[reads]).train()
+    HFTrainer(bert(), args, train_loader=own, callbacks=[reads]).train()
+    assert reads.loaders[0].dataset is stream and reads.loaders[1] is own
+    assert len(next(iter(reads.loaders[0]))["labels"]) == 2
+
+
+def test_the_operations_that_a_checkpoint_tells_of_are_all_up_to_it(arguments: Any, tmp_path: Path) -> None:
+    said = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 100}
+    found = []
+    for kind in KINDS:
+        state = state_of(run(kind, arguments(kind.__name__, **said))[0])
+        kept = [
+            json.loads((tmp_path / kind.__name__ / f"checkpoint-{n}" / "trainer_state.json").read_text())
+            for n in (3, 6, 8)
+        ]
+        found.append([state.total_flos, *(one["total_flos"] for one in kept)])
+    assert found[0] == found[1] and found[0][1] > 0
+
+
 def test_the_list_of_callbacks_is_that_of_a_stock_trainer(arguments: Any) -> None:
     stops, mine = EarlyStoppingCallback(3), Records()
     found = []
@@ -242,7 +302,7 @@ def test_a_subclass_of_early_stopping_judges_in_its_own_way(arguments: Any) -> N
 
 
 def test_batches_and_predictions_are_told_outside_of_a_run_too(arguments: Any) -> None:
-    seen = []
+    seen, told = [], []
     for kind in KINDS:
         records, data = Records(), Tokens(4, "classes")
         args = arguments(save_strategy="no", per_device_eval_batch_size=2)
@@ -250,8 +310,8 @@ def test_batches_and_predictions_are_told_outside_of_a_run_too(arguments: Any) -
         trainer.evaluate()
         trainer.predict(data)
         seen.append([event for event, *_ in records.seen])
-        assert "test_loss" in records.told["on_predict"]["metrics"]
-    assert seen[0] == seen[1]
+        told.append(records.told["on_predict"]["metrics"].keys() - {"test_model_preparation_time"})
+    assert seen[0] == seen[1] and told[0] == told[1]
 
 
 def test_the_memory_of_evaluations_is_measured_where_that_is_asked_for(arguments: Any) -> None:
@@ -265,3 +325,80 @@ def test_the_memory_of_evaluations_is_measured_where_that_is_asked_for(arguments
         metrics = {**trainer.evaluate(), **trainer.predict(data).metrics, **state_of(trainer).log_history[-2]}
         found.append({name for name in metrics if "_mem_" in name})
     assert found[0] == found[1] and any(name.startswith("eval_mem_") for name in found[1])
+
+
+# --- flags
+
+
+class Flags(TrainerCallback):
+    """Sets one flag at one event of one step."""
+
+    def __init__(self, event: str, flag: str, value: bool, step: int = 2) -> None:
+        def on_event(args: Any, state: Any, control: Any, **told: Any) -> Any:
+            if state.global_step == step:
+                setattr(control, flag, value)
+            return control
+
+        setattr(self, event, on_event)
+
+
+RARELY = {**BY_STEPS, "eval_steps": 100, "save_steps": 100, "logging_steps": 1}
+ALL_AT_2 = {**BY_STEPS, "eval_steps": 2, "save_steps": 2, "logging_steps": 2}
+FLAGS: list[Any] = [
+    (RARELY, "on_step_begin", "should_log", True),
+    (RARELY, "on_step_end", "should_evaluate", True),
+    (RARELY, "on_log", "should_evaluate", True),
+    (RARELY, "on_log", "should_save", True),
+    (ALL_AT_2, "on_log", "should_evaluate", False),
+    (ALL_AT_2, "on_log", "should_save", False),
+    (ALL_AT_2, "on_step_end", "should_save", False),
+    (ALL_AT_2, "on_evaluate", "should_save", False),
+    (ALL_AT_2, "on_evaluate", "should_training_stop", True),
+    (ALL_AT_2, "on_save", "should_training_stop", True),
+    ({**ALL_AT_2, "save_steps": 100}, "on_evaluate", "should_save", True),
+    ({**RARELY, "step": 4}, "on_epoch_end", "should_evaluate", True),
+    ({**RARELY, "step": 4}, "on_epoch_end", "should_save", True),
+]
+
+
+@pytest.mark.parametrize(("said", "event", "flag", "value"), FLAGS, ids=str)
+def test_flags_are_acted_on_at_every_event_as_by_a_stock_trainer(
+    arguments: Any, said: dict[str, Any], event: str, flag: str, value: bool
+) -> None:
+    seen = []
+    options = {name: one for name, one in said.items() if name != "step"}
+    for kind in KINDS:
+        sets = Flags(event, flag, value, said.get("step", 2))
+        saves = {"keep_best": 0} if kind is HFTrainer else {}
+        seen.append(run(kind, arguments(kind.__name__, **options), sets, **saves)[1].seen)
+    assert seen[1] == seen[0]
+
+
+def test_a_run_that_a_callback_ends_when_it_is_told_of_a_log_ends_there_and_saves(arguments: Any) -> None:
+    seen = []
+    for kind in KINDS:
+        stops = Flags("on_log", "should_training_stop", True)
+        seen.append(run(kind, arguments(kind.__name__, **RARELY), stops)[1].seen)
+    assert [one for one in seen[1] if one[0] != "on_save"] == seen[0]
+    assert ("on_save", 2, 0.5) in seen[1]
+
+
+class Shown(TrainerCallback):
+    """Notes what flags announce when a row of logs is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.seen.append((state.global_step, control.should_evaluate, control.should_save))
+
+
+def test_flags_show_what_is_still_to_come(arguments: Any) -> None:
+    seen = []
+    for kind in KINDS:
+        shown = Shown()
+        run(kind, arguments(kind.__name__, **{**BY_STEPS, "eval_steps": 2, "save_steps": 4}), shown)
+        seen.append(shown.seen)
+    assert seen[1] == seen[0] == [(2, True, False), (4, True, True), (6, True, False), (8, True, True)]
+    assert set(map(type, seen[1][0])) == {int, bool}
