@@ -609,7 +609,6 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
         "save_total_limit": None,
         "eval_on_start": False,
         "ignore_data_skip": False,
-        "remove_unused_columns": False,
         "max_steps": -1,
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
         "torch_compile": False,  # the backend compiles

@@ -478,6 +478,7 @@ class HFTrainer(Calls):
         if args is not None and args.dataloader_drop_last:
             sampling["whole"] = self.batch_size * self.world_size
         keeps_all = type(unit) is not ModelUnit or (args is not None and not args.remove_unused_columns)
+        self._engine_args.remove_unused_columns = not keeps_all
         columns = Columns(None if keeps_all else unit.columns)
         sets = Sets(self.settings, self.device, self.ranks, columns, **sampling)
         if self._finds_batch_size:

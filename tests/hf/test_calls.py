@@ -203,6 +203,22 @@ def test_arguments_are_taken_by_position_in_either_order(order: str, args: Any) 
     assert trainer.data_collator is collate
 
 
+def test_loaders_leave_out_columns_that_the_model_does_not_take_as_in_transformers(args: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"x": Rows(4).x.tolist(), "labels": Rows(4).y.tolist(), "text": ["a", "bcd", "e", "fg"]}
+    data = datasets.Dataset.from_dict(columns)
+    for keeps in (False, True):
+        found = []
+        for kind in (transformers.Trainer, HFTrainer):
+            torch.manual_seed(0)
+            said = args(remove_unused_columns=not keeps, per_device_eval_batch_size=1, per_device_train_batch_size=1)
+            options = {"eval_dataset": data, "data_collator": lambda samples: dict(samples[0])}
+            trainer = kind(model=Model(), args=said, train_dataset=data, **options)
+            loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader(), trainer.get_test_dataloader(data)
+            found.append([sorted(next(iter(loader))) for loader in loaders])
+        assert found[0] == found[1] == [sorted(columns) if keeps else ["labels", "x"]] * 3
+
+
 def test_an_optimizer_is_taken_as_class_and_options(args: Any) -> None:
     trainer = made(args(), optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.25, "momentum": 0.5}))
     assert type(trainer.optimizer) is torch.optim.SGD and trainer.get_learning_rates() == [0.25]
