@@ -230,6 +230,12 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             raise ConfigError(
                 f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
             )
+    if word_of(args.optim) in ("lomo", "adalomo") or str(word_of(args.optim)).endswith("_layerwise"):
+        raise ConfigError(
+            f"`training_args.optim={word_of(args.optim)!r}` updates weights while gradients are computed, before they "
+            "are known to be finite, and keeps nothing that a checkpoint could hold. Choose the one without layers, "
+            "such as 'galore_adamw' or 'adamw_torch'."
+        )
     accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     if accumulation.get("sync_each_batch"):
         raise ConfigError(

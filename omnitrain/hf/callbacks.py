@@ -13,7 +13,6 @@ __all__ = ["Callbacks"]
 _OURS = (
     transformers.DefaultFlowCallback,
     transformers.ProgressCallback,
-    transformers.PrinterCallback,
     DEFAULT_PROGRESS_CALLBACK,  # another one in a notebook
 )
 """Callbacks of transformers in whose place callbacks of ours are: they are listed, and not called."""

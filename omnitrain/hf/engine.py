@@ -8,6 +8,7 @@ accelerator, optimizer and schedule that the loop expects.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from omnitrain.hf.policies import is_delayed
 from omnitrain.hf.search import Searching, Trial, run_trial
 from omnitrain.run.loop import Loop
 from omnitrain.trainers.base import BaseTrainer
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 __all__ = ["Boundary", "Bridge", "Engine", "EngineLoop", "Reporter", "ScheduleFacade"]
 
@@ -506,6 +509,8 @@ class Engine(Searching):
         states: Any = self.state.stateful_callbacks
         for name, kept in states.items():
             own = [one for one in self.stateful_callbacks() if type(one).__name__ == name]
+            if not own and self.args.restore_callback_states_from_checkpoint and name != type(self.control).__name__:
+                logger.warning("The checkpoint has a state of %s, which is not among the callbacks of this run.", name)
             for callback, held in zip(own, kept if isinstance(kept, list) else [kept], strict=False):
                 vars(callback).update(held.get("attributes", {}))
 

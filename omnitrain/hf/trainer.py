@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PrinterCallback
 
 from omnitrain.backends.accelerators import adopt_precision, backend_for, refuse_lost_processes
 from omnitrain.backends.backend import Backend
@@ -530,6 +531,9 @@ class HFTrainer(Calls):
             compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
             callbacks=self._foreign,
         )
+        if self.settings.progress_bar is False and "progress_bar" in self._own_words and self.training_args is not None:
+            printers = [one for one in self.engine.callback_handler.callbacks if type(one) is PrinterCallback]
+            self._idle += printers  # else it prints the rows of logs where `disable_tqdm` wants no bar
         self.engine.callback_handler.idle = self._idle
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ import transformers
 from recipes import StopAt, same, weights
 from tiny import Tokens, bert, llama
 from torch.utils.data import IterableDataset
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments, trainer_optimizer
+from transformers.trainer_callback import ExportableState
 
 from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError
@@ -49,11 +53,11 @@ HONOURED = """
     accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
     remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
     ddp_static_graph ddp_backend ddp_timeout debug skip_memory_metrics predict_with_generate generation_max_length
-    generation_num_beams generation_config warmup_ratio logging_dir
+    generation_num_beams generation_config warmup_ratio logging_dir restore_callback_states_from_checkpoint
 """
 WITHOUT_EFFECT = """
     eval_accumulation_steps eval_use_gather_object dataloader_persistent_workers enable_jit_checkpoint
-    restore_callback_states_from_checkpoint logging_nan_inf_filter length_column_name do_train do_eval do_predict
+    logging_nan_inf_filter length_column_name do_train do_eval do_predict
     resume_from_checkpoint local_rank fsdp_config
 """
 """What they set always happens here, or never; or scripts alone read it, as they do with a stock trainer."""
@@ -239,3 +243,212 @@ def test_the_accumulation_may_be_said_in_the_settings_for_accelerate(arguments: 
     eager = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ConfigError, match="sync_each_batch=True"):
         HFTrainer(bert(), arguments(accelerator_config=eager), Tokens(8, "classes"))
+
+
+# --- fields that act on the optimizer, on the model, on logs and on the program, beside a stock Trainer
+
+KINDS: tuple[Any, Any] = (transformers.Trainer, HFTrainer)
+
+
+def trained(kind: Any, args: TrainingArguments, model: Any = None, **options: Any) -> Any:
+    trainer = kind(bert() if model is None else model, args, train_dataset=Tokens(8, "classes"), **options)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("optim", "options"),
+    [("sgd", "momentum=0.5,nesterov=True"), ("rmsprop", "alpha=0.5,centered=True"), ("adagrad", "lr_decay=0.1")],
+)
+def test_options_of_an_optimizer_are_those_of_a_stock_trainer(arguments: Any, optim: str, options: str) -> None:
+    found = []
+    for kind in KINDS:
+        trainer = kind(bert(), arguments(optim=optim, optim_args=options), train_dataset=Tokens(8, "classes"))
+        trainer.create_optimizer()
+        found.append(trainer.optimizer.defaults)
+    assert found[0] == found[1] and found[1] != type(trainer.optimizer)(bert().parameters(), lr=0.01).defaults
+
+
+def low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts plain AdamW in the place of GaLore, which is not installed."""
+    module: Any = types.ModuleType("galore_torch")
+    for name in ("GaLoreAdamW", "GaLoreAdafactor", "GaLoreAdamW8bit"):
+        setattr(module, name, type(name, (torch.optim.AdamW,), {}))
+    monkeypatch.setitem(sys.modules, "galore_torch", module)
+    monkeypatch.setattr(trainer_optimizer, "is_galore_torch_available", lambda: True)
+
+
+def test_an_optimizer_of_low_rank_gets_the_modules_that_are_named(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low_rank(monkeypatch)
+    said = {"optim": "galore_adamw", "optim_target_modules": ["attention"], "optim_args": "rank=4"}
+    groups = []
+    for kind in KINDS:
+        optimizer = trained(kind, arguments(max_steps=1, **said)).optimizer
+        groups.append([(len(group["params"]), group.get("rank")) for group in optimizer.param_groups])
+    assert groups[0] == groups[1] and groups[1][1][1] == 4
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw_layerwise", "lomo"])
+def test_an_optimizer_that_steps_in_the_backward_is_refused(arguments: Any, optim: str) -> None:
+    with pytest.raises(ConfigError, match=f"optim='{optim}'.*updates weights while gradients are computed"):
+        HFTrainer(bert(), arguments(optim=optim, optim_target_modules=["attention"]), Tokens(8, "classes"))
+
+
+def test_what_transformers_does_to_the_model_at_the_start_is_done(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", lambda model, config: seen.append((model, config)))
+    monkeypatch.setattr(transformers.trainer, "DebugUnderflowOverflow", seen.append)
+    said = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}, "debug": "underflow_overflow"}
+    model = trained(HFTrainer, arguments(max_steps=1, **said)).get_model()
+    assert seen == [(model, {"rope": False}), model]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_cache_of_a_model_is_used_as_by_a_stock_trainer(arguments: Any, use_cache: bool) -> None:
+    found = []
+    for kind in KINDS:
+        model = llama()
+        kind(model, arguments(use_cache=use_cache), train_dataset=Tokens(8))
+        found.append(model.config.use_cache)
+    assert found == [use_cache, use_cache]
+
+
+def test_memory_is_given_back_as_often_as_by_a_stock_trainer(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for kind in KINDS:
+        calls: list[None] = []
+        monkeypatch.setattr(transformers.trainer, "clear_device_cache", lambda calls=calls: calls.append(None))
+        trained(
+            kind, arguments(torch_empty_cache_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+        )
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+
+
+def test_options_of_recomputation_reach_the_model(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for kind in KINDS:
+        model, calls = bert(), []
+        monkeypatch.setattr(
+            model, "activation_checkpointing_enable", lambda calls=calls, **options: calls.append(options)
+        )
+        options = {"use_reentrant": False}
+        trained(kind, arguments(max_steps=1, gradient_checkpointing=True, gradient_checkpointing_kwargs=options), model)
+        found.append(calls[-1])
+    assert found[0] == found[1] and "use_reentrant" in str(found[1])
+
+
+def test_a_mode_of_compilation_reaches_the_compiler(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def compile(model: Any, **options: Any) -> Any:
+        seen.append(options)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compile)
+    said = {"torch_compile": True, "torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"}
+    trained(HFTrainer, arguments(max_steps=1, **said))
+    assert [(one["backend"], one["mode"]) for one in seen] == [("eager", "reduce-overhead")]
+
+
+def test_deterministic_kernels_are_those_of_the_run(arguments: Any) -> None:
+    seen = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    trained(HFTrainer, arguments(max_steps=1, full_determinism=True), callbacks=[Looks()])
+    assert seen == [True]
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {"find_unused_parameters": True}),
+        ({"ddp_find_unused_parameters": False}, {"find_unused_parameters": False}),
+        ({"ddp_bucket_cap_mb": 7}, {"bucket_cap_mb": 7}),
+        ({"ddp_broadcast_buffers": False}, {"broadcast_buffers": False}),
+        ({"ddp_static_graph": True}, {"static_graph": True}),
+    ],
+    ids=str,
+)
+def test_options_of_ddp_reach_accelerate(arguments: Any, said: dict[str, Any], expected: dict[str, Any]) -> None:
+    trainer = HFTrainer(bert(), arguments(**said), Tokens(8, "classes"))
+    handler = trainer.accelerator.ddp_handler
+    assert {name: getattr(handler, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("said", [{"log_level": "error"}, {"log_level": "debug"}], ids=str)
+def test_transformers_tells_as_much_as_with_a_stock_trainer(arguments: Any, said: dict[str, Any]) -> None:
+    before, found = transformers.utils.logging.get_verbosity(), []
+    try:
+        for kind in KINDS:
+            transformers.utils.logging.set_verbosity(before)
+            kind(bert(), arguments(**said), train_dataset=Tokens(8, "classes"))
+            found.append(transformers.utils.logging.get_verbosity())
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+    assert found[0] == found[1] != before
+
+
+@pytest.mark.parametrize("said", [True, "all", "non_padding", "no", False])
+def test_tokens_are_counted_as_they_are_asked_for(arguments: Any, said: Any) -> None:
+    rows = []
+    for kind in KINDS:
+        trainer = trained(kind, arguments(include_num_input_tokens_seen=said, max_steps=3))
+        rows.append([one.get("num_input_tokens_seen") for one in trainer.state.log_history])
+    assert rows[0] == rows[1]
+
+
+def test_everything_that_is_installed_may_be_reported_to(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    found = []
+    for kind in KINDS:
+        trainer: Any = kind(bert(), arguments(report_to="all"), train_dataset=Tokens(8, "classes"))
+        found.append([type(one).__name__ for one in trainer.callback_handler.callbacks])
+    assert found[0] == found[1]
+
+
+def test_rows_are_printed_where_no_bar_is_wanted_as_by_a_stock_trainer(arguments: Any, capsys: Any) -> None:
+    printed = []
+    for kind in KINDS:
+        trained(kind, arguments(max_steps=2))
+        lines = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+        printed.append([line.keys() for line in lines])
+    assert printed[0] == printed[1] and len(printed[1]) == 3
+    trained(HFTrainer, arguments(max_steps=2), progress_bar=False)
+    assert "{" not in capsys.readouterr().out
+
+
+class Patient(transformers.TrainerCallback, ExportableState):
+    """Counts steps, and has an argument."""
+
+    def __init__(self, patience: int = 1) -> None:
+        self.patience, self.count = patience, 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"patience": self.patience}, "attributes": {"count": self.count}}
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_states_of_callbacks_are_restored_and_their_arguments_are_the_users(
+    arguments: Any, restores: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": restores}
+    first = [Patient(1), Patient(2), StopAt(4)]
+    HFTrainer(bert(), arguments(**said), Tokens(8, "classes"), callbacks=first).train()
+    second = [Patient(3), Patient(4)]
+    HFTrainer(bert(), arguments(**said), Tokens(8, "classes"), callbacks=second).train(resume_from="auto")
+    assert [(one.count, one.patience) for one in second] == [(8, 3), (8, 4)]
+    args = arguments(**said)
+    HFTrainer(bert(), args, Tokens(8, "classes")).train(resume_from=f"{args.output_dir}/checkpoint-4")
+    assert ("a state of Patient, which is not among the callbacks" in caplog.text) == restores
