@@ -227,9 +227,7 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
     for name, idle in UNSUPPORTED.items():
         value = word_of(getattr(args, name, idle[0]))
         if value not in idle:
-            raise ConfigError(
-                f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE.get(name, 'Leave it out.')}"
-            )
+            raise ConfigError(f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE[name]}")
     if word_of(args.optim) in ("lomo", "adalomo") or str(word_of(args.optim)).endswith("_layerwise"):
         raise ConfigError(
             f"`training_args.optim={word_of(args.optim)!r}` updates weights while gradients are computed, before they "
@@ -444,14 +442,25 @@ def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
 
 _DEFAULT_EPOCHS = transformers.TrainingArguments.__dataclass_fields__["num_train_epochs"].default
 
+_GROUPED = (
+    "Samples come in one order, which is that of every trainer and of every number of processes. Leave it out, and "
+    "keep padding short by sorting or packing the dataset."
+)
 _ADVICE = {
-    "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing.",
-    "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is.",
+    "train_sampling_strategy": _GROUPED,
+    "group_by_length": _GROUPED,
+    "sortish_sampler": _GROUPED,
+    "eval_do_concat_batches": "Functions of metrics get whole arrays, filled up to one length. Leave it out; for "
+    "metrics of single batches set batch_eval_metrics=True.",
+    "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing. Leave it out.",
+    "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is. Leave it out.",
     "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
-    "dataloader_in_order": "Samples come in one order here, with any number of workers.",
+    "dataloader_in_order": "Samples come in one order here, with any number of workers. Leave it out.",
     "dataloader_multiprocessing_context": "Call torch.multiprocessing.set_start_method() at the start of the program.",
-    "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read.",
+    "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read. Leave "
+    "it out.",
 }
+"""Why, and what to do."""
 
 
 def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:

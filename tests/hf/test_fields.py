@@ -70,6 +70,17 @@ def test_of_every_field_it_is_known_what_becomes_of_it() -> None:
     assert not set(HONOURED.split()) & set(UNSUPPORTED)
 
 
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_honoured_is_refused_with_a_reason_and_what_to_do(arguments: Any, name: str) -> None:
+    args = arguments()
+    values = {"train_sampling_strategy": "group_by_length", "dataloader_multiprocessing_context": "spawn"}
+    setattr(args, name, values.get(name, not UNSUPPORTED[name][0]))
+    with pytest.raises(ConfigError) as caught:
+        HFTrainer(bert(), args, Tokens(8, "classes"))
+    reason, remedy = str(caught.value).partition("by HFTrainer. ")[2], ("Leave it out", "Use ", "Call ")
+    assert name in str(caught.value) and len(reason) > 60 and any(word in reason for word in remedy)
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
