@@ -96,7 +96,8 @@ def takes_arguments(constructor: Constructor) -> Constructor:
                 "the others by name."
             ) from None
         del given["self"]
-        fixed = frozenset(known) - MAY_BE_ASSIGNED
+        taken = {name for name in known if isinstance(getattr(type(self), name, None), property)}
+        fixed = frozenset(known) - MAY_BE_ASSIGNED - taken
         for name in fixed & vars(self).keys():
             refuse_assignment(self, name, vars(self)[name])
         self._construct(given)

@@ -8,7 +8,7 @@ import transformers
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
-__all__ = ["Callbacks"]
+__all__ = ["Callbacks", "Controls"]
 
 _OURS = (
     transformers.DefaultFlowCallback,
@@ -16,6 +16,26 @@ _OURS = (
     DEFAULT_PROGRESS_CALLBACK,  # another one in a notebook
 )
 """Callbacks of transformers in whose place callbacks of ours are: they are listed, and not called."""
+
+
+class Controls:
+    """What callbacks have requested, in our words, and by the flags of transformers, which begin with `should_`.
+
+    Args:
+        trainer: Whose run it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        vars(self)["_trainer"] = trainer
+
+    def _holder(self, name: str) -> Any:
+        return self._trainer.engine.control if name.startswith("should_") else self._trainer.lifecycle.control
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._holder(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._holder(name), name, value)
 
 
 class Callbacks(CallbackHandler):

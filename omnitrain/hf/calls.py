@@ -8,33 +8,36 @@ after `super().__init__()`.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import trainer_pt_utils
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.data.collation import labels_of
 from omnitrain.data.sets import is_named_sets
 from omnitrain.errors import ConfigError
-from omnitrain.events import Callback
+from omnitrain.events import Callback, Control
 from omnitrain.hf.arguments import either_name, schedule_for
+from omnitrain.hf.callbacks import Controls
+from omnitrain.hf.data import unprepared
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.files import write_model
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.run import hooks
 from omnitrain.run.evaluation import Predictions
-from omnitrain.settings import local_path
+from omnitrain.scoring import make_scorer, scores_for
+from omnitrain.settings import change_setting, local_path
 from omnitrain.trainers.base import BaseTrainer
 from omnitrain.units import ModelUnit, StepOutput, run_unit, scores_in
 
@@ -186,6 +189,31 @@ class Calls(BaseTrainer):
         """Transformers' former name of `processing_class`."""
         return self.processing_class
 
+    @property
+    def control(self) -> Any:
+        """What callbacks on this rank have requested, ours and those of transformers (`control.should_save`)."""
+        return Controls(self)
+
+    @control.setter
+    def control(self, control: Any) -> None:
+        """Take what a method of transformers' callback handler returns, which is this already."""
+        if control is self.engine.control or isinstance(control, (Controls, Control)):
+            return
+        self.engine.control = control
+
+    @property
+    def compute_metrics(self) -> Any:
+        """What evaluations compute; a subclass may set it aside for an evaluation of its own."""
+        return self.settings.compute_metrics
+
+    @compute_metrics.setter
+    def compute_metrics(self, compute_metrics: Any) -> None:
+        if "_evaluation" in vars(self):
+            scorer = make_scorer(compute_metrics, scores_for(self.loss_fn, self.model))
+            settings = dataclasses.replace(self.settings, compute_metrics=compute_metrics)
+            change_setting(self, settings=settings, scorer=scorer)
+            self._evaluation.scorer = scorer
+
     # --- training
 
     def train(
@@ -331,6 +359,7 @@ class Calls(BaseTrainer):
         *,
         eval_dataset: Any = None,
         ignore_keys: Collection[str] | None = None,
+        **generation: Any,
     ) -> dict[str, float]:
         """Return `<prefix>_loss` and the metrics of a dataset, a loader, a dict of named sets, or of the eval set.
 
@@ -340,6 +369,7 @@ class Calls(BaseTrainer):
             metric_key_prefix: transformers' name of `prefix`.
             eval_dataset: transformers' name of `dataset`.
             ignore_keys: Keys of the model's output that are left out of the predictions.
+            generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
         evaluation: Any = self._evaluation
         if evaluation.is_of_run:  # an override of this method, called as a part of the run
@@ -353,7 +383,7 @@ class Calls(BaseTrainer):
         if "get_eval_dataloader" in self._overridden:
             dataset = self._eval_loader_of(dataset)
         self.engine._memory_tracker.start()
-        with self._leaving_out(ignore_keys):
+        with self._leaving_out(ignore_keys), evaluation.generating("evaluate", generation):
             metrics = super().evaluate(dataset, prefix)
         self.engine.report_evaluation(metrics)
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
@@ -373,6 +403,7 @@ class Calls(BaseTrainer):
         metric_key_prefix: str = "test",
         *,
         test_dataset: Any = None,
+        **generation: Any,
     ) -> Predictions:
         """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any.
 
@@ -381,12 +412,14 @@ class Calls(BaseTrainer):
             ignore_keys: Keys of the model's output that are left out of the predictions.
             metric_key_prefix: What names of metrics begin with.
             test_dataset: transformers' name of `dataset`.
+            generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
+        evaluation: Any = self._evaluation
         dataset = either_name("dataset", dataset, "test_dataset", test_dataset)
         if "get_test_dataloader" in self._overridden:
-            dataset = self._refusing_shares(self.get_test_dataloader(dataset))
+            dataset = unprepared(self.get_test_dataloader(dataset))
         self.engine._memory_tracker.start()
-        with self._leaving_out(ignore_keys):
+        with self._leaving_out(ignore_keys), evaluation.generating("predict", generation):
             found = super().predict(dataset)
         speeds = self._evaluation.speeds  # type: ignore[attr-defined]
         metrics, told = (
@@ -396,6 +429,40 @@ class Calls(BaseTrainer):
         self.engine.report_prediction(told)
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
         return Predictions(found.predictions, found.labels, metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str = "Evaluation",
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Collection[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return predictions, labels, metrics and how many samples there were, for an `evaluate` of a subclass.
+
+        Such an `evaluate` writes the row of logs and tells callbacks for itself, as in transformers.
+
+        Args:
+            dataloader: What `get_eval_dataloader` or `get_test_dataloader` returned.
+            description: Not used: a progress bar of ours says what it is about.
+            prediction_loss_only: Whether no predictions are kept; None is as the training arguments say.
+            ignore_keys: Keys of the model's output that are left out of the predictions.
+            metric_key_prefix: What names of metrics begin with.
+        """
+        evaluation: Any = self._evaluation
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        loader, part = self._sets.loader_for(unprepared(dataloader)), (metric_key_prefix, not loss_only)
+        generation = vars(self).get("_gen_kwargs", {})  # as subclasses of Seq2SeqTrainer set it
+        with self._leaving_out(ignore_keys), evaluation.generating("evaluation_loop", generation):
+            if evaluation.is_of_run:
+                found = evaluation.go_over(loader, *part)
+            else:
+                with self.ranks.calling("evaluation_loop()", self._timeout):
+                    found = self._loop.outside(loader, lambda stop: evaluation.over(loader, *part, stop))
+        size = loader.size
+        if size is None:
+            size = next((len(one) for one in (found.labels, *_parts(found.predictions)) if one is not None), None)
+        return EvalLoopOutput(found.predictions, found.labels, found.metrics, size)
 
     def _leaving_out(self, keys: Collection[str] | None) -> Any:
         return self._evaluation.leaving_out(keys or ())  # type: ignore[attr-defined]
@@ -657,7 +724,7 @@ class Calls(BaseTrainer):
         self._begins = True
         try:
             if "get_train_dataloader" in self._overridden:
-                self._sets.take_train(self._refusing_shares(self.get_train_dataloader()))
+                self._sets.take_train(unprepared(self.get_train_dataloader()))
                 self.lifecycle.progress.epoch_size = self._sets.train.size
             if "get_eval_dataloader" in self._overridden and self._evaluates:
                 self._sets.take_eval(self._eval_loader_of(None))
@@ -684,16 +751,8 @@ class Calls(BaseTrainer):
         """Return what `get_eval_dataloader` of a subclass makes of a set, or of each of several."""
         named = self.eval_dataset if dataset is None else dataset
         if is_named_sets(named):
-            return {name: self._refusing_shares(self.get_eval_dataloader(one)) for name, one in named.items()}
-        return self._refusing_shares(self.get_eval_dataloader(dataset))
-
-    def _refusing_shares(self, loader: Any) -> Any:
-        if self.world_size > 1 and isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
-            raise ConfigError(
-                f"A loader of {type(self).__name__} was prepared by accelerate, so that it yields a share of the data, "
-                "which the trainer would share out once more. Return it as it was before `accelerator.prepare`."
-            )
-        return loader
+            return {name: unprepared(self.get_eval_dataloader(one)) for name, one in named.items()}
+        return unprepared(self.get_eval_dataloader(dataset))
 
 
 if not TYPE_CHECKING:  # to which any name would be an attribute
@@ -706,6 +765,10 @@ def _takes(function: Any, *args: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _parts(predictions: Any) -> Sequence[Any]:
+    return predictions if isinstance(predictions, tuple) else (predictions,)
 
 
 def _copied(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Data of HFTrainer: a loader that transformers' loop counts by, and those that its callbacks see."""
+"""Data of HFTrainer: a loader that transformers' loop counts by, those that its callbacks see, and prepared ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader
 from omnitrain.data.sampling import windows
+from omnitrain.errors import ConfigError
 from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["counting_loader", "shown_loader"]
+__all__ = ["counting_loader", "shown_loader", "unprepared"]
 
 
 class _Requests(Sampler[Any]):
@@ -108,3 +111,30 @@ def shown_loader(loader: Any, batch_size: int) -> Any:
         collate = loader.collate
         return DataLoader(loader.dataset, batch_size=batch_size, collate_fn=collate, generator=generator)
     return loader
+
+
+_KEPT = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+         "prefetch_factor", "persistent_workers")  # fmt: skip
+"""What a loader is made with, beside its dataset and the order of it."""
+
+
+def unprepared(loader: Any) -> Any:
+    """Return what `accelerator.prepare` made a loader of, for it yields a share of the data, and trainers share it out.
+
+    Raises:
+        ConfigError: If it is one of a stream, whose shares cannot be put together again.
+    """
+    if not isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
+        return loader
+    base: Any = loader.base_dataloader
+    sampler = base.batch_sampler
+    while isinstance(sampler, BatchSamplerShard):
+        sampler = sampler.batch_sampler
+    if sampler is not base.batch_sampler:
+        return DataLoader(base.dataset, batch_sampler=sampler, **{name: getattr(base, name) for name in _KEPT})
+    if sampler is None and isinstance(loader, DataLoaderShard) and PartialState().num_processes > 1:
+        raise ConfigError(
+            "A loader of a stream was prepared by accelerate, so that it yields a share of the data, which the trainer "
+            "would share out once more. Return it as it was before `accelerator.prepare`."
+        )
+    return base

@@ -97,8 +97,12 @@ class EngineLoop(Loop):
         super()._act_on(asked)
 
     def rehearse_evaluation(self) -> None:
+        evaluation: Any = self.evaluation
         with self._untold():
-            super().rehearse_evaluation()
+            if "evaluate" in self._engine().owner._overridden:  # which may need no loss, and score in its own way
+                evaluation.rehearse(self.sets.eval, self.is_interrupted)
+            else:
+                super().rehearse_evaluation()
 
     @contextlib.contextmanager
     def _untold(self) -> Iterator[None]:
@@ -307,7 +311,27 @@ class Engine(Searching):
 
     def stock_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader that transformers makes of the training set."""
-        return super().get_train_dataloader()
+        with self._as_stock():
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the loader that transformers makes of an evaluation set."""
+        with self._as_stock():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the loader that transformers makes of a test set."""
+        with self._as_stock():
+            return super().get_test_dataloader(test_dataset)
+
+    @contextlib.contextmanager
+    def _as_stock(self) -> Iterator[None]:
+        """Have accelerate share out the samples of loaders that are made inside, and move batches to the device."""
+        self.accelerator.prepares_loaders = True  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.accelerator.prepares_loaders = False  # type: ignore[attr-defined]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Return the micro-batches of the next window: one by one, or as one if their length is unknown."""
@@ -444,11 +468,17 @@ class Engine(Searching):
         self.control.should_log = False
         self.control.should_evaluate, self.control.should_save = self._asked_in_log
 
-    def report_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Let transformers' history, state and callbacks know of an evaluation, and of how long it took."""
-        told = {**metrics, **self.owner._evaluation.speeds}  # type: ignore[attr-defined]
-        self.log(told)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, told)
+    def report_evaluation(self, metrics: Mapping[str, float], is_told: bool = False) -> None:
+        """Let transformers' history, state and callbacks know of an evaluation, and of how long it took.
+
+        Args:
+            metrics: What came of it.
+            is_told: Whether the user's own `evaluate` has written the row of logs and told callbacks.
+        """
+        if not is_told:
+            told = {**metrics, **self.owner._evaluation.speeds}  # type: ignore[attr-defined]
+            self.log(told)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, told)
         objective = self.owner.objective
         self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
         for callback in self.callback_handler.idle:
@@ -614,7 +644,8 @@ class Bridge(transformers.TrainerCallback):
 
     def _show(self, control: Any) -> Any:
         """Show what our callbacks ask for on their flags, where transformers' callbacks may see and change it."""
-        asked, lifecycle = self.owner.control, self.owner.lifecycle
+        lifecycle = self.owner.lifecycle
+        asked = lifecycle.control
         control.should_log |= asked.log
         control.should_evaluate |= asked.evaluate and lifecycle.evaluated_step != self.owner.progress.step
         control.should_save |= asked.save
@@ -672,9 +703,11 @@ class Reporter(Callback):
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """An evaluation of the run is done."""
         engine = self._engine()
+        evaluation: Any = engine.owner._evaluation
+        is_told, evaluation.is_told_by_user = evaluation.is_told_by_user, False
         if engine.is_in_train:
-            engine.report_evaluation(metrics)
-        elif not engine.owner.lifecycle.is_closing:
+            engine.report_evaluation(metrics, is_told)
+        elif not is_told and not engine.owner.lifecycle.is_closing:
             engine._untold_evaluation = dict(metrics)
         if engine.own_trial is not None:
             engine.own_trial.report(engine, metrics)
@@ -697,6 +730,7 @@ class AcceleratorFacade:
     def __init__(self, owner: BaseTrainer, accelerator: Any) -> None:
         self._owner = owner
         self._accelerator = accelerator
+        self.prepares_loaders = False
         self.optimizer: OptimizerFacade
 
     def __getattr__(self, name: str) -> Any:
@@ -705,6 +739,8 @@ class AcceleratorFacade:
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         """Return the wrapped model for a model, a loader as it is, and a facade for the optimizer."""
         if objects and all(isinstance(one, DataLoader) for one in objects):
+            if self.prepares_loaders:
+                objects = tuple(self._accelerator.prepare_data_loader(one) for one in objects)
             return objects if objects[1:] else objects[0]
         self.optimizer = OptimizerFacade(self._owner)
         found = [self._owner.backend.wrapped if isinstance(one, nn.Module) else self.optimizer for one in objects]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_utils import speed_metrics
 
 from omnitrain.checkpoint.state import unwrap
@@ -20,10 +21,14 @@ from omnitrain.data.loaders import Loader
 from omnitrain.errors import DataError
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.generation import Generation
-from omnitrain.run.evaluation import Evaluation, Predictions
+from omnitrain.run.evaluation import Evaluation, Inconclusive, Predictions
 from omnitrain.units import StepOutput
 
 __all__ = ["HFEvaluation"]
+
+
+_OF_THE_CLOCK = ("_runtime", "_samples_per_second", "_steps_per_second")
+"""Ends of the names of what transformers adds to metrics, of which no two runs have the same."""
 
 
 class _CutShort(BaseException):
@@ -36,7 +41,6 @@ class HFEvaluation(Evaluation):
     Args:
         engine: Returns the engine, which is made later.
         training_args: The user's TrainingArguments, or None.
-        compute_metrics: What looks at the predictions, or None.
         parts: The arguments of `Evaluation`.
     """
 
@@ -47,13 +51,11 @@ class HFEvaluation(Evaluation):
         self,
         engine: Callable[[], Engine],
         training_args: Any,
-        compute_metrics: Any,
         *parts: Any,
     ) -> None:
         super().__init__(*parts)
         self._engine = engine
         self._training_args = training_args
-        self._compute_metrics = compute_metrics
         self.is_predicting = False
         """Whether predictions are what is wanted, for which there may be no labels."""
         self.is_told = True
@@ -64,6 +66,10 @@ class HFEvaluation(Evaluation):
         """Keys of the model's output that are left out of the predictions."""
         self._of_run: Callable[[], dict[str, float] | None] | None = None
         """What does an evaluation of the run, which an `evaluate` of the user's is asked for."""
+        self._is_interrupted: Callable[[int], bool] = lambda number: False
+        """Whether to end that evaluation."""
+        self.is_told_by_user = False
+        """Whether the latest evaluation of the run was the user's own, who then writes its log and tells callbacks."""
 
     @contextlib.contextmanager
     def leaving_out(self, keys: Collection[str]) -> Iterator[None]:
@@ -75,6 +81,25 @@ class HFEvaluation(Evaluation):
         finally:
             self.ignored = before
 
+    @contextlib.contextmanager
+    def generating(self, call: str, options: Mapping[str, Any]) -> Iterator[None]:
+        """Generate by these arguments of `model.generate` inside, if anything is generated.
+
+        Args:
+            call: What they were passed to.
+            options: The arguments; None stands for one that was not passed.
+
+        Raises:
+            TypeError: If the training arguments are none by which anything could be generated.
+        """
+        if options and not isinstance(self._training_args, Seq2SeqTrainingArguments):
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {next(iter(options))!r}. What is for `model.generate` "
+                "needs Seq2SeqTrainingArguments, with predict_with_generate=True."
+            )
+        with contextlib.nullcontext() if self.generation is None else self.generation.limited(options):
+            yield
+
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
@@ -83,13 +108,15 @@ class HFEvaluation(Evaluation):
         is_of_run = loader is owner.eval_loader and owner._loop.is_evaluating and not only_first
         if not is_of_run or self._of_run is not None or "evaluate" not in owner._overridden:
             return evaluate(loader, prefix, is_interrupted, only_first)
-        self._of_run = lambda: evaluate(loader, prefix, is_interrupted)
+        self._of_run, self._is_interrupted = lambda: evaluate(loader, prefix, is_interrupted), is_interrupted
+        self.is_told_by_user = True
         try:
-            return dict(owner.evaluate())
+            metrics = dict(owner.evaluate())
         except _CutShort:
             return None
         finally:
             self._of_run = None
+        return {name: value for name, value in metrics.items() if not name.endswith(_OF_THE_CLOCK)}
 
     @property
     def is_of_run(self) -> bool:
@@ -99,10 +126,37 @@ class HFEvaluation(Evaluation):
     def go_on(self) -> dict[str, float]:
         """Do the evaluation of the run that an `evaluate` of the user's was asked for."""
         assert self._of_run is not None
+        self.is_told_by_user = False
         metrics = self._of_run()
         if metrics is None:
             raise _CutShort
         return metrics
+
+    def go_over(self, loader: Loader, prefix: str, predicts: bool) -> Predictions:
+        """Do an evaluation of another loader in the midst of that one, for predictions or for metrics alone."""
+        found = self.over(loader, prefix, predicts, self._is_interrupted)
+        if found is None:
+            raise _CutShort
+        return found
+
+    def over(
+        self, loader: Loader, prefix: str, predicts: bool, is_interrupted: Callable[[int], bool]
+    ) -> Predictions | None:
+        """Return predictions and metrics of a loader, or metrics alone; None if a signal cut it short."""
+        if not predicts:
+            metrics = super().evaluate(loader, prefix, is_interrupted)
+            return None if metrics is None else Predictions(None, None, metrics)
+        found = self.predict(loader, is_interrupted)
+        if found is None:
+            return None
+        metrics = {f"{prefix}_{name.removeprefix('test_')}": value for name, value in found.metrics.items()}
+        return Predictions(found.predictions, found.labels, metrics)
+
+    def rehearse(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
+        """Run the first batch of each set, without a look at what comes of it."""
+        for one in loader.values() if isinstance(loader, Mapping) else [loader]:
+            with contextlib.suppress(Inconclusive):
+                self._run(one, is_interrupted, self.scorer.keeps_predictions, needs_loss=False, only_first=True)
 
     def _timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
@@ -175,7 +229,7 @@ class HFEvaluation(Evaluation):
     @property
     def _generation_in_use(self) -> Generation | None:
         """The model that generates, where predictions are used."""
-        return self.generation if self.is_predicting or self._compute_metrics is not None else None
+        return self.generation if self.is_predicting or self.hooks.settings.compute_metrics is not None else None
 
     @property
     def filler(self) -> int:  # type: ignore[override]

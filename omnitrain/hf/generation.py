@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,17 @@ class Generation:
         limits = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
         self.limits: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
 
+    @contextlib.contextmanager
+    def limited(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Generate by these arguments of `model.generate` inside, and else by those of the training arguments."""
+        before, said = self.limits, {name: value for name, value in options.items() if value is not None}
+        kept = before if "max_new_tokens" not in said else before.keys() - {"max_length"}
+        self.limits = {name: before[name] for name in kept} | said
+        try:
+            yield
+        finally:
+            self.limits = before
+
     def answers(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
         """Return the tokens that the model generates for a batch, and its labels, both padded.
 
@@ -42,7 +54,7 @@ class Generation:
             labels: Those of the batch, or None.
             synced: Whether no process may end before the others, as each holds a part of the weights.
         """
-        tokens = model.generate(**_questions(batch), **self.limits, synced_gpus=synced)
+        tokens = model.generate(**_questions(batch), **{"synced_gpus": synced, **self.limits})
         tokens = getattr(tokens, "sequences", tokens)
         if len(tokens) != count_samples(batch):
             raise DataError(

@@ -149,7 +149,8 @@ class HFTrainer(Calls):
         if "__init__" in vars(cls):
             cls.__init__ = remembered(cls.__init__)
         for name in own:
-            if hasattr(transformers.Trainer, name) and name not in CALLED and not hasattr(Calls, name):
+            is_asked_for = hasattr(Calls, name) and name != "evaluation_loop"
+            if hasattr(transformers.Trainer, name) and name not in CALLED and not is_asked_for:
                 raise TypeError(
                     f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here: of "
                     f"its methods these are: {', '.join(sorted(CALLED))}. Put it into a subclass of "
@@ -495,7 +496,7 @@ class HFTrainer(Calls):
         def engine() -> Engine:
             return self.engine
 
-        evaluation = functools.partial(HFEvaluation, engine, self.training_args, self.compute_metrics)
+        evaluation = functools.partial(HFEvaluation, engine, self.training_args)
         super()._assemble(
             evaluation,
             functools.partial(EngineLoop, engine),

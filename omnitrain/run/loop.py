@@ -412,7 +412,7 @@ class Loop:
         sets = self.sets.eval if isinstance(self.sets.eval, Mapping) else {"": self.sets.eval}
         for name, loader in sets.items():
             prefix = f"eval_{name}" if name else "eval"
-            loss = metrics[f"{prefix}_loss"]
+            loss = metrics.get(f"{prefix}_loss", 0.0)  # an evaluation of the user's own may have none
             if not math.isfinite(loss):
                 folder = None if self.checkpointer.store is None else self.checkpointer.store.root
                 step = self.lifecycle.progress.step

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
@@ -136,6 +136,38 @@ def move(backend: str, folder: str, cut: bool = False) -> dict[str, Any]:
     }
 
 
+class Prepares(HFTrainer):
+    """Hands its loaders to accelerate, as subclasses of transformers.Trainer do."""
+
+    def _loader(self, dataset: Any) -> Any:
+        loader = DataLoader(dataset, batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")))
+        return self.accelerator.prepare(loader)
+
+    def get_train_dataloader(self) -> Any:
+        return self._loader(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
+
+
+def prepare(backend: str) -> dict[str, Any]:
+    """Train on 21 rows and evaluate 11 by loaders that accelerate has prepared; predict by transformers' loop."""
+    trainer = Prepares(
+        t16(), None, rows(21), rows(11), loss_fn=F.mse_loss, epochs=2, learning_rate=0.05, batch_size=2,
+        progress_bar=False, load_best_at_end=False, data_collator=default_collate,
+    )  # fmt: skip
+    metrics = trainer.train()
+    output = trainer.evaluation_loop(trainer.get_test_dataloader(rows(11)), "Prediction", metric_key_prefix="own")
+    shares = sum(len(labels) for _, labels in trainer.get_test_dataloader(rows(11)))
+    return {
+        "losses": [row["eval_loss"] for row in metrics["valid"]],
+        "weights": [one.tolist() for one in weights(trainer.get_model())],
+        "predictions": output.predictions.tolist(),
+        "own": [output.metrics["own_loss"], output.num_samples],
+        "shares": shares,
+    }
+
+
 class Counts(Callback):
     """Counts the exchanges of gradients in each step."""
 
@@ -256,6 +288,7 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
         Job("moved", "hf2", f"{HERE}:move", {"folder": str(folder / "from one")}),
         Job("exchange", "hf2", f"{HERE}:exchange", {"has_length": True}),
         Job("exchange of a stream", "hf2", f"{HERE}:exchange", {"has_length": False}),
+        Job("prepare", "hf2", f"{HERE}:prepare"),
         Job("ask", "hf2", f"{HERE}:ask", {"folder": str(folder / "ask")}),
         Job("search", "hf2", f"{HERE}:search", {"folder": str(folder / "search")}),
     ]
@@ -301,6 +334,14 @@ def test_a_run_saved_on_one_process_goes_on_on_two(results: Any, folder: Path) -
     straight = move("hf", str(folder / "straight again"))
     for found in results["moved"]:
         assert gap(found, straight) <= 1e-10
+
+
+def test_loaders_that_accelerate_has_prepared_are_shared_out_once(results: Any) -> None:
+    expected = prepare("hf")
+    assert expected.pop("shares") == expected["own"][1] == len(expected["predictions"]) == 11
+    assert [found.pop("shares") for found in results["prepare"]] == [6, 6]  # who reads one himself gets a share
+    for found in results["prepare"]:
+        assert gap(found, expected) <= 1e-10
 
 
 @pytest.mark.parametrize("name", ["exchange", "exchange of a stream"])

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -47,7 +48,6 @@ def made(args: TrainingArguments, kind: Any = HFTrainer, model: Any = KeyedModel
 # --- names
 
 OURS = {
-    "evaluation_loop": "evaluations are those of every trainer; `evaluate`, `predict` or `prediction_step`",
     "create_accelerator_and_postprocess": "the accelerator is made by the constructor",
     "set_initial_training_values": "the length of a run is that of every trainer",
     "end": "the end of the name space in which transformers' methods lie",
@@ -205,7 +205,7 @@ def test_arguments_are_taken_by_position_in_either_order(order: str, args: Any) 
 
 def test_loaders_leave_out_columns_that_the_model_does_not_take_as_in_transformers(args: Any) -> None:
     datasets = pytest.importorskip("datasets")
-    columns = {"x": Rows(4).x.tolist(), "labels": Rows(4).y.tolist(), "text": ["a", "bcd", "e", "fg"]}
+    columns = {"x": Keyed(4).x.tolist(), "labels": Keyed(4).y.tolist(), "text": ["a", "bcd", "e", "fg"]}
     data = datasets.Dataset.from_dict(columns)
     for keeps in (False, True):
         found = []
@@ -213,7 +213,7 @@ def test_loaders_leave_out_columns_that_the_model_does_not_take_as_in_transforme
             torch.manual_seed(0)
             said = args(remove_unused_columns=not keeps, per_device_eval_batch_size=1, per_device_train_batch_size=1)
             options = {"eval_dataset": data, "data_collator": lambda samples: dict(samples[0])}
-            trainer = kind(model=Model(), args=said, train_dataset=data, **options)
+            trainer = kind(model=KeyedModel(), args=said, train_dataset=data, **options)
             loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader(), trainer.get_test_dataloader(data)
             found.append([sorted(next(iter(loader))) for loader in loaders])
         assert found[0] == found[1] == [sorted(columns) if keeps else ["labels", "x"]] * 3
@@ -343,7 +343,7 @@ def test_a_loss_of_a_subclass_trains_and_evaluates_as_in_transformers(args: Any)
     assert ours.predict(Keyed(8)).predictions.shape == stock.predict(Keyed(8)).predictions.shape == (8, 1)
 
 
-class Pairs(Rows):
+class Pairs(Keyed):
     """What belongs together, without labels."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -363,12 +363,12 @@ class Contrasting(HFTrainer):
 
 def test_a_loss_without_labels_is_evaluated_too(args: Any) -> None:
     said = args(eval_strategy="epoch", remove_unused_columns=False)
-    trainer = Contrasting(Model(), said, train_dataset=Pairs(), eval_dataset=Pairs(8))
+    trainer = Contrasting(KeyedModel(), said, train_dataset=Pairs(), eval_dataset=Pairs(8))
     last = trainer.train()["valid"][-1]["eval_loss"]
     assert (
         trainer.evaluate()["eval_loss"]
         == last
-        == pytest.approx(Trainer(trainer.model, eval_dataset=Rows(8)).evaluate()["eval_loss"])
+        == pytest.approx(Trainer(trainer.model, eval_dataset=Keyed(8)).evaluate()["eval_loss"])
     )
     found = trainer.predict(Pairs(8))  # of the model alone, as in transformers
     assert found.predictions.shape == (8, 1) and "test_loss" not in found.metrics
@@ -500,3 +500,141 @@ def test_what_is_called_can_be_overridden_and_has_a_default(name: str) -> None:
     assert hasattr(HFTrainer, name)
     kind = type("Own", (HFTrainer,), {name: lambda self, *args, **kwargs: None})
     assert name in kind._overridden and issubclass(kind, Calls)
+
+
+class Unlabelled(Keyed):
+    """Rows of which a model makes predictions, and no loss."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in super().__getitem__(index).items() if key != "labels"}
+
+
+def scoring_apart(base: Any) -> Any:
+    """A trainer whose `evaluate` scores in its own way, as those of answers to questions do."""
+
+    class Own(base):
+        def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+            eval_dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+            compute_metrics, self.compute_metrics = self.compute_metrics, None
+            try:
+                output = self.evaluation_loop(
+                    self.get_eval_dataloader(eval_dataset),
+                    description="Evaluation",
+                    prediction_loss_only=True if compute_metrics is None else None,
+                    ignore_keys=ignore_keys,
+                    metric_key_prefix=metric_key_prefix,
+                )
+            finally:
+                self.compute_metrics = compute_metrics
+            metrics = {f"{metric_key_prefix}_{name}": one for name, one in compute_metrics(output).items()}
+            metrics |= {**output.metrics, f"{metric_key_prefix}_runtime": 0.1}
+            self.rows_seen = output.num_samples
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    return Own
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_evaluation_of_a_subclass_by_transformers_loop_is_part_of_the_run(labelled: bool, args: Any) -> None:
+    told = []
+
+    class Told(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            told.append(metrics["eval_spread"])
+            control.should_training_stop = len(told) == 2
+
+    def spread(output: Any) -> dict[str, float]:
+        return {"spread": float(np.std(output.predictions)), "labelled": float(output.label_ids is not None)}
+
+    found = []
+    for base in (transformers.Trainer, HFTrainer):
+        told.clear()
+        torch.manual_seed(0)
+        trainer = scoring_apart(base)(
+            model=KeyedModel(),
+            args=args(eval_strategy="steps", eval_steps=2),
+            train_dataset=Keyed(),
+            eval_dataset=Keyed(8) if labelled else Unlabelled(8),
+            compute_metrics=spread,
+            callbacks=[Told()],
+            **({"optimization_metric": "spread", "optimization_direction": "max"} if base is HFTrainer else {}),
+        )
+        result = trainer.train()
+        assert result.global_step == 4 and len(told) == 2 and trainer.rows_seen == 8
+        rows = [row for row in trainer.state.log_history if "eval_spread" in row]
+        assert [row["step"] for row in rows] == [2, 4] and ("eval_loss" in rows[0]) is labelled
+        found.append([row["eval_spread"] for row in rows])
+        assert trainer.compute_metrics is spread
+    assert found[0] == pytest.approx(found[1])
+    assert [row["eval_spread"] for row in result["valid"]] == found[1] and "eval_runtime" not in result["valid"][0]
+
+
+def test_loaders_are_those_of_transformers(args: Any) -> None:
+    data = datasets.Dataset.from_list([{"x": one["x"].tolist(), "note": "n", "labels": one["labels"].tolist()}
+                                       for one in Keyed(10)])  # fmt: skip
+    found = []
+    for kind in (transformers.Trainer, HFTrainer):
+        trainer = kind(KeyedModel(), args(dataloader_drop_last=True), train_dataset=data, eval_dataset=data)
+        loaders = [trainer.get_train_dataloader(), trainer.get_eval_dataloader(), trainer.get_test_dataloader(data)]
+        found.append([(len(one), one.total_batch_size, list(next(iter(one)))) for one in loaders])
+    assert found[0] == found[1] and found[0][0] == (2, 4, ["x", "labels"])
+
+
+@pytest.mark.parametrize("prepares", [True, False])
+def test_a_loader_that_accelerate_has_prepared_gives_the_same_numbers(prepares: bool, args: Any) -> None:
+    class Own(HFTrainer):
+        def get_train_dataloader(self) -> Any:
+            loader = DataLoader(self.train_dataset, batch_size=4)
+            return self.accelerator.prepare(loader) if prepares else loader
+
+    expected = made(args())
+    trainer = made(args(), Own)
+    trainer.train(), expected.train()
+    assert same(weights(trainer.model), weights(expected.model))
+
+
+def test_predictions_are_made_by_transformers_loop(args: Any) -> None:
+    expected = made(args()).predict(Keyed(8))
+    for kind in (transformers.Trainer, HFTrainer):
+        trainer = made(args(), kind)
+        loader = trainer.get_test_dataloader(Keyed(8))
+        output = trainer.evaluation_loop(loader, description="Prediction", metric_key_prefix="own")
+        assert np.allclose(output.predictions, expected.predictions) and np.array_equal(
+            output.label_ids, expected.labels
+        )
+        assert output.num_samples == 8 and output.metrics["own_loss"] == pytest.approx(expected.metrics["test_loss"])
+        output = trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=True)
+        assert output.predictions is None and next(iter(output.metrics)) == "eval_loss" and output.num_samples == 8
+
+
+def test_a_loop_of_a_subclass_that_nothing_would_call_is_refused() -> None:
+    with pytest.raises(TypeError, match="evaluation_loop"):
+        type("Own", (HFTrainer,), {"evaluation_loop": lambda self, *args, **kwargs: None})
+
+
+def test_metrics_may_be_set_afterwards(args: Any) -> None:
+    trainer = made(args(), compute_metrics=lambda prediction: {"rows": len(prediction.predictions)})
+    assert trainer.evaluate()["eval_rows"] == 8
+    trainer.compute_metrics = None
+    assert list(trainer.evaluate()) == ["eval_loss"]
+    trainer.compute_metrics = "mae"
+    assert "eval_mae" in trainer.evaluate()
+    with pytest.raises(ConfigError, match="learning_rate"):
+        trainer.learning_rate = 1.0
+
+
+def test_a_run_is_steered_by_the_flags_of_transformers(args: Any, tmp_path: Path) -> None:
+    class Own(HFTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+            if model.training:
+                self.control.should_save = self.progress.step == 1
+                self.control.should_training_stop = self.progress.step == 2
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    trainer = made(args(), Own)
+    trainer.train()
+    assert trainer.progress.step == 3 and trainer.stop_reason == "requested"
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert trainer.control.stop == "requested"

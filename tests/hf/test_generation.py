@@ -229,3 +229,37 @@ def test_batches_that_are_no_dicts_are_refused(arguments: Any) -> None:
 def test_a_loss_is_all_that_is_computed_if_it_is_all_that_was_asked_for(arguments: Any) -> None:
     trainer = HFTrainer(bert(), arguments(prediction_loss_only=True), eval_dataset=Tokens(3, "classes"))
     assert trainer.evaluate().keys() == {"eval_loss"}
+
+
+@pytest.mark.parametrize("given", [{"max_length": 9}, {"num_beams": 3, "max_length": 14}, {"max_new_tokens": 4}])
+def test_what_is_generated_is_said_by_a_call(arguments: Any, given: dict[str, int]) -> None:
+    found = []
+    for kind in (Seq2SeqTrainer, HFTrainer):
+        trainer: Any = kind(ending(t5()).eval(), arguments(generation_max_length=12), compute_metrics=score)
+        trainer.model.generation_config.max_length = None
+        metrics = trainer.evaluate(Tokens(4), **given)
+        predicted = trainer.predict(Tokens(4), metric_key_prefix="own", **given)
+        found.append((metrics["eval_tokens"], metrics["eval_width"], predicted.predictions.tolist()))
+        plain = trainer.evaluate(Tokens(4))
+        found[-1] += (plain["eval_tokens"], plain["eval_width"])
+    assert found[0] == found[1] and found[0][:2] != found[0][3:]
+
+
+def test_what_an_evaluation_of_a_subclass_generates_is_said_by_its_attribute(arguments: Any) -> None:
+    class Own(HFTrainer):
+        def evaluate(self, eval_dataset: Any = None, **gen_kwargs: Any) -> Any:  # type: ignore[override]
+            self._gen_kwargs = gen_kwargs
+            return self.evaluation_loop(self.get_eval_dataloader(eval_dataset), "Evaluation").metrics
+
+    trainer = Own(ending(t5()).eval(), arguments(), compute_metrics=score)
+    assert trainer.evaluate(Tokens(4), max_length=40)["eval_width"] == 40
+    assert trainer.evaluate(Tokens(4), max_length=30)["eval_width"] == 30
+
+
+def test_what_is_to_be_generated_is_refused_where_nothing_is(arguments: Any) -> None:
+    trainer = HFTrainer(t5(), arguments(predict_with_generate=False))
+    trainer.evaluate(Tokens(4), max_length=9)  # as a script does that leaves it to its command line
+    trainer = HFTrainer(t5(), None, Tokens(4))
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(TypeError, match=r"max_length.*predict_with_generate"):
+            call(Tokens(4), max_length=9)
