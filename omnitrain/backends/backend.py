@@ -83,8 +83,6 @@ class Backend:
         """
         if options is None or options is False:
             return
-        if hasattr(self.model, "_orig_mod"):
-            raise ConfigError(f"`compile={options!r}`, but the model is compiled already. Pass the plain model.")
         self._compile_options = {} if options is True else options
         self.compiled(self.model)
 
@@ -92,6 +90,11 @@ class Backend:
         """Return what is to run of a model: compiled, if that is asked for; nothing is until it first runs."""
         if self._compile_options is None:
             return model
+        if hasattr(model, "_orig_mod"):
+            raise ConfigError(
+                f"`compile={dict(self._compile_options)!r}`, but the model is compiled already. Pass the plain model, "
+                "or leave that to accelerate, if its own settings (ACCELERATE_DYNAMO_BACKEND) ask for it."
+            )
         try:
             run: Any = torch.compile(model, **self._compile_options)
             return run

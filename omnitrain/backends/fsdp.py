@@ -33,7 +33,7 @@ class FSDP(DDP):
         model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
         self.optimizer = prepared.optimizer
         bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
-        return bare, self.compiled(bare) if bare is model else model
+        return bare, self.compiled(model)
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         with torch.no_grad():

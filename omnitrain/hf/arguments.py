@@ -627,6 +627,8 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
         "max_steps": -1,
         "num_train_epochs": 1_000_000,  # the lifecycle ends the run
         "torch_compile": False,  # the backend compiles
+        "torch_compile_backend": None,
+        "torch_compile_mode": None,
         "mixed_precision": "no",  # autocast and loss scaling are the trainer's
         "auto_find_batch_size": False,  # theirs restarts the run, with other steps
         "enable_jit_checkpoint": False,  # a signal saves anyway
