@@ -48,13 +48,13 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 ANSWERED_BY_ENGINE = (
     # what transformers keeps of a run
     "callback_handler", "can_return_loss", "current_flos", "deepspeed", "hp_name", "hp_search_backend",
-    "hub_model_id", "is_deepspeed_enabled", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled",
+    "hub_model_id", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled",
     "is_in_train", "is_model_parallel", "label_names", "label_smoother", "model_accepts_loss_kwargs",
     "neftune_noise_alpha", "place_model_on_device", "state",
     # questions, and helpers of its own
-    "autocast_smart_context_manager", "call_model_init", "compute_loss_context_manager", "floating_point_ops",
-    "get_batch_samples", "get_cp_size", "get_decay_parameter_names", "get_sp_size", "get_total_train_batch_size",
-    "get_tp_size", "init_hf_repo", "num_examples", "store_flos",
+    "autocast_smart_context_manager", "compute_loss_context_manager", "floating_point_ops", "get_cp_size",
+    "get_decay_parameter_names", "get_sp_size", "get_total_train_batch_size", "get_tp_size", "init_hf_repo",
+    "num_examples", "store_flos",
 )  # fmt: skip
 """Attributes of `transformers.Trainer` that are read from the engine, which is one."""
 
@@ -107,6 +107,8 @@ class Calls(BaseTrainer):
     engine: Engine
     training_args: transformers.TrainingArguments | None
     processing_class: Any
+    model_init: Any
+    _new_model: Callable[..., nn.Module]
     _output_dir: Path | None
     _engine_args: transformers.TrainingArguments
     lr_scheduler: Any
@@ -147,7 +149,6 @@ class Calls(BaseTrainer):
         hp_name: Any
         hp_search_backend: Any
         hub_model_id: Any
-        is_deepspeed_enabled: Any
         is_fsdp_xla_enabled: Any
         is_fsdp_xla_v1_enabled: Any
         is_fsdp_xla_v2_enabled: Any
@@ -160,10 +161,8 @@ class Calls(BaseTrainer):
         place_model_on_device: Any
         state: transformers.TrainerState
         autocast_smart_context_manager: Callable[..., Any]
-        call_model_init: Callable[..., Any]
         compute_loss_context_manager: Callable[..., Any]
         floating_point_ops: Callable[..., Any]
-        get_batch_samples: Callable[..., Any]
         get_cp_size: Callable[..., Any]
         get_decay_parameter_names: Callable[..., Any]
         get_sp_size: Callable[..., Any]
@@ -183,6 +182,16 @@ class Calls(BaseTrainer):
     def args(self) -> transformers.TrainingArguments:
         """The training arguments, the user's own if there are any."""
         return self._engine_args if self.training_args is None else self.training_args
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed cuts up the weights."""
+        return self.backend.sharding == "DEEPSPEED"
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether FSDP cuts up the weights."""
+        return self.backend.sharding == "FSDP"
 
     @property
     def tokenizer(self) -> Any:
@@ -292,6 +301,12 @@ class Calls(BaseTrainer):
         metrics["epoch"] = round(progress.epochs, 6)
         loss = mean if output is None else output.training_loss
         return TrainOutput(progress.step, loss, metrics)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Return a new model from `model_init`; for a trial of a search, the search makes the trainer that asks."""
+        if self.model_init is None:
+            raise ConfigError("There is no `model_init` to make a model with. Pass it to the constructor.")
+        return self._new_model(self.seed, self.device)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""

@@ -18,6 +18,7 @@ from omnitrain.backends.accelerators import adopt_precision, backend_for, refuse
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import schedule_of
 from omnitrain.checkpoint.state import unwrap
+from omnitrain.data.collation import Collator
 from omnitrain.data.columns import Columns
 from omnitrain.data.loaders import MapLoader
 from omnitrain.data.sets import Sets
@@ -525,7 +526,7 @@ class HFTrainer(Calls):
             self._sharding,
             model=self.model,
             args=self._engine_args,
-            data_collator=self.data_collator,
+            data_collator=self.data_collator or Collator(label_names=self.settings.label_names or ()),
             train_dataset=self.train_dataset if not by_window else [None],
             eval_dataset=self.eval_dataset,
             processing_class=self.processing_class,

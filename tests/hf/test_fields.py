@@ -457,7 +457,7 @@ def test_states_of_callbacks_are_restored_and_their_arguments_are_the_users(
     said = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": restores}
     first = [Patient(1), Patient(2), StopAt(4)]
     HFTrainer(bert(), arguments(**said), Tokens(8, "classes"), callbacks=first).train()
-    second = [Patient(3), Patient(4)]
+    second: list[Any] = [Patient(3), Patient(4)]
     HFTrainer(bert(), arguments(**said), Tokens(8, "classes"), callbacks=second).train(resume_from="auto")
     assert [(one.count, one.patience) for one in second] == [(8, 3), (8, 4)]
     args = arguments(**said)
