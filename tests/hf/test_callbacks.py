@@ -284,6 +284,30 @@ def test_tensorboard_records_the_arguments_of_the_user(arguments: Any) -> None:
     assert (recorded["num_train_epochs"], recorded["max_grad_norm"], recorded["eval_strategy"]) == (2, 0.5, "epoch")
 
 
+class Uploads(TrainerCallback):
+    """Looks for the files of a checkpoint when it is told of it, as those of MLflow and of W&B do."""
+
+    def __init__(self) -> None:
+        self.files: dict[int, set[str]] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.files[state.global_step] = {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("last", [8, 7], ids=["on an interval", "off it"])
+def test_what_is_uploaded_from_a_checkpoint_is_where_a_stock_trainer_has_it(arguments: Any, last: int) -> None:
+    found = []
+    for kind in KINDS:
+        uploads = Uploads()
+        said = {**BY_STEPS, "eval_steps": 2, "save_steps": 2, "save_total_limit": 1, "max_steps": last}
+        run(kind, arguments(kind.__name__, load_best_model_at_end=True, **said), uploads)
+        found.append(uploads.files)
+    assert found[0].keys() == found[1].keys()
+    for files in found[1].values():
+        assert {"config.json", "model.safetensors", "trainer_state.json"} <= files
+
+
 class Judges(EarlyStoppingCallback):
     """Early stopping with a judgement of its own: no evaluation is a gain."""
 
