@@ -110,6 +110,7 @@ CALLS: dict[str, Any] = {
     "create_optimizer_and_scheduler": lambda t: t.create_optimizer_and_scheduler(4),
     "create_scheduler": lambda t: type(t.create_scheduler(4, t.create_optimizer())),
     "evaluate": lambda t: "eval_loss" in t.evaluate(),
+    "evaluation_loop": lambda t: t.evaluation_loop(t.get_eval_dataloader(), "x").num_samples,
     "floating_point_ops": lambda t: t.floating_point_ops(batch_of(t)),
     "get_cp_size": lambda t: t.get_cp_size(),
     "get_decay_parameter_names": lambda t: sorted(t.get_decay_parameter_names(t.model)),
@@ -162,7 +163,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
         said |= {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
         folder = tmp_path_factory.mktemp(kind.__name__)
         trainer: Any = kind(
-            model_init=KeyedModel,
+            model_init=lambda: KeyedModel(),  # of a class, transformers counts the arguments
             args=TrainingArguments(str(folder), **said),
             train_dataset=Keyed(),
             eval_dataset=Keyed(8),
