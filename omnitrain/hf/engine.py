@@ -42,6 +42,9 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 __all__ = ["Boundary", "Bridge", "Engine", "EngineLoop", "Reporter", "ScheduleFacade"]
 
 
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+
 class EngineLoop(Loop):
     """Our loop where transformers' goes through the epochs; it answers requests as everywhere.
 
@@ -58,6 +61,8 @@ class EngineLoop(Loop):
         """Let transformers train until the run ends."""
         if not self.lifecycle.stop:
             self._engine().run()
+        elif self.checkpointer.resumed is not None:
+            self._engine().recall()
 
     @property
     def asks_alone(self) -> bool:
@@ -258,6 +263,11 @@ class Engine(Searching):
         self.optimizer, self.lr_scheduler = owner.optimizer, ScheduleFacade(owner)  # type: ignore[assignment]
         self.has_ended, self._is_asked_for, self._told_save = False, True, -1
         self.output = self.train(resume_from_checkpoint=self._start(), trial=self.own_trial and self.own_trial.trial)
+
+    def recall(self) -> None:
+        """Take up transformers' history, and what its callbacks keep, of a run that is resumed where it had ended."""
+        self.state = self.present_state()
+        self._load_callback_state()
 
     def _start(self) -> str | None:
         """Return a folder with the state that transformers needs to begin where the run is; None at the beginning."""
@@ -539,10 +549,12 @@ class Engine(Searching):
         states: Any = self.state.stateful_callbacks
         for name, kept in states.items():
             own = [one for one in self.stateful_callbacks() if type(one).__name__ == name]
-            if not own and self.args.restore_callback_states_from_checkpoint and name != type(self.control).__name__:
-                logger.warning("The checkpoint has a state of %s, which is not among the callbacks of this run.", name)
-            for callback, held in zip(own, kept if isinstance(kept, list) else [kept], strict=False):
+            states_of_name = kept if isinstance(kept, list) else [kept]
+            for callback, held in zip(own, states_of_name, strict=False):
                 vars(callback).update(held.get("attributes", {}))
+            is_ours = name in (type(self.control).__name__, transformers.EarlyStoppingCallback.__name__)
+            if len(own) < len(states_of_name) and not is_ours:
+                logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)
 
     # Whatever is to be restored has been restored from our files, or is in `_load_rng_state`.
 

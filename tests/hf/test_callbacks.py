@@ -14,6 +14,7 @@ from marks import thinned
 from tiny import Tokens, bert
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from omnitrain import HFTrainer
 
@@ -60,13 +61,15 @@ for name in EVENTS:
     setattr(Records, name, _noting(name))
 
 
-def run(kind: Any, args: TrainingArguments, *callbacks: Any, **options: Any) -> tuple[Any, Records]:
+def run(
+    kind: Any, args: TrainingArguments, *callbacks: Any, resume_from_checkpoint: bool = False, **options: Any
+) -> tuple[Any, Records]:
     records = Records()
     trainer = kind(
         bert(), args, train_dataset=Tokens(8, "classes"), eval_dataset=Tokens(4, "classes"),
         callbacks=[*callbacks, records], **options,
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
     return trainer, records
 
 
@@ -426,3 +429,27 @@ def test_flags_show_what_is_still_to_come(arguments: Any) -> None:
         seen.append(shown.seen)
     assert seen[1] == seen[0] == [(2, True, False), (4, True, True), (6, True, False), (8, True, True)]
     assert set(map(type, seen[1][0])) == {int, bool}
+
+
+class Keeps(TrainerCallback, ExportableState):
+    """Keeps a word in checkpoints."""
+
+    def __init__(self, word: str = "none") -> None:
+        self.word = word
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"word": self.word}}
+
+
+def test_a_run_that_had_ended_is_there_with_its_history_and_what_callbacks_keep(
+    arguments: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"max_steps": 4, "save_steps": 4, "save_strategy": "steps", "logging_steps": 2}
+    first, _ = run(HFTrainer, arguments("ended", **said), Keeps("one"), Keeps("two"))
+    kept = [Keeps(), Keeps()]
+    again, _ = run(HFTrainer, arguments("ended", **said), *kept, resume_from_checkpoint=True)
+    assert [one.word for one in kept] == ["one", "two"]
+    assert again.state.global_step == 4 and again.state.log_history[:2] == first.state.log_history[:2]
+    assert "the state of a callback" not in caplog.text
+    run(HFTrainer, arguments("ended", **said), Keeps(), resume_from_checkpoint=True)
+    assert "the state of a callback 'Keeps', which is not among the callbacks" in caplog.text
