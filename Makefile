@@ -85,7 +85,7 @@ docs: $(VENV)/.has-docs ## build the documentation into docs/_build/html, warnin
 	$(call limit,600) $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 examples: $(VENV)/.has-test ## run every script in examples
-	@set -e; for script in $(sort $(wildcard examples/*.py)); do \
+	@set -e; for script in $(sort $(wildcard examples/*.py examples/hf/*.py)); do \
 		echo "== $$script"; $(call limit,300) $(BIN)/python $$script; done
 
 notebooks: $(VENV)/.has-test ## execute every notebook, without writing its output back

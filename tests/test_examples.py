@@ -137,31 +137,6 @@ def test_the_three_trainers_agree_and_hand_a_run_on_in_the_middle_of_epochs(caps
     assert [line.split("step ")[1].split(",")[0] for line in steps] == ["33 of 94", "65 of 94", "94 of 94"]
 
 
-# hf_text_classification.py
-
-
-def test_hf_text_classification_resumes_and_leaves_a_model_that_transformers_opens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    example = names_of("hf_text_classification.py")
-    metrics = example["main"](size=120, epochs=2, out=tmp_path / "run")
-    assert [row["epoch"] for row in metrics["valid"]] == [1.0, 2.0]
-    assert "eval_accuracy" in metrics["best_valid"]
-    printed = capsys.readouterr().out
-    assert "accuracy on 18 pieces that it has not seen" in printed
-    assert (tmp_path / "run" / "test_results.json").exists()
-
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    assert model.config.id2label == dict(enumerate(example["PACKAGES"]))
-    assert tokenizer("import asyncio")["input_ids"][0] == tokenizer.cls_token_id
-
-    again = example["main"](size=120, epochs=2, out=tmp_path / "run")  # nothing is left to train
-    assert again["valid"] == metrics["valid"]
-
-
 # notebooks
 
 

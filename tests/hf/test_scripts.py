@@ -1,0 +1,150 @@
+"""The scripts of `examples/hf`: with the import of our trainer, and with that of transformers in its place.
+
+Losses are compared where the order of samples, which is our own, plays no part: with the whole set in each step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import transformers.trainer
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "hf"
+IMPORT = re.compile(r"^from omnitrain import HFTrainer as (\w+)  # or: (from transformers import \1)$", re.M)
+SMALL = {
+    "text_classification": ("--max_seq_length", "24", "--max_predict_samples", "12"),
+    "causal_lm": ("--block_size", "16"),
+    "token_classification": ("--max_seq_length", "32", "--max_predict_samples", "12"),
+    "question_answering": ("--max_seq_length", "48", "--max_predict_samples", "12"),
+    "summarization": ("--max_source_length", "24", "--max_predict_samples", "12"),
+}
+"""The scripts, with arguments that make them quick."""
+ALIKE = ("--hidden_size", "16", "--dropout", "0", "--max_train_samples", "24", "--max_eval_samples", "12")
+every_script = pytest.mark.parametrize("name", SMALL)
+
+
+@functools.cache
+def data_of(name: str, *sizes: int) -> Any:
+    """Return what a script makes for data, of a part of the library."""
+    module = module_of(name)
+    if hasattr(module, "load_texts"):
+        module.PACKAGES = ("json",)
+        return module.load_texts()
+    if name in ("token_classification", "question_answering"):
+        module.PACKAGES = ("json", "logging")
+    return module.load_data(*sizes)
+
+
+def module_of(name: str, stock: bool = False) -> Any:
+    """Return a script as a module, with the one line changed if it is to train with transformers."""
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert len(IMPORT.findall(text)) == 1
+    text = IMPORT.sub(r"\2", text) if stock else text
+    assert ("omnitrain import" in text) != stock
+    module = ModuleType(f"script_{name}")
+    sys.modules[module.__name__] = module  # where its dataclasses are looked up
+    exec(compile(text, str(FOLDER / f"{name}.py"), "exec"), vars(module))
+    return module
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a script with arguments, and returns the folder that it wrote into."""
+    monkeypatch.setattr(transformers.trainer, "round", lambda value, digits=None: value, raising=False)  # all digits
+
+    def run(name: str, stock: bool, *arguments: Any, folder: str = "run", small: bool = True) -> Path:
+        module, place = module_of(name, stock), tmp_path / f"{folder}-{'stock' if stock else 'ours'}"
+        chosen = [*SMALL[name], *ALIKE] if small else []
+        if small:
+            for maker in ("load_data", "load_texts"):
+                monkeypatch.setattr(module, maker, functools.partial(data_of, name), raising=False)
+        told = ["--output_dir", place, "--use_cpu", "--disable_tqdm", "True", *chosen, *arguments]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, told)])
+        module.main()
+        return place
+
+    return run
+
+
+def history(folder: Path, key: str = "loss") -> list[float]:
+    """Return what `trainer_state.json` has of a number."""
+    rows = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [row[key] for row in rows if key in row]
+
+
+def results(folder: Path) -> dict[str, float]:
+    """Return the metrics that a script has saved, without the times that they took."""
+    metrics: dict[str, float] = {}
+    for split in ("eval", "predict"):
+        path = folder / f"{split}_results.json"
+        metrics |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    of_time = ("_runtime", "_per_second", "_time", "epoch", "flos")
+    return {name: value for name, value in metrics.items() if not name.endswith(of_time)}
+
+
+WHOLE = ("--per_device_train_batch_size", 64, "--num_train_epochs", 4, "--logging_steps", 1)
+RESUMED = ("--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 2, "--save_strategy", "steps")
+
+
+@every_script
+def test_a_script_has_the_losses_of_transformers_where_the_order_of_samples_plays_no_part(run: Any, name: str) -> None:
+    ours, stock = (run(name, stock, *WHOLE, "--save_strategy", "no") for stock in (False, True))
+    losses = history(ours), history(stock)
+    assert len(losses[0]) == len(losses[1]) == 4
+    assert losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    assert results(ours) == pytest.approx(results(stock), rel=1e-5)
+
+
+@every_script
+def test_a_script_goes_on_from_a_checkpoint_and_starts_afresh_without_one(run: Any, name: str) -> None:
+    told = (*RESUMED, "--logging_steps", 1)
+    first = run(name, False, *told)
+    losses, metrics = history(first), results(first)
+    assert len(losses) == 6 and [len(list(first.glob(f"checkpoint-{step}"))) for step in (2, 4, 6)] == [1, 1, 1]
+    run(name, False, *told, "--do_train", "False", "--model_name_or_path", first)
+    assert results(first) == pytest.approx(metrics, rel=1e-5)  # of the model that it has saved
+    run(name, False, *told)
+    assert (history(first), results(first)) == (losses, metrics)
+    run(name, False, *told, "--resume_from_checkpoint", first / "checkpoint-4", folder="resumed")
+    resumed = first.parent / "resumed-ours"
+    assert (history(resumed), results(resumed)) == (losses, metrics)
+
+
+def test_a_second_run_of_a_script_is_as_with_transformers(run: Any, capsys: Any) -> None:
+    found = []
+    for stock in (False, True):
+        folder = run("text_classification", stock, *RESUMED)
+        losses, saved = history(folder), sorted(one.name for one in folder.glob("checkpoint-*"))
+        run("text_classification", stock, *RESUMED)
+        assert history(folder) == losses
+        longer = (*RESUMED, "--max_steps", 8, "--resume_from_checkpoint", folder / "checkpoint-6")
+        run("text_classification", stock, *longer)
+        steps = [row["step"] for row in json.loads((folder / "trainer_state.json").read_text())["log_history"]]
+        found.append([saved, sorted(one.name for one in folder.glob("checkpoint-*")), steps[-1]])
+    assert found[0] == found[1]
+    assert found[0][1] == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+
+
+FULL = {
+    "text_classification": ("predict_accuracy", 0.6), "causal_lm": ("eval_accuracy", 0.15),
+    "token_classification": ("predict_f1", 0.55), "question_answering": ("predict_exact_match", 35),
+    "summarization": ("predict_rouge1", 65),
+}  # fmt: skip
+"""What a script is to learn."""
+
+
+@pytest.mark.slow
+@every_script
+def test_a_script_learns_as_much_as_with_transformers(run: Any, name: str) -> None:
+    metric, least = FULL[name]
+    ours, stock = (run(name, stock, small=False) for stock in (False, True))
+    assert min(results(ours)[metric], results(stock)[metric]) > least
+    assert history(ours)[-1] == pytest.approx(history(stock)[-1], rel=0.25)  # of other batches
