@@ -66,8 +66,8 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_FUNCTION_LINES = 60
-MAX_MEMBERS = {"BaseTrainer": 60, "Trainer": 60, "AccelerateTrainer": 65, "HFTrainer": 125}
-"""The members of a trainer, inherited ones included; HFTrainer has those of transformers.Trainer besides."""
+MAX_MEMBERS = {"BaseTrainer": 60, "Trainer": 60, "AccelerateTrainer": 65, "HFTrainer": 80}
+"""The members of a trainer with the inherited ones, but for the calls of transformers.Trainer, which have a file."""
 MAX_LEVELS = 4
 MAX_BRANCHES_ON_A_BACKEND = 5
 MAX_SHARED_ATTRIBUTES = 5
@@ -270,7 +270,12 @@ def members_of(kind: type) -> list[str]:
 
 @pytest.mark.parametrize("name", MAX_MEMBERS)
 def test_a_trainer_is_made_of_parts_and_has_few_members_itself(name: str) -> None:
-    assert len(members_of(getattr(omnitrain, name))) <= MAX_MEMBERS[name]
+    calls = (
+        vars(importlib.import_module("omnitrain.hf.calls").Calls).keys() - set(dir(omnitrain.BaseTrainer))
+        if name == "HFTrainer"
+        else set()
+    )
+    assert len(set(members_of(getattr(omnitrain, name))) - calls) <= MAX_MEMBERS[name]
 
 
 def classes_of_the_package() -> Iterator[type]:
