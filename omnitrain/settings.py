@@ -576,7 +576,12 @@ def seconds_of(name: str, value: Any) -> float:
     length = Duration.parse(value, "s", name)
     if length.unit != "s":
         raise ConfigError(f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {str(length)!r}.")
-    return float(length.value)
+    try:
+        return float(length.value)
+    except OverflowError:
+        raise ConfigError(
+            f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_shown(value)}."
+        ) from None
 
 
 def resolve_accumulation(settings: Settings, world_size: int) -> int:

@@ -181,13 +181,23 @@ class Checkpointer:
         """
         if self.store is None:
             return
-        there = self._run.ranks.on_main("a look at `save_dir`", self.store.checkpoints)
+        there = self._run.ranks.on_main("a look at `save_dir`", self._list)
         if there and not self._run.settings.overwrite:
             raise ConfigError(
                 f"`save_dir={str(self._run.settings.save_dir)!r}` already holds checkpoints, the newest being "
                 f"{there[-1].name!r}. Pass resume_from='auto' to train() to go on with that run, overwrite=True to "
                 "replace it, or another `save_dir`."
             )
+
+    def _list(self) -> list[Path]:
+        assert self.store is not None
+        try:
+            return self.store.checkpoints()
+        except OSError as error:
+            raise CheckpointError(
+                f"`save_dir={str(self._run.settings.save_dir)!r}` cannot be read, so that checkpoints of another run "
+                f"there would not be seen: {error}. Mend that, or choose another folder."
+            ) from error
 
     def check_optimizers(self, attributes: Mapping[str, Any], resumes: bool) -> None:
         """Say that a trainer has optimizers of its own which no checkpoint holds, and refuse to resume it.

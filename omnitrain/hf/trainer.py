@@ -404,7 +404,14 @@ class HFTrainer(Calls):
         """Take over what transformers' arguments say into ours."""
         loss, optimizers = given.pop("compute_loss_func", None), given.pop("optimizers", (None, None))
         if given.get("optimizer_cls_and_kwargs") is not None:
-            make, options = given["optimizer_cls_and_kwargs"]
+            pair: Any = given["optimizer_cls_and_kwargs"]
+            is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[0])
+            if not is_pair or not isinstance(pair[1], Mapping):
+                raise ConfigError(
+                    "`optimizer_cls_and_kwargs` must be a pair of an optimizer's class and a dict of its options, got "
+                    f"{pair!r:.200}."
+                )
+            make, options = pair
             adopt({"optimizer": functools.partial(make, **options)}, given, "`optimizer_cls_and_kwargs`")
         given.pop("optimizer_cls_and_kwargs", None)
         if loss is not None:

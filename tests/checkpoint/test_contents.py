@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from recipes import rows, t16
 from tiny import Tokens, gpt
 
-from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
 from omnitrain.checkpoint.contents import OPTIMIZER, RNG, STATES
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, read_manifest
 from omnitrain.checkpoint.state import WEIGHTS, load_tensors, save_tensors
@@ -247,6 +247,8 @@ def attempt(run: Path, which: Any, seconds: int = 30) -> str:
         assert message.isprintable() or "\n" in message, message
         assert "\x1b" not in message
         return "refused"
+    except NonFiniteError:
+        return "resumed"  # with a number that is none of that run's, such as 1e308, which a new seal makes its own
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, former)
