@@ -27,6 +27,10 @@ TRAINERS: dict[str, set[str]] = {
     "hf/trainer.py": {"device", "async_save"},
 }
 """The files of the trainers that repeat the list, and the arguments that they do not have."""
+WIDER = {
+    ("hf/trainer.py", "callbacks: Iterable[Callback] = ()"): "callbacks: Iterable[AnyCallback] | None = ()",
+}
+"""What some of them take more of, in a file."""
 
 
 def constructor_in(text: str) -> ast.FunctionDef:
@@ -83,6 +87,8 @@ def written() -> dict[Path, str]:
             if argument in without:
                 pending = group_of(lines)
                 continue
+            for (file, narrow), wide in WIDER.items():
+                lines = lines.replace(narrow, wide) if file == name else lines
             kept += [lines + "," if group_of(lines) else "\n".join([*pending, lines + ","])]
             pending = []
         text = between(

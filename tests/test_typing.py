@@ -19,6 +19,7 @@ from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 from omnitrain.trainers.base import BaseTrainer
 
 TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
+EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples" / "hf").glob("*.py"))
 PYRIGHT = shutil.which("pyright", path=Path(sys.executable).parent)
 
 CONSTRUCTOR = """
@@ -68,6 +69,44 @@ Cls(model, train_dataset=data, autocast="bf16", progress_bar=False, optimization
 Cls(model, train_dataset=data, loss_fn=loss_fn, compute_metrics=["f1"], optimization_metric="f1", patience=3)
 Cls(model, train_dataset=data, callbacks=[EarlyStopping(3)], learning_rate=1, log_steps="1ep")
 Cls(model, train_dataset=data, algorithms=(LabelSmoothing(num_classes=2),))
+"""
+
+OF_TRANSFORMERS = """
+import transformers
+from torch import nn
+from omnitrain import EarlyStopping, HFTrainer
+
+class Watch(transformers.TrainerCallback):
+    pass
+
+def score(evaluation: transformers.EvalPrediction) -> dict[str, float]:
+    return {}
+
+model, args = nn.Linear(4, 2), transformers.TrainingArguments("run")
+HFTrainer(model, args, callbacks=[EarlyStopping])  # wrong
+HFTrainer(model, args, callbacks=Watch())  # wrong
+
+HFTrainer(model, args, callbacks=[transformers.EarlyStoppingCallback(3)])
+HFTrainer(model, args, callbacks=[Watch, Watch(), EarlyStopping(3)], optimizers=(None, None))
+trainer = HFTrainer(model=model, args=args, callbacks=None, compute_metrics=score)
+step, loss, metrics = trainer.train(resume_from_checkpoint=True)
+trainer.add_callback(Watch)
+trainer.log_metrics("test", trainer.predict([1], metric_key_prefix="test").metrics)
+trainer.evaluate([1], ["hidden_states"], "test")
+print(trainer.state.global_step, trainer.args.learning_rate, trainer.control.should_save)
+
+class Own(HFTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.control.should_log = True
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def create_optimizer(self, model=None):
+        return super().create_optimizer(model)
+
+    def answers(self):
+        scores, self.compute_metrics = self.compute_metrics, None
+        loader = self.get_eval_dataloader()
+        return self.evaluation_loop(loader, "evaluation", metric_key_prefix="eval").predictions
 """
 
 RUN = """
@@ -144,6 +183,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]
     for trainer in TRAINERS:
         for name, script in (("constructor", CONSTRUCTOR), ("run", RUN)):
             (folder / f"{name}_{trainer.__name__}.py").write_text(script.format(trainer=trainer.__name__))
+    (folder / "of_transformers.py").write_text(OF_TRANSFORMERS)
+    for path in EXAMPLES:
+        text = path.read_text(encoding="utf-8")
+        (folder / f"{path.stem}_ours.py").write_text(text)
+        stock = re.sub(r"^from omnitrain import .*# or: (.*)$", r"\1", text, flags=re.M)
+        (folder / f"{path.stem}_stock.py").write_text(stock)
     ran = programs.run(PYRIGHT, "--outputjson", "--pythonpath", sys.executable, ".", cwd=folder)
     errors: dict[str, dict[int, str]] = {path.stem: {} for path in folder.glob("*.py")}
     for one in json.loads(ran.stdout)["generalDiagnostics"]:
@@ -161,6 +206,15 @@ def test_pyright_finds_what_is_wrong_and_nothing_else(
     errors = found[f"{name}_{trainer.__name__}"]
     assert [line for n, line in wrong.items() if n not in errors] == []
     assert {n: message for n, message in errors.items() if n not in wrong} == {}
+
+
+def test_pyright_knows_what_transformers_users_pass_and_call(found: dict[str, dict[int, str]]) -> None:
+    assert found["of_transformers"].keys() == mistakes(OF_TRANSFORMERS).keys()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_script_is_right_with_either_import(found: dict[str, dict[int, str]], path: Path) -> None:
+    assert (found[f"{path.stem}_ours"], found[f"{path.stem}_stock"]) == ({}, {})
 
 
 # --- what an editor shows

@@ -15,7 +15,9 @@ import sysconfig
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -77,8 +79,8 @@ def most_likely(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    guesses, tokens = evaluation.predictions[:, :-1], evaluation.label_ids[:, 1:]  # each guess is of the next token
-    return {"accuracy": float((guesses == tokens).mean())}
+    guesses, tokens = np.asarray(evaluation.predictions), np.asarray(evaluation.label_ids)
+    return {"accuracy": float((guesses[:, :-1] == tokens[:, 1:]).mean())}  # each guess is of the next token
 
 
 def main() -> None:
@@ -101,6 +103,8 @@ def main() -> None:
     set_seed(training_args.seed)
 
     texts = load_texts()
+    tokenizer: Any
+    model: Any
     if model_args.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
@@ -121,7 +125,7 @@ def main() -> None:
         )
         model = AutoModelForCausalLM.from_config(config)
 
-    def tokenized(rows: dict[str, list]) -> dict[str, list]:
+    def tokenized(rows: dict[str, list]) -> Any:
         return tokenizer([text + tokenizer.eos_token for text in rows["text"]])
 
     def group_texts(rows: dict[str, list]) -> dict[str, list]:

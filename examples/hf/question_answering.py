@@ -13,6 +13,7 @@ package `datasets`.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import random
 import sysconfig
@@ -67,16 +68,17 @@ class QuestionAnsweringTrainer(Trainer):
         self.eval_examples = eval_examples
         self.post_process_function = post_process_function
 
-    def answered(self, examples: Any, features: Any, loader: Any, prefix: str) -> PredictionOutput:
+    def answered(self, examples: Any, features: Any, loader: Any, prefix: str) -> Any:
         """Return the answers to questions, and their scores."""
-        compute_metrics, self.compute_metrics = self.compute_metrics, None  # which could not score the spans themselves
+        compute_metrics: Any = self.compute_metrics
+        self.compute_metrics = None  # which is of answers, and not of what the model returns
         try:
             output = self.evaluation_loop(loader, description=prefix, metric_key_prefix=prefix)
         finally:
             self.compute_metrics = compute_metrics
         answers = self.post_process_function(examples, features, output.predictions)
-        scores = {f"{prefix}_{name}": value for name, value in self.compute_metrics(answers).items()}
-        return PredictionOutput(*answers, {**scores, **output.metrics})
+        scores = {f"{prefix}_{name}": value for name, value in compute_metrics(answers).items()}
+        return PredictionOutput(answers.predictions, answers.label_ids, {**scores, **(output.metrics or {})})
 
     def evaluate(
         self,
@@ -85,7 +87,7 @@ class QuestionAnsweringTrainer(Trainer):
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        features = self.eval_dataset if eval_dataset is None else eval_dataset
+        features: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         examples = self.eval_examples if eval_examples is None else eval_examples
         metrics = self.answered(examples, features, self.get_eval_dataloader(features), metric_key_prefix).metrics
         self.log(metrics)
@@ -94,7 +96,7 @@ class QuestionAnsweringTrainer(Trainer):
 
     def predict(
         self, predict_dataset: Any, predict_examples: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
+    ) -> Any:
         loader = self.get_test_dataloader(predict_dataset)
         return self.answered(predict_examples, predict_dataset, loader, metric_key_prefix)
 
@@ -119,7 +121,7 @@ def questions_on(source: str) -> Iterator[dict[str, Any]]:
                 yield {"question": question, "context": context, "answer": answer, "answer_start": start}
 
 
-def load_data(*sizes: int) -> list[Dataset]:
+def load_data(*sizes: int) -> list[Any]:
     """Return sets of these sizes, which have no question in common."""
     files = [one for name in PACKAGES for one in sorted(Path(sysconfig.get_path("stdlib"), name).rglob("*.py"))]
     rows = [row for file in files for row in questions_on(file.read_text(encoding="utf-8"))]
@@ -148,7 +150,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def best_answers(examples: Any, features: Any, predictions: Any, max_answer_length: int) -> EvalPrediction:
+def best_answers(max_answer_length: int, examples: Any, features: Any, predictions: Any) -> EvalPrediction:
     """Return the likeliest span of each example, over all parts of its source."""
     best: dict[str, tuple[float, str]] = {}
     contexts = dict(zip(examples["id"], examples["context"], strict=True))
@@ -162,11 +164,13 @@ def best_answers(examples: Any, features: Any, predictions: Any, max_answer_leng
         name, score = feature["example_id"], float(scores[start, end])
         if score > best.get(name, (-np.inf, ""))[0]:
             best[name] = score, contexts[name][offsets[start][0] : offsets[end][1]].strip()
-    return EvalPrediction([best.get(name, (0.0, ""))[1] for name in examples["id"]], list(examples["answer"]))
+    answers: Any = [best.get(name, (0.0, ""))[1] for name in examples["id"]]
+    return EvalPrediction(answers, examples["answer"])
 
 
 def compute_metrics(answers: EvalPrediction) -> dict[str, float]:
-    exact = [float(given == right) for given, right in zip(*answers, strict=True)]
+    pairs: Any = zip(answers.predictions, answers.label_ids, strict=True)
+    exact = [float(given == right) for given, right in pairs]
     return {"exact_match": 100 * sum(exact) / len(exact)}
 
 
@@ -193,6 +197,8 @@ def main() -> None:
     train_examples, eval_examples, predict_examples = load_data(
         data_args.max_train_samples, data_args.max_eval_samples, data_args.max_predict_samples
     )
+    tokenizer: Any
+    model: Any
     if model_args.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         model = AutoModelForQuestionAnswering.from_pretrained(model_args.model_name_or_path)
@@ -259,7 +265,7 @@ def main() -> None:
         eval_examples=eval_examples,
         processing_class=tokenizer,
         compute_metrics=compute_metrics,
-        post_process_function=lambda *answered: best_answers(*answered, data_args.max_answer_length),
+        post_process_function=functools.partial(best_answers, data_args.max_answer_length),
     )
 
     if training_args.do_train:

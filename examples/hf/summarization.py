@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
@@ -64,7 +65,7 @@ def functions_in(source: str) -> Iterator[dict[str, str]]:
                 yield {"text": text, "summary": " ".join(type(one).__name__.lower() for one in node.body)}
 
 
-def load_data(*sizes: int) -> list[Dataset]:
+def load_data(*sizes: int) -> list[Any]:
     """Return sets of these sizes, which have no function in common."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rows = {row["text"]: row for file in files for row in functions_in(file.read_text(encoding="utf-8"))}
@@ -120,11 +121,15 @@ def main() -> None:
     train, valid, test = load_data(
         data_args.max_train_samples, data_args.max_eval_samples, data_args.max_predict_samples
     )
+    tokenizer: Any
+    model: Any
     if model_args.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         model = AutoModelForSeq2SeqLM.from_pretrained(model_args.model_name_or_path)
     else:
         tokenizer = train_tokenizer([*train["text"], *train["summary"]])
+        special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        special["decoder_start_token_id"] = tokenizer.pad_token_id
         config = T5Config(
             vocab_size=len(tokenizer),
             d_model=model_args.hidden_size,
@@ -133,13 +138,11 @@ def main() -> None:
             num_layers=2,
             num_heads=4,
             dropout_rate=model_args.dropout,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            decoder_start_token_id=tokenizer.pad_token_id,
+            **special,
         )
         model = AutoModelForSeq2SeqLM.from_config(config)
 
-    def tokenized(rows: dict[str, list]) -> dict[str, list]:
+    def tokenized(rows: dict[str, list]) -> Any:
         found = tokenizer(rows["text"], truncation=True, max_length=data_args.max_source_length)
         labels = tokenizer(text_target=rows["summary"], truncation=True, max_length=data_args.max_target_length)
         return {**found, "labels": labels["input_ids"]}
@@ -148,7 +151,7 @@ def main() -> None:
         columns = train.column_names
         train, valid, test = (one.map(tokenized, batched=True, remove_columns=columns) for one in (train, valid, test))
 
-    def texts_of(tokens: np.ndarray) -> list[str]:
+    def texts_of(tokens: Any) -> list[str]:
         known = np.where(tokens == -100, tokenizer.pad_token_id, tokens)
         return [text.strip() for text in tokenizer.batch_decode(known, skip_special_tokens=True)]
 
@@ -184,7 +187,7 @@ def main() -> None:
         trainer.save_metrics("eval", metrics)
 
     if training_args.do_predict:
-        found = trainer.predict(test, metric_key_prefix="predict")
+        found: Any = trainer.predict(test, metric_key_prefix="predict")
         trainer.log_metrics("predict", found.metrics)
         trainer.save_metrics("predict", found.metrics)
         if trainer.is_world_process_zero() and training_args.predict_with_generate:

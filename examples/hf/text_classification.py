@@ -15,6 +15,7 @@ import random
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -59,7 +60,7 @@ def pieces_of(package: str) -> list[str]:
     return list(pieces)
 
 
-def load_data(*sizes: int) -> list[Dataset]:
+def load_data(*sizes: int) -> list[Any]:
     """Return sets of these sizes, which have no piece in common, with about as many pieces of each package."""
     chance, rows = random.Random(0), []
     for label, package in enumerate(PACKAGES):
@@ -84,7 +85,8 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float((evaluation.predictions.argmax(axis=-1) == evaluation.label_ids).mean())}
+    scores: Any = evaluation.predictions
+    return {"accuracy": float((scores.argmax(axis=-1) == evaluation.label_ids).mean())}
 
 
 def main() -> None:
@@ -111,6 +113,8 @@ def main() -> None:
     train, valid, test = load_data(
         data_args.max_train_samples, data_args.max_eval_samples, data_args.max_predict_samples
     )
+    tokenizer: Any
+    model: Any
     if model_args.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         model = AutoModelForSequenceClassification.from_pretrained(model_args.model_name_or_path)
@@ -131,7 +135,7 @@ def main() -> None:
         )
         model = AutoModelForSequenceClassification.from_config(config)
 
-    def tokenized(rows: dict[str, list]) -> dict[str, list]:
+    def tokenized(rows: dict[str, list]) -> Any:
         return tokenizer(rows["text"], truncation=True, max_length=data_args.max_seq_length)
 
     with training_args.main_process_first(desc="tokenizing"):
@@ -160,11 +164,11 @@ def main() -> None:
         trainer.save_metrics("eval", metrics)
 
     if training_args.do_predict:
-        predictions, labels, metrics = trainer.predict(test, metric_key_prefix="predict")
-        trainer.log_metrics("predict", metrics)
-        trainer.save_metrics("predict", metrics)
+        found: Any = trainer.predict(test, metric_key_prefix="predict")
+        trainer.log_metrics("predict", found.metrics)
+        trainer.save_metrics("predict", found.metrics)
         if trainer.is_world_process_zero():
-            pairs = zip(labels, predictions.argmax(axis=-1), strict=True)
+            pairs = zip(found.label_ids, found.predictions.argmax(axis=-1), strict=True)
             lines = [f"{PACKAGES[label]}\t{PACKAGES[guess]}\n" for label, guess in pairs]
             Path(training_args.output_dir, "predictions.tsv").write_text("".join(lines), encoding="utf-8")
 

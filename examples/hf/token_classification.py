@@ -18,6 +18,7 @@ import sysconfig
 import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
@@ -72,7 +73,7 @@ def kind_of(before: str, token: tokenize.TokenInfo, after: str) -> str:
     return "keyword argument" if before in ("(", ",") and after == "=" else "name"
 
 
-def load_data(*sizes: int) -> list[Dataset]:
+def load_data(*sizes: int) -> list[Any]:
     """Return sets of these sizes, which have no sample in common: lists of tokens, and the kind of each."""
     rows = {}
     for package in PACKAGES:
@@ -102,7 +103,8 @@ def train_tokenizer(samples: list[list[str]]) -> PreTrainedTokenizerFast:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    guesses, kinds = evaluation.predictions.argmax(axis=-1), evaluation.label_ids
+    predictions: Any = evaluation.predictions
+    guesses, kinds = predictions.argmax(axis=-1), np.asarray(evaluation.label_ids)
     counts = kinds != -100
     scores = []
     for kind in np.unique(kinds[counts]):
@@ -134,6 +136,8 @@ def main() -> None:
     train, valid, test = load_data(
         data_args.max_train_samples, data_args.max_eval_samples, data_args.max_predict_samples
     )
+    tokenizer: Any
+    model: Any
     if model_args.model_name_or_path is not None:
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         model = AutoModelForTokenClassification.from_pretrained(model_args.model_name_or_path)
@@ -154,7 +158,7 @@ def main() -> None:
         )
         model = AutoModelForTokenClassification.from_config(config)
 
-    def tokenized(rows: dict[str, list]) -> dict[str, list]:
+    def tokenized(rows: dict[str, list]) -> Any:
         """Cut tokens further; the first part has the kind as its label, the others have none."""
         found = tokenizer(
             rows["tokens"], is_split_into_words=True, truncation=True, max_length=data_args.max_seq_length
@@ -194,13 +198,13 @@ def main() -> None:
         trainer.save_metrics("eval", metrics)
 
     if training_args.do_predict:
-        predictions, labels, metrics = trainer.predict(test, metric_key_prefix="predict")
-        trainer.log_metrics("predict", metrics)
-        trainer.save_metrics("predict", metrics)
+        found: Any = trainer.predict(test, metric_key_prefix="predict")
+        trainer.log_metrics("predict", found.metrics)
+        trainer.save_metrics("predict", found.metrics)
         if trainer.is_world_process_zero():
             rows = [
                 " ".join(KINDS[guess] for guess in row[kinds != -100])
-                for row, kinds in zip(predictions.argmax(axis=-1), labels, strict=True)
+                for row, kinds in zip(found.predictions.argmax(axis=-1), found.label_ids, strict=True)
             ]
             Path(training_args.output_dir, "predictions.txt").write_text("\n".join(rows), encoding="utf-8")
 

@@ -43,6 +43,7 @@ __all__ = [
     "either_name",
     "engine_arguments",
     "plain_arguments",
+    "refuse_fp16",
     "refuse_of_datasets",
     "schedule_for",
     "sharding_accelerator",
@@ -607,6 +608,15 @@ def plain_arguments(output_dir: str, timeout: float | None, **ours: Any) -> tran
             limit = datetime.timedelta(seconds=1800)  # as theirs says for NCCL, whose own is shorter
             PartialState(cpu=ours.get("use_cpu", False), init_method=init_method, timeout=limit)
         return transformers.TrainingArguments(output_dir, report_to=[], **ours)
+
+
+def refuse_fp16(args: transformers.TrainingArguments | None, device: torch.device) -> None:
+    """Refuse `fp16` of the training arguments where transformers would train without it."""
+    if args is not None and args.fp16 and device.type == "cpu":
+        raise ConfigError(
+            "`training_args.fp16=True` is not available on a CPU, and transformers would leave it out without a word. "
+            "Use `bf16=True` there, or a GPU."
+        )
 
 
 def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> transformers.TrainingArguments:

@@ -179,6 +179,7 @@ class Engine(Searching):
     owner: Any
     state: transformers.TrainerState
     control: transformers.TrainerControl
+    train_dataset: Any
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any

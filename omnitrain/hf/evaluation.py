@@ -56,7 +56,7 @@ class HFEvaluation(Evaluation):
         super().__init__(*parts)
         self._engine = engine
         self._training_args = training_args
-        self.is_predicting = False
+        self.is_predicting: bool = False
         """Whether predictions are what is wanted, for which there may be no labels."""
         self.is_told = True
         """Whether transformers' callbacks are told of each batch."""
@@ -68,7 +68,7 @@ class HFEvaluation(Evaluation):
         """What does an evaluation of the run, which an `evaluate` of the user's is asked for."""
         self._is_interrupted: Callable[[int], bool] = lambda number: False
         """Whether to end that evaluation."""
-        self.is_told_by_user = False
+        self.is_told_by_user: bool = False
         """Whether the latest evaluation of the run was the user's own, who then writes its log and tells callbacks."""
 
     @contextlib.contextmanager

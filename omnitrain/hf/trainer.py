@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, Unpack, cast
 
 import torch
 import transformers
@@ -37,6 +37,7 @@ from omnitrain.hf.arguments import (
     either_name,
     engine_arguments,
     plain_arguments,
+    refuse_fp16,
     refuse_of_datasets,
     schedule_for,
     sharding_accelerator,
@@ -88,6 +89,7 @@ _THEIR_ORDER = ("data_collator", "train_dataset", "eval_dataset", "processing_cl
                 "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs",
                 "preprocess_logits_for_metrics")  # fmt: skip
 """The arguments of `transformers.Trainer` by position, after model and training arguments."""
+AnyCallback: TypeAlias = Callback | transformers.TrainerCallback | type[transformers.TrainerCallback]
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
@@ -243,7 +245,7 @@ class HFTrainer(Calls):
         on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
         detect_anomaly: bool = False,
         timeout: float | str | Duration | None = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[AnyCallback] | None = (),
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
         trial_name: str | None = None,
@@ -378,6 +380,7 @@ class HFTrainer(Calls):
             model = self._new_model(given.get("seed", 42), self._engine_args.device)
         smooth_labels(training_args, model, given)
         adopt_recomputation(self._engine_args, model, given)
+        refuse_fp16(training_args, self._engine_args.device)
         given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
         # transformers seeds the generators of the program when its Trainer is made
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True), isolated_rng(self._engine_args.device):

@@ -93,7 +93,7 @@ class Evaluation:
     def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer) -> None:
         self.hooks = hooks
         self.feed = feed
-        self.scorer = scorer
+        self.scorer: Scorer = scorer
 
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False

@@ -574,9 +574,11 @@ def test_bf16_of_the_training_arguments_is_our_autocast(arguments: Any) -> None:
     assert distance(weights(native.model), weights(ours.model)) <= 1e-7
 
 
-def test_half_precision_on_a_processor_is_refused_naming_the_other() -> None:
+def test_half_precision_on_a_processor_is_refused_naming_the_other(arguments: Any) -> None:
     with pytest.raises(ConfigError, match="bf16"):
         make(t16(), rows(8), autocast="fp16")
+    with pytest.raises(ConfigError, match=r"`training_args.fp16=True` is not available.*`bf16=True`"):
+        make(t16(), rows(8), arguments(fp16=True))
 
 
 class Shift(Algorithm):
