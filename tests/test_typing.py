@@ -185,7 +185,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]
             (folder / f"{name}_{trainer.__name__}.py").write_text(script.format(trainer=trainer.__name__))
     (folder / "of_transformers.py").write_text(OF_TRANSFORMERS)
     for path in EXAMPLES:
-        text = path.read_text(encoding="utf-8")
+        # a trainer of transformers' for questions has other arguments than its base, which a stricter mode would report
+        text = f"# pyright: basic\n{path.read_text(encoding='utf-8')}"
         (folder / f"{path.stem}_ours.py").write_text(text)
         stock = re.sub(r"^from omnitrain import .*# or: (.*)$", r"\1", text, flags=re.M)
         (folder / f"{path.stem}_stock.py").write_text(stock)
