@@ -147,4 +147,5 @@ def test_a_script_learns_as_much_as_with_transformers(run: Any, name: str) -> No
     metric, least = FULL[name]
     ours, stock = (run(name, stock, small=False) for stock in (False, True))
     assert min(results(ours)[metric], results(stock)[metric]) > least
-    assert history(ours)[-1] == pytest.approx(history(stock)[-1], rel=0.25)  # of other batches
+    means = [json.loads((folder / "train_results.json").read_text())["train_loss"] for folder in (ours, stock)]
+    assert means[0] == pytest.approx(means[1], rel=0.25)  # of other batches: a seed makes as much of a difference
