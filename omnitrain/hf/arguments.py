@@ -47,6 +47,7 @@ __all__ = [
     "refuse_of_datasets",
     "schedule_for",
     "sharding_accelerator",
+    "syncs_each_batch",
     "tell_of_unread",
     "timeout_of",
     "word_of",
@@ -207,10 +208,19 @@ def _set_fields(args: transformers.TrainingArguments, name: str) -> dict[str, An
     return found
 
 
+def _accumulation_of_accelerate(args: transformers.TrainingArguments | None) -> Mapping[str, Any]:
+    config = None if args is None else args.accelerator_config
+    return getattr(config, "gradient_accumulation_kwargs", None) or {}
+
+
 def _steps_of_accelerate(args: transformers.TrainingArguments) -> int | None:
     """Return the accumulation that the settings for accelerate name; None if they name none."""
-    options = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    return options.get("num_steps")
+    return _accumulation_of_accelerate(args).get("num_steps")
+
+
+def syncs_each_batch(args: transformers.TrainingArguments | None) -> bool:
+    """Return whether gradients are to be exchanged after each micro-batch, which saves memory under FSDP."""
+    return bool(_accumulation_of_accelerate(args).get("sync_each_batch"))
 
 
 def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
@@ -235,16 +245,10 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             "are known to be finite, and keeps nothing that a checkpoint could hold. Choose the one without layers, "
             "such as 'galore_adamw' or 'adamw_torch'."
         )
-    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    if accumulation.get("sync_each_batch"):
-        raise ConfigError(
-            "`training_args.accelerator_config` has sync_each_batch=True, but gradients are exchanged once a step; "
-            "the numbers are the same. Leave it out."
-        )
     steps = args.gradient_accumulation_steps
     if steps != 1 and _steps_of_accelerate(args) not in (None, steps):
         raise ConfigError(
-            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={accumulation['num_steps']} of their "
+            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={_steps_of_accelerate(args)} of their "
             "`accelerator_config` are two numbers for one thing. Leave one of them out."
         )
     meant = [name for name in ("save_steps", "save_dir") if given.get(name) is not None]
@@ -531,6 +535,11 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
         if getattr(args, name, False):
             raise ConfigError(f"`training_args.{name}=True` is not supported with FSDP or DeepSpeed. Leave it out.")
     if zero is not None:
+        if syncs_each_batch(args):
+            raise ConfigError(
+                "`training_args.accelerator_config` has sync_each_batch=True, but DeepSpeed has its own way of "
+                "accumulating gradients; the numbers are the same. Leave it out."
+            )
         if args is not None and given.get("lr_scheduler") is None:
             schedule = zero.deepspeed_config.pop("scheduler", None)
         adopt_config(zero, given)

@@ -27,7 +27,7 @@ from omnitrain.checkpoint.store import Store
 from omnitrain.data.sampling import Window
 from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, Control
-from omnitrain.hf.arguments import word_of
+from omnitrain.hf.arguments import syncs_each_batch, word_of
 from omnitrain.hf.batch_size import smaller_on_out_of_memory
 from omnitrain.hf.callbacks import Callbacks
 from omnitrain.hf.data import counting_loader, shown_loader
@@ -224,6 +224,7 @@ class Engine(Searching):
         self.by_window = by_window
         self.scratch = scratch
         self.own_trial = trial
+        self.syncs_each_batch = syncs_each_batch(training_args)
         self.real_accelerator = accelerator
         self._tolerance = Tolerance("output_dir", "It is tried again when something is written there.")
         place: Any = kwargs["args"].output_dir
@@ -380,10 +381,10 @@ class Engine(Searching):
         if step.is_empty:
             return total
         if not self.by_window:
-            with owner._accumulating(last=step.is_last):
+            with owner._accumulating(last=step.is_last or self.syncs_each_batch):
                 return owner.take_micro_batch(model, inputs)
         for batch in inputs:
-            with owner._accumulating(last=step.is_last):
+            with owner._accumulating(last=step.is_last or self.syncs_each_batch):
                 total += owner.take_micro_batch(model, batch)
         return total
 

@@ -192,14 +192,19 @@ class Counts(Callback):
         self.seen.append(self.count)
 
 
-def exchange(backend: str, has_length: bool) -> dict[str, Any]:
-    """Train on windows of 3 micro-batches, the last one shorter."""
-    counts = Counts()
-    HFTrainer(
-        t16(), None, rows(21) if has_length else Uneven(), loss_fn=F.mse_loss, epochs=1, batch_size=1,
-        gradient_accumulation_steps=3, progress_bar=False, callbacks=[counts],
-    ).train()  # fmt: skip
-    return {"seen": counts.seen}
+def exchange(backend: str, has_length: bool, folder: str = "") -> dict[str, Any]:
+    """Train on windows of 3 micro-batches, the last one shorter; with a folder, gradients go out after each."""
+    counts, args = Counts(), None
+    if folder:
+        eager = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        args = TrainingArguments(folder, accelerator_config=eager, save_strategy="no", use_cpu=True, report_to="none")
+    trainer = HFTrainer(
+        t16(), args, rows(21) if has_length else Uneven(), loss_fn=F.mse_loss, epochs=1, batch_size=1,
+        gradient_accumulation_steps=3, progress_bar=False, callbacks=[counts], optimizer="adamw",
+        learning_rate=0.01, lr_scheduler="constant",
+    )  # fmt: skip
+    trainer.train()
+    return {"seen": counts.seen, "weights": [one.tolist() for one in weights(trainer.get_model())]}
 
 
 def search(backend: str, folder: str) -> dict[str, Any]:
@@ -287,6 +292,7 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
         Job("cut", "hf2", f"{HERE}:move", {"folder": str(folder / "from two"), "cut": True}),
         Job("moved", "hf2", f"{HERE}:move", {"folder": str(folder / "from one")}),
         Job("exchange", "hf2", f"{HERE}:exchange", {"has_length": True}),
+        Job("exchange at once", "hf2", f"{HERE}:exchange", {"has_length": True, "folder": str(folder / "eager")}),
         Job("exchange of a stream", "hf2", f"{HERE}:exchange", {"has_length": False}),
         Job("prepare", "hf2", f"{HERE}:prepare"),
         Job("ask", "hf2", f"{HERE}:ask", {"folder": str(folder / "ask")}),
@@ -348,6 +354,12 @@ def test_loaders_that_accelerate_has_prepared_are_shared_out_once(results: Any) 
 def test_gradients_are_exchanged_once_a_step(results: Any, name: str) -> None:
     for found in results[name]:
         assert found["seen"] == [1, 1, 1, 1]
+
+
+def test_gradients_are_exchanged_at_once_where_that_is_asked_for(results: Any) -> None:
+    for once, at_once in zip(results["exchange"], results["exchange at once"], strict=True):
+        assert at_once["seen"] == [3, 3, 3, 2]
+        assert gap(once["weights"], at_once["weights"]) <= 1e-10
 
 
 def test_flags_that_one_process_raises_are_acted_on_by_all(results: Any) -> None:

@@ -251,9 +251,22 @@ def test_the_accumulation_may_be_said_in_the_settings_for_accelerate(arguments: 
         assert (trainer.gradient_accumulation_steps, trainer.progress.step) == (2, 2)
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=4.*num_steps=2"):
         HFTrainer(bert(), arguments(accelerator_config=config, gradient_accumulation_steps=4), Tokens(8, "classes"))
-    eager = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    with pytest.raises(ConfigError, match="sync_each_batch=True"):
-        HFTrainer(bert(), arguments(accelerator_config=eager), Tokens(8, "classes"))
+
+
+def test_gradients_of_each_batch_are_exchanged_where_that_is_asked_for(arguments: Any) -> None:
+    eager, seen = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}, []
+
+    class Notes(HFTrainer):
+        def _accumulating(self, last: bool) -> Any:
+            seen.append(last)
+            return super()._accumulating(last)
+
+    args = arguments(accelerator_config=eager, gradient_accumulation_steps=3, max_steps=2)
+    Notes(bert(), args, Tokens(16, "classes")).train()
+    assert seen and all(seen)
+    config = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
+    with pytest.raises(ConfigError, match=r"sync_each_batch=True.*DeepSpeed"):
+        HFTrainer(bert(), arguments(accelerator_config=eager, deepspeed=config), Tokens(8, "classes"))
 
 
 # --- fields that act on the optimizer, on the model, on logs and on the program, beside a stock Trainer
