@@ -186,12 +186,12 @@ class Calls(BaseTrainer):
     @property
     def is_deepspeed_enabled(self) -> bool:
         """Whether DeepSpeed cuts up the weights."""
-        return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
+        return getattr(self.engine.real_accelerator.state, "deepspeed_plugin", None) is not None
 
     @property
     def is_fsdp_enabled(self) -> bool:
         """Whether FSDP cuts up the weights."""
-        return getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+        return getattr(self.engine.real_accelerator.state, "fsdp_plugin", None) is not None
 
     @property
     def tokenizer(self) -> Any:
