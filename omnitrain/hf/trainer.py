@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PrinterCallback
+from transformers import Trainer as StockTrainer  # a program may put ours in its place later
 
 from omnitrain.backends.accelerators import adopt_precision, backend_for, refuse_lost_processes
 from omnitrain.backends.backend import Backend
@@ -122,7 +123,7 @@ class HFTrainer(Calls):
     """Arguments of other trainers that this one does not have, and why."""
 
     NEVER_CALLED: ClassVar[Mapping[str, str]] = {
-        name: use for name, use in hooks.NEVER_CALLED.items() if not hasattr(transformers.Trainer, name)
+        name: use for name, use in hooks.NEVER_CALLED.items() if not hasattr(StockTrainer, name)
     }
 
     engine_class: type[Engine] = Engine
@@ -134,7 +135,7 @@ class HFTrainer(Calls):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         for one in (*cls.__mro__[1:], cls.engine_class):
-            if issubclass(one, transformers.Trainer) and not issubclass(one, Engine):
+            if issubclass(one, StockTrainer) and not issubclass(one, Engine):
                 raise TypeError(
                     f"{one.__name__} is a transformers.Trainer with a loop of its own, and cannot be a base or the "
                     f"`engine_class` of {cls.__name__}. Let it prepare model and data, and give these to HFTrainer: "
@@ -153,7 +154,7 @@ class HFTrainer(Calls):
             cls.__init__ = remembered(cls.__init__)
         for name in own:
             is_asked_for = hasattr(Calls, name) and name != "evaluation_loop"
-            if hasattr(transformers.Trainer, name) and name not in CALLED and not is_asked_for:
+            if hasattr(StockTrainer, name) and name not in CALLED and not is_asked_for:
                 raise TypeError(
                     f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here: of "
                     f"its methods these are: {', '.join(sorted(CALLED))}. Put it into a subclass of "

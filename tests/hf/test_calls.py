@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -756,3 +757,16 @@ def test_a_run_is_steered_by_the_flags_of_transformers(args: Any, tmp_path: Path
     assert trainer.progress.step == 3 and trainer.stop_reason == "requested"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     assert trainer.control.stop == "requested"
+
+
+def test_a_program_may_put_it_in_the_place_of_transformers_trainer(monkeypatch: pytest.MonkeyPatch, args: Any) -> None:
+    seen_by_ours: Any = vars(sys.modules["omnitrain.hf.trainer"])["transformers"]
+    monkeypatch.setattr(seen_by_ours, "Trainer", HFTrainer)
+
+    class Own(HFTrainer):
+        def get_train_dataloader(self) -> Any:
+            return super().get_train_dataloader()
+
+    trainer = made(args(max_steps=2), Own)
+    trainer.train()
+    assert trainer.progress.step == 2
