@@ -224,7 +224,7 @@ class Engine(Searching):
         self.by_window = by_window
         self.scratch = scratch
         self.own_trial = trial
-        self.syncs_each_batch = syncs_each_batch(training_args)
+        self.syncs_each_batch: bool = syncs_each_batch(training_args)
         self.real_accelerator = accelerator
         self._tolerance = Tolerance("output_dir", "It is tried again when something is written there.")
         place: Any = kwargs["args"].output_dir
