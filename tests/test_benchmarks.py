@@ -87,11 +87,8 @@ def test_nothing_but_the_history_grows_over_a_long_run(tmp_path: Path) -> None:
     first, last = rows[1], rows[-1]
     assert last["steps"] > 5 * first["steps"]
     assert last["resident"] < first["resident"] + 10
-    assert (last["threads"], last["descriptors"], last["files"]) == (
-        first["threads"],
-        first["descriptors"],
-        first["files"],
-    )
+    assert (last["threads"], last["descriptors"]) == (first["threads"], first["descriptors"])
+    assert last["files"] == rows[len(rows) // 2]["files"]  # from when as many checkpoints are there as are kept
 
 
 # --- runs that are interrupted
