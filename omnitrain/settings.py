@@ -96,8 +96,7 @@ def takes_arguments(constructor: Constructor) -> Constructor:
                 "the others by name."
             ) from None
         del given["self"]
-        taken = {name for name in known if isinstance(getattr(type(self), name, None), property)}
-        fixed = frozenset(known) - MAY_BE_ASSIGNED - taken
+        fixed = frozenset(known) - MAY_BE_ASSIGNED - getattr(type(self), "ASSIGNABLE", frozenset())
         for name in fixed & vars(self).keys():
             refuse_assignment(self, name, vars(self)[name])
         self._construct(given)
@@ -140,7 +139,7 @@ _INSTEAD: dict[str, str] = {
 """What else can be done about a setting in a run, by its name."""
 
 MAY_BE_ASSIGNED = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
-"""Arguments that have an effect when they are assigned to a trainer, too."""
+"""Arguments that have an effect when they are assigned to a trainer, too; `ASSIGNABLE` of its class names others."""
 
 
 def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
@@ -103,6 +103,9 @@ class TrainResult(MetricsDict):
 
 class Calls(BaseTrainer):
     """The calling surface of `transformers.Trainer`. Where one call means two things, its argument names decide."""
+
+    ASSIGNABLE: ClassVar[frozenset[str]] = frozenset({"compute_metrics"})
+    """Arguments that have an effect when they are assigned, besides those of every trainer."""
 
     engine: Engine
     training_args: transformers.TrainingArguments | None
