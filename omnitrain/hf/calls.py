@@ -32,12 +32,13 @@ from omnitrain.hf.arguments import either_name, schedule_for
 from omnitrain.hf.callbacks import Controls
 from omnitrain.hf.data import unprepared
 from omnitrain.hf.engine import Engine
+from omnitrain.hf.evaluation import prefixed
 from omnitrain.hf.files import write_model
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.run import hooks
 from omnitrain.run.evaluation import Predictions
 from omnitrain.scoring import make_scorer, scores_for
-from omnitrain.settings import change_setting, local_path
+from omnitrain.settings import change_setting, local_path, refuse_assignment
 from omnitrain.trainers.base import BaseTrainer
 from omnitrain.units import ModelUnit, StepOutput, run_unit, scores_in
 
@@ -225,6 +226,8 @@ class Calls(BaseTrainer):
             settings = dataclasses.replace(self.settings, compute_metrics=compute_metrics)
             change_setting(self, settings=settings, scorer=scorer)
             self._evaluation.scorer = scorer
+        elif "settings" not in vars(self) or compute_metrics is not self.settings.compute_metrics:
+            refuse_assignment(self, "compute_metrics", compute_metrics)
 
     # --- training
 
@@ -439,12 +442,8 @@ class Calls(BaseTrainer):
         self.engine._memory_tracker.start()
         with self._leaving_out(ignore_keys), evaluation.generating("predict", generation):
             found = super().predict(dataset)
-        speeds = self._evaluation.speeds  # type: ignore[attr-defined]
-        metrics, told = (
-            {f"{metric_key_prefix}_{name.removeprefix('test_')}": one for name, one in named.items()}
-            for named in (found.metrics, {**found.metrics, **speeds})
-        )
-        self.engine.report_prediction(told)
+        metrics = prefixed(found.metrics, metric_key_prefix)
+        self.engine.report_prediction({**metrics, **prefixed(evaluation.speeds, metric_key_prefix)})
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
         return Predictions(found.predictions, found.labels, metrics)
 

@@ -24,11 +24,16 @@ from omnitrain.hf.generation import Generation
 from omnitrain.run.evaluation import Evaluation, Inconclusive, Predictions
 from omnitrain.units import StepOutput
 
-__all__ = ["HFEvaluation"]
+__all__ = ["HFEvaluation", "prefixed"]
 
 
 _OF_THE_CLOCK = ("_runtime", "_samples_per_second", "_steps_per_second")
 """Ends of the names of what transformers adds to metrics, of which no two runs have the same."""
+
+
+def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the metrics of a prediction, whose names begin with `test_`, with another prefix."""
+    return {f"{prefix}_{name.removeprefix('test_')}": value for name, value in metrics.items()}
 
 
 class _CutShort(BaseException):
@@ -149,8 +154,7 @@ class HFEvaluation(Evaluation):
         found = self.predict(loader, is_interrupted)
         if found is None:
             return None
-        metrics = {f"{prefix}_{name.removeprefix('test_')}": value for name, value in found.metrics.items()}
-        return Predictions(found.predictions, found.labels, metrics)
+        return Predictions(found.predictions, found.labels, prefixed(found.metrics, prefix))
 
     def rehearse(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
         """Run the first batch of each set, without a look at what comes of it."""

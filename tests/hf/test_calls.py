@@ -744,6 +744,16 @@ def test_metrics_may_be_set_afterwards(args: Any) -> None:
         trainer.learning_rate = 1.0
 
 
+def test_metrics_that_are_set_before_the_constructor_has_run_are_refused(args: Any) -> None:
+    class Early(HFTrainer):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.compute_metrics = "mae"
+            super().__init__(*given, **options)
+
+    with pytest.raises(ConfigError, match="`compute_metrics` is fixed"):
+        made(args(), Early)
+
+
 def test_a_run_is_steered_by_the_flags_of_transformers(args: Any, tmp_path: Path) -> None:
     class Own(HFTrainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
