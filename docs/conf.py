@@ -9,7 +9,9 @@ author = "The omnitrain authors"
 copyright = "2026, The omnitrain authors"  # the name that Sphinx reads
 release = version = omnitrain.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
 exclude_patterns = ["_build"]
 
 html_theme = "furo"

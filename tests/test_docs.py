@@ -1,18 +1,24 @@
 """What README and docs say is so: their examples run, their tables are those of the code, their links lead somewhere.
 
-python tests/test_docs.py                    writes the tables anew that are made from the code
-python tests/test_docs.py docs/compared.md   runs the examples of a page and shows what they print
+python tests/test_docs.py                      writes the tables anew that are made from the code
+python tests/test_docs.py docs/quickstart.md   runs the examples of a page, shows what they print, and writes it anew
+
+What an example prints stands right under it, in a fence of its own that begins with ```text. The lines that a run
+prints while it trains are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import math
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -34,19 +40,57 @@ def fences(text: str, language: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, match.start(2)) + 1, match[2]
 
 
-def run_page(path: Path) -> None:
-    """Run the examples of a page from top to bottom, as a reader with one interpreter would."""
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
+PROGRESS = re.compile(r"^step \d+.*\n", re.MULTILINE)
+
+
+def run_page(path: Path) -> Iterator[tuple[int, re.Match[str] | None, str]]:
+    """Run the examples of a page from top to bottom, as a reader with one interpreter would.
+
+    Yields for each its line, the fence right under it that says what it prints, and what it printed.
+    """
     module = ModuleType("__main__")
     module.__dict__["__file__"] = str(path)
-    for line, source in fences(path.read_text(encoding="utf-8"), "python"):
-        # Padded with empty lines, so that a traceback names the line of the page.
-        exec(compile("\n" * (line - 1) + source, str(path), "exec"), module.__dict__)
+    text = path.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        if match[1].strip() != "python":
+            continue
+        line = text.count("\n", 0, match.start(2)) + 1
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            # Padded with empty lines, so that a traceback names the line of the page.
+            exec(compile("\n" * (line - 1) + match[2], str(path), "exec"), module.__dict__)
+        after = FENCE.search(text, match.end())
+        is_output = after and after[1].strip() == "text" and not text[match.end() : after.start()].strip()
+        yield line, after if is_output else None, PROGRESS.sub("", printed.getvalue())
+
+
+def is_same_output(said: str, printed: str) -> bool:
+    """Whether the words are the same, and the numbers but for rounding."""
+
+    def is_same(one: str, other: str) -> bool:
+        exact = one.isdigit() and other.isdigit()
+        return one == other if exact else math.isclose(float(one), float(other), rel_tol=0.02, abs_tol=1e-6)
+
+    said, printed = (" ".join(text.split()) for text in (said, printed))
+    if NUMBER.split(said) != NUMBER.split(printed):
+        return False
+    return all(map(is_same, NUMBER.findall(said), NUMBER.findall(printed)))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_python_example_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_python_example_runs_and_prints_what_stands_under_it(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(PAGES[page])
+    for line, output, printed in run_page(PAGES[page]):
+        assert output is None or is_same_output(output[2], printed), f"line {line} prints:\n{printed}"
+
+
+def test_an_output_of_other_words_or_numbers_is_noticed() -> None:
+    said = "step 12  loss 0.5012\n"
+    assert is_same_output(said, "step 12 loss 0.5013") and is_same_output("apart: 1e-9", "apart: 0.0")
+    for printed in ("step 13 loss 0.5012", "step 12 loss 0.5212", "step 12 accuracy 0.5012", "step 12", said * 2):
+        assert not is_same_output(said, printed)
 
 
 def test_readme_and_guides_have_examples() -> None:
@@ -219,9 +263,20 @@ def test_tables_made_from_the_code_are_up_to_date() -> None:
     assert text == with_tables(text)
 
 
-def _main(arguments: list[str]) -> Any:
+def _write_outputs(path: Path) -> None:
+    """Run the examples of a page in an empty folder, and write what they print under those that have a place for it."""
+    text = path.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for line, output, printed in [*run_page(path)][::-1]:
+            print(f"--- line {line}\n{printed}", end="")
+            if output is not None:
+                text = text[: output.start(2)] + printed.rstrip() + "\n" + text[output.end(2) :]
+    path.write_text(text, encoding="utf-8")
+
+
+def _main(arguments: list[str]) -> None:
     for page in arguments:
-        run_page(Path(page).resolve())
+        _write_outputs(Path(page).resolve())
     if not arguments:
         for path in PAGES.values():
             path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
