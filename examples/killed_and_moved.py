@@ -3,9 +3,9 @@
     python examples/killed_and_moved.py                    # prints how far the two are from each other
     python examples/killed_and_moved.py --picture run.svg  # and draws both
 
-`Trainer` begins it. It is killed, and goes on under `AccelerateTrainer` on two processes with DDP; is killed, and goes
-on with FSDP 2; then with DeepSpeed ZeRO 2; then under `HFTrainer`; and `Trainer` ends it. Each kill is a SIGKILL between
-two checkpoints, in the middle of an epoch: no handler runs, and the steps since the last checkpoint are trained again.
+`Trainer` begins the run. It is killed, and `AccelerateTrainer` goes on, on two processes with DDP, then with FSDP 2,
+then with DeepSpeed ZeRO 2. `HFTrainer` takes the next part, and `Trainer` finishes. Each kill is a SIGKILL between two
+checkpoints, in the middle of an epoch: no handler runs, and the steps since the last checkpoint are trained again.
 Needs the extras `hf` and `deepspeed`; `--picture` needs `plot`. Takes about a minute, most of it to start Python.
 """
 
@@ -103,11 +103,11 @@ def start(folder: Path, name: str, kill_after: int = 0) -> dict[int, float]:
     trainer_class, how, _ = LEGS[name]
     begin = [sys.executable, "-m", "omnitrain.cli", "launch", *how] if how else [sys.executable]
     command = [*begin, str(Path(__file__).resolve()), "--part", trainer_class, str(folder), str(kill_after)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     if (done.returncode == 0) is bool(kill_after):
         raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["train_loss"] for row in rows if "train_loss" in row}
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
 
 
 def draw(alone: dict[int, float], parts: dict[str, dict[int, float]], path: Path) -> None:

@@ -87,7 +87,7 @@ def show(path: Path) -> None:
     folder, content = _one_checkpoint(path)
     _print(f"{folder}: {_size(folder)}, saved {_date(folder, content)}, format version {content['format_version']}")
     if content.get("frozen"):
-        _print(f"without the {len(content['frozen'])} tensors that did not train, of which it has hashes")
+        _print(f"without the {len(content['frozen'])} tensors that did not train, whose hashes it has")
     for title in ("progress", "objective", "settings", "versions"):
         entries = content.get(title, {})
         if title == "versions" and "world_size" in content:
@@ -121,7 +121,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
     if WEIGHTS not in content["files"]:
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise ConfigError(f"{str(out)!r} is there already, and is not overwritten. Give the path of a new folder.")
+        raise ConfigError(f"{str(out)!r} already exists and is not overwritten. Give the path of a new folder.")
     if adapter is not None and not merge:
         raise ConfigError("--adapter says which adapter is merged. Pass --merge, or leave it out: all are exported.")
     if merge:

@@ -118,7 +118,7 @@ def _add_launch(commands: Any) -> None:
     way = launch.add_mutually_exclusive_group()
     way.add_argument("--fsdp", action="store_true", help="cut parameters, gradients and optimizer state up by FSDP 2")
     way.add_argument("--zero", type=int, choices=(1, 2, 3), help="cut them up by DeepSpeed ZeRO, in this stage")
-    add("--cpu", action="store_true", help="keep off the GPUs; where there are none, this goes without saying")
+    add("--cpu", action="store_true", help="keep off the GPUs; the default where there are none")
     add("--nnodes", dest="machines", type=int, default=1, metavar="N", help="machines; start the same on each of them")
     add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="where the machines meet: one of them")
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes if one dies, at most N times")

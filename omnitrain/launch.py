@@ -75,7 +75,7 @@ class Launch:
         if gpus and not self.cpu and self.processes > gpus:
             raise ConfigError(
                 f"`-n {self.processes}` asks for more processes than this machine has GPUs ({gpus}). Each process "
-                "needs its own; `--cpu` does without."
+                "needs its own. `--cpu` uses none."
             )
         if self.zero is not None and find_spec("deepspeed") is None:
             raise MissingExtraError("--zero", "deepspeed", "deepspeed")

@@ -58,8 +58,8 @@ def import_class(path: str, wanted: type, name: str) -> Any:
         ) from error
     if not isinstance(found, type) or not issubclass(found, wanted):
         raise ConfigError(
-            f"`{name}={path[:200]!r}` is no subclass of {wanted.__module__}.{wanted.__name__}. Give the path of one, "
-            "or pass a function itself."
+            f"`{name}={path[:200]!r}` is not a subclass of {wanted.__module__}.{wanted.__name__}. Give the path "
+            "of one, or pass a function itself."
         )
     return found
 

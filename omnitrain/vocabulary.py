@@ -24,7 +24,7 @@ _LOADER = "A loader of your own has it: `train_loader=DataLoader(...)`."
 _OWN_CALLBACK = "Write a callback (a subclass of `omnitrain.Callback`), or pass an instance of one of ours."
 _TOKENIZE = "Tokenize the dataset yourself, and pass what `model(**batch)` takes."
 _LIGHTNING_EVAL = "Every evaluation is over the whole set. Pass a smaller one: `torch.utils.data.Subset`."
-_RESUME = "It is said to the call, not the constructor: `train(resume_from=...)`."
+_RESUME = "Pass it to the call, not the constructor: `train(resume_from=...)`."
 _LAUNCHED = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
 _OPTIMIZER = "Pass a function of the parameters: `optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)`."
 _SCHEDULE = "Pass a function of the optimizer: `lr_scheduler=lambda optimizer: ...`."
@@ -156,7 +156,7 @@ _COMPOSER: dict[str, Meaning] = {
     "save_num_checkpoints_to_keep": Meaning("save_total_limit"),
     "save_overwrite": Meaning("overwrite"),
     "load_path": Meaning("", _RESUME),
-    "autoresume": Meaning("", 'It is said to the call: `train(resume_from="auto")`.'),
+    "autoresume": Meaning("", 'Pass it to the call: `train(resume_from="auto")`.'),
     "loggers": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),
     "deterministic_mode": Meaning("deterministic"),
     "device_train_microbatch_size": Meaning("batch_size", "with `gradient_accumulation_steps` or `global_batch_size`"),

@@ -313,5 +313,5 @@ def test_a_short_name_is_the_class_of_torch(model: nn.Module, name: str, kind: s
 
 def test_a_path_is_not_called_unless_it_is_an_optimizer(model: nn.Module) -> None:
     for path in ("os.system", "os.path.join", "subprocess.Popen", "builtins.eval"):
-        with pytest.raises(ConfigError, match="no subclass of"):
+        with pytest.raises(ConfigError, match="not a subclass of"):
             build_optimizer(path, model, 0.25, 0.0)

@@ -146,7 +146,7 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     check_same_on_ranks(ranks, {"accelerator": kind, **_described(accelerator)})
     if kind in ("FSDP", "DEEPSPEED") and settings.async_save:
         raise ConfigError(
-            f"`async_save=True` cannot be had with {kind}, whose weights are sharded over the ranks: all of them put "
+            f"`async_save=True` does not work with {kind}, whose weights are sharded over the ranks: all of them put "
             "these together at once, which a background thread cannot do. Leave it out."
         )
     if kind == "FSDP":

@@ -79,7 +79,7 @@ class Interrupt(Callback):
         self._trainer.control.stop = "signal"
         self._let_workers_die()
         # os.write is safe in a handler; logging may hold a lock that the interrupted code holds too
-        text = f"{signal.Signals(number).name}: finishing the current step. Once more leaves at once.\n"
+        text = f"{signal.Signals(number).name}: finishing the current step. Send it again to leave at once.\n"
         os.write(2, text.encode())
 
     def _leave_to_parent(self, number: int) -> None:

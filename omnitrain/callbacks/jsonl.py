@@ -65,7 +65,7 @@ class JsonlLogger(Callback):
         """Rows that are not in the file yet."""
         self._lost = 0
         self._last: dict[str, tuple[int, float]] = {}
-        self._tolerance = Tolerance(filename, "Its rows are kept in memory and written when the disk lets them be.")
+        self._tolerance = Tolerance(filename, "Its rows are kept in memory until they can be written.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Empty the file, or cut it back to the step that the run resumes from."""
@@ -105,7 +105,7 @@ class JsonlLogger(Callback):
         self._write()
         lost = self._lost + len(self._waiting)
         if lost:
-            logger.error("%s lacks %d rows, which the disk did not take.", str(self._path), lost)
+            logger.error("%s lacks %d rows, that could not be written.", str(self._path), lost)
         self._close()
         self._path = None
 
@@ -139,7 +139,7 @@ class JsonlLogger(Callback):
         with self._tolerance:
             try:
                 if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-                    logger.warning("%s was deleted during the run: a new one is begun.", str(self._path))
+                    logger.warning("%s was deleted during the run: a new one is started.", str(self._path))
                     self._close()
                 file = self._file or self._open()
                 while self._waiting:

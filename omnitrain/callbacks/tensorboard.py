@@ -74,7 +74,7 @@ class TensorBoardLogger(Callback):
         self._lost = self._given = 0
         """How many of these are lost, and how many the writer has been given."""
         self._retry_at = -math.inf
-        self._tolerance = Tolerance("TensorBoard's file", "It is kept in memory and written when the disk lets it be.")
+        self._tolerance = Tolerance("TensorBoard's file", "It is kept in memory until it can be written.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Open an event file and write the run's settings into it."""
@@ -154,7 +154,7 @@ class TensorBoardLogger(Callback):
     def _close(self, trainer: TrainerLike) -> None:
         self._write(trainer, [], flush=True)
         if lost := self._lost + len(self._events):
-            logger.error("TensorBoard's file lacks %d values, which the disk did not take.", lost)
+            logger.error("TensorBoard's file lacks %d values, that could not be written.", lost)
         self._lost = 0
         self._drop_writer()
         self._events.clear()

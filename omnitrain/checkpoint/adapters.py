@@ -166,9 +166,7 @@ def _check_place(model: nn.Module, folder: Path, overwrite: bool) -> None:
     places = [_folder_of(folder, adapter) / CONFIG for adapter in bare.peft_config]
     there = [place for place in [*places, folder / WEIGHTS] if place.exists()]
     if there and not overwrite:
-        raise ConfigError(
-            f"{str(there[0])!r} is there already. Pass overwrite=True to replace it, or give another path."
-        )
+        raise ConfigError(f"{str(there[0])!r} already exists. Pass overwrite=True to replace it, or give another path.")
 
 
 def write_model_files(model: nn.Module, folder: Path, is_whole: bool) -> None:

@@ -196,7 +196,7 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointError(
                 f"`save_dir={str(self._run.settings.save_dir)!r}` cannot be read, so that checkpoints of another run "
-                f"there would not be seen: {error}. Mend that, or choose another folder."
+                f"there would not be seen: {error}. Fix that, or choose another folder."
             ) from error
 
     def check_optimizers(self, attributes: Mapping[str, Any], resumes: bool) -> None:

@@ -330,7 +330,9 @@ class Contents:
             saved, present = state.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
             taken = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
             if taken:
-                raise CheckpointError(f"{where} is damaged: the schedule's state has {taken[0]!r}, which is no state.")
+                raise CheckpointError(
+                    f"{where} is damaged: the schedule's state has {taken[0]!r}, which is not a state."
+                )
             if type(run.lr_scheduler).__module__.startswith("torch.") and "lr_scheduler_options" not in changed:
                 lacking = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
                 if lacking:
@@ -540,7 +542,7 @@ class Contents:
         except CheckpointError:
             raise
         except Exception:  # one that can tell only once the run has begun: the first save asks again
-            logger.debug("A state cannot be had before the run.", exc_info=True)
+            logger.debug("There is no state before the run.", exc_info=True)
 
     def _capture_history(self, history: dict[str, Any]) -> dict[str, Any]:
         lifecycle = self._lifecycle

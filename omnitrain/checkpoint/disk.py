@@ -118,7 +118,9 @@ def listing(folder: Path) -> tuple[list[Path], list[Path]]:
     files, folders = [], [folder]
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise CheckpointError(f"{str(path)!r} is no plain file; a checkpoint with it could not be moved. Copy it.")
+            raise CheckpointError(
+                f"{str(path)!r} is not a regular file; a checkpoint with it could not be moved. Copy it."
+            )
         (folders if path.is_dir() else files).append(path)
     return files, folders
 

@@ -60,11 +60,11 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: If it is missing, cannot be read, or is no file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in between
         os.close(descriptor)
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is no JSON object")
+        raise _damaged(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
     entries, ends = {}, []
     for name, content in header.items():

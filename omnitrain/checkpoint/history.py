@@ -92,7 +92,7 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{str(folder / HISTORY)!r} cannot be read: {error}. Take another checkpoint.") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{str(folder)!r} is damaged: line {number} of {HISTORY!r} is no row of a history "
+            f"{str(folder)!r} is damaged: line {number} of {HISTORY!r} is not a row of a history "
             f"({type(error).__name__}: {error}). Take another checkpoint."
         ) from None
     return {**facts, **tables}

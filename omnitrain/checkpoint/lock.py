@@ -279,8 +279,8 @@ class Lock:
                 os.close(descriptor)
         return CheckpointError(
             f"{str(self.path.parent)!r} was taken over by {_named(owner)}, while no sign of life came from this run or "
-            f"its {LOCK!r} was deleted. It saves nothing more, lest the two be mixed. The checkpoints there are whole: "
-            "end the other run, or go on from them into another `save_dir`."
+            f"its {LOCK!r} was deleted. It saves nothing more, so that the two do not mix. The checkpoints there "
+            "are whole: end the other run, or go on from them into another `save_dir`."
         )
 
     # --- what is there

@@ -166,7 +166,7 @@ def check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
         except (OSError, ValueError):  # a name that no file can have
             raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is no regular file.")
+            raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is not a regular file.")
         if found.st_size != entry["size"]:
             raise CheckpointError(
                 f"{str(folder)!r} is incomplete: {name!r} has {found.st_size} bytes, and {entry['size']} were written."

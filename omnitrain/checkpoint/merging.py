@@ -50,7 +50,7 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
             "base of the run was loaded from: --merge BASE."
         )
     if base is not None and not base.is_dir():
-        raise ConfigError(f"--merge takes the folder of the base's weights, got {str(base)!r}, which is none.")
+        raise ConfigError(f"--merge takes the folder of the base's weights, got {str(base)!r}, which is not a folder.")
     if not adapters:
         assert base is not None
         return _joined(folder, frozen, base, out)
@@ -106,8 +106,8 @@ def _base(folder: Path, content: Mapping[str, Any], base: Path | None) -> Any:
     file = f"{BASE}/config.json"
     if file not in content["files"]:
         raise ConfigError(
-            f"The base of {str(folder)!r} is no model of transformers: only your own code can build it. Merge there: "
-            "`PeftModel.from_pretrained(base, folder).merge_and_unload()`."
+            f"The base of {str(folder)!r} is not a model of transformers: only your own code can build it. Merge "
+            "there: `PeftModel.from_pretrained(base, folder).merge_and_unload()`."
         )
     found = json.loads((folder / file).read_text())
     if found.get("quantization_config") or (base is not None and _is_quantised(base)):

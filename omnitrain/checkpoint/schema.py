@@ -396,5 +396,5 @@ def validate(content: Mapping[str, Any], where: str, complete: bool = True) -> N
         record(needed if complete else {}, known)(dict(content), "")
     except ValueError as error:
         raise CheckpointError(
-            f"{where} is damaged: 'omnitrain.json' has {error}. Take another checkpoint, or mend this one by hand."
+            f"{where} is damaged: 'omnitrain.json' has {error}. Take another checkpoint, or repair this one by hand."
         ) from None

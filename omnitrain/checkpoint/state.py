@@ -163,9 +163,7 @@ def save_weights(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"Cannot save the model to {str(folder)!r}: it is a file. Give the path of a folder.")
         if path.exists() and not overwrite:
-            raise ConfigError(
-                f"{str(path)!r} is there already. Pass overwrite=True to replace it, or give another path."
-            )
+            raise ConfigError(f"{str(path)!r} already exists. Pass overwrite=True to replace it, or give another path.")
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{WEIGHTS}.tmp"
         try:

@@ -238,7 +238,7 @@ class Store:
                 raise
             raise CheckpointError(
                 f"Cannot save {str(self.path(step))!r}: {error}. Earlier checkpoints are untouched. "
-                "Free some space or mend the disk; the next save tries again."
+                "Free some space or repair the disk; the next save tries again."
             ) from error
 
     def _seal(self, folder: Path, files: list[Path], known: Mapping[str, Future[str]]) -> dict[str, FileEntry]:
@@ -464,7 +464,7 @@ class Store:
             return None
         raise CheckpointError(
             f"None of the checkpoints in {str(self.root)!r} can be used. " + " ".join(reasons) + " "
-            "Mend or move them away, or choose another `save_dir`, to start afresh."
+            "Repair them or move them away, or choose another `save_dir`, to start afresh."
         )
 
     def named(self, which: str) -> Path:

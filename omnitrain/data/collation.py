@@ -285,7 +285,7 @@ def as_probabilities(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
     except RuntimeError as error:
         raise DataError(
             f"`num_classes={num_classes}` is for labels from 0 to {num_classes - 1}, and a batch has others: {error} "
-            "Not even -100, which losses leave out, has a probability. Mend the labels, or `num_classes`."
+            "Not even -100, which losses leave out, has a probability. Correct the labels or `num_classes`."
         ) from error
 
 

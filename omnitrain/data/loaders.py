@@ -526,8 +526,8 @@ def _refuse_tables(dataset: Any, name: str) -> None:
     """Refuse data that have a length and items, but of which the items are columns and not samples."""
     if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
         raise DataError(
-            f"`{name}` is a {type(dataset).__module__.partition('.')[0]} {type(dataset).__name__}, of which an index "
-            "names a column or a label, and not a sample. Pass arrays, "
+            f"`{name}` is a {type(dataset).__module__.partition('.')[0]} {type(dataset).__name__}, whose index "
+            "names a column or a label, not a sample. Pass arrays, "
             "(df[features].to_numpy('float32'), df['label'].to_numpy()), or a dataset of Hugging Face, "
             "datasets.Dataset.from_pandas(df)."
         )

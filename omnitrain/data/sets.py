@@ -77,7 +77,7 @@ class Sets:
         settings = self._settings
         if settings.drop_last and is_stream(settings.train_dataset):
             raise ConfigError(
-                "`drop_last=True` needs data with a length and items, of which it is known how many steps they make; "
+                "`drop_last=True` needs data with a length, so that the number of steps is known; "
                 "`train_dataset` is a stream. Leave it out, or end the stream after whole steps."
             )
         return make_loader(
@@ -103,7 +103,7 @@ class Sets:
         sizes = {one.name: one.size for one in each if one is not None and not isinstance(one, GivenLoader)}
         self._ranks.check_alike(
             "The numbers of samples on the ranks", sizes,
-            "Give every rank the same data, of which each takes its share; or a loader of its own, `train_loader` for "
+            "Give every rank the same data, and each takes its share; or a loader of its own, `train_loader` for "
             "instance, whose batches are used as they are.",
         )  # fmt: skip
 

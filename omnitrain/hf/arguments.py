@@ -552,8 +552,8 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
     elif options is not None and args is not None:
         if options["fsdp_version"] != 2:
             raise ConfigError(
-                f"`training_args.fsdp_config` asks for FSDP {options['fsdp_version']}, by default or in words; PyTorch "
-                "has replaced it. Say fsdp_config={'version': 2}."
+                f"`training_args.fsdp_config` asks for FSDP {options['fsdp_version']}, explicitly or by default; "
+                "PyTorch has replaced it. Pass fsdp_config={'version': 2}."
             )
         settings: Any = args.fsdp_config  # of which transformers 5.0 does not give everything to the plugin
         kept = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
@@ -623,7 +623,7 @@ def refuse_fp16(args: transformers.TrainingArguments | None, device: torch.devic
     """Refuse `fp16` of the training arguments where transformers would train without it."""
     if args is not None and args.fp16 and device.type == "cpu":
         raise ConfigError(
-            "`training_args.fp16=True` is not available on a CPU, and transformers would leave it out without a word. "
+            "`training_args.fp16=True` is not available on a CPU, and transformers would silently ignore it. "
             "Use `bf16=True` there, or a GPU."
         )
 

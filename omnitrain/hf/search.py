@@ -70,7 +70,7 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
     for name in ("timeout", "catch"):
         if owner.world_size > 1 and options.get(name):
             raise ConfigError(
-                f"`{name}` would be heeded on the main process alone, and there are {owner.world_size}. Leave it out."
+                f"`{name}` would only act on the main process, and there are {owner.world_size}. Leave it out."
             )
     kept = engine.model, engine.model_wrapped
     engine._folders = ()
@@ -175,7 +175,7 @@ class Trial:
         for name in space:
             if name not in known:
                 raise ConfigError(
-                    f"`hp_space` names {name!r}, which is no field of TrainingArguments.{did_you_mean(name, known)} "
+                    f"`hp_space` names {name!r}, which is not a field of TrainingArguments.{did_you_mean(name, known)} "
                     "What is for the model, `model_init(trial)` asks the trial for."
                 )
         return dict(space)

@@ -238,5 +238,5 @@ def _refuse_empty(found: list[Any]) -> None:
     if empty:
         raise DataError(
             f"The data yield nothing on rank {', '.join(empty)}, but do on others. Give every process a part of "
-            "them, or the same data, of which each then takes its share."
+            "them, or the same data, and each takes its share."
         )

@@ -120,11 +120,11 @@ def test_adapters_replace_nothing_unasked(kind: str, tmp_path: Path) -> None:
     model = peft.get_peft_model(llama(), lora(), adapter_name="named")
     trainer = make(kind, model)
     trainer.save_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"named/adapter_config.json' is there already. Pass overwrite=True"):
+    with pytest.raises(ConfigError, match=r"named/adapter_config.json' already exists. Pass overwrite=True"):
         trainer.save_model(tmp_path / "model")
     trainer.save_model(tmp_path / "model", overwrite=True)
     make(kind, llama()).save_model(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"model.safetensors' is there already"):
+    with pytest.raises(ConfigError, match=r"model.safetensors' already exists"):
         trainer.save_model(tmp_path / "plain")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="it is a file"):

@@ -305,7 +305,7 @@ def test_model_that_is_there_is_replaced_only_if_that_is_wanted_and_in_one_go(
 ) -> None:
     state.save_weights(Tied(0), tmp_path, overwrite=False)
     before = (tmp_path / "model.safetensors").read_bytes()
-    with pytest.raises(ConfigError, match=r"model.safetensors' is there already.*overwrite=True"):
+    with pytest.raises(ConfigError, match=r"model.safetensors' already exists.*overwrite=True"):
         state.save_weights(Tied(1), tmp_path, overwrite=False)
 
     def torn(tensors: Any, path: Path, **options: Any) -> None:

@@ -482,7 +482,7 @@ def test_manifest_that_lists_a_file_outside_of_the_folder_is_refused(run: Path, 
 
 
 def test_link_among_the_written_files_is_refused(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no plain file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         Store(run).save(10, lambda folder: (folder / "model").symlink_to("/etc/hostname"), {})
 
 

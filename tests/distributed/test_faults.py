@@ -765,4 +765,4 @@ def test_background_saves_under_ddp_are_whole_and_leave_no_thread(outcomes: dict
 
 
 def test_background_saves_of_sharded_weights_are_refused(outcomes: dict[str, list[Outcome]]) -> None:
-    assert "`async_save=True` cannot be had with FSDP" in results(outcomes, "background fsdp")["error"]
+    assert "`async_save=True` does not work with FSDP" in results(outcomes, "background fsdp")["error"]

@@ -250,7 +250,7 @@ def make_anew(backend: str, way: str, folder: str) -> dict[str, Any]:
     def space(trial: Any) -> dict[str, Any]:
         return {"learning_rate": trial.suggest_categorical("learning_rate", [0.05, 1e-4])}
 
-    with pytest.raises(ConfigError, match="`catch` would be heeded on the main process alone"):
+    with pytest.raises(ConfigError, match="`catch` would only act on the main process"):
         trainer.hyperparameter_search(space, n_trials=2, backend="optuna", catch=(ValueError,))
     sampler = optuna.samplers.RandomSampler(seed=0)
     best = trainer.hyperparameter_search(space, n_trials=2, sampler=sampler, backend="optuna")

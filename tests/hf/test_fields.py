@@ -1,4 +1,4 @@
-"""Every field of transformers' arguments: none is ignored without a word. Those that need little are tried here."""
+"""Every field of transformers' arguments: none is ignored silently. Those that need little are tried here."""
 
 from __future__ import annotations
 

@@ -395,7 +395,7 @@ def test_a_space_that_names_an_unknown_field_is_refused_before_anything_is_train
             steps.append(1)
 
     trainer = build(arguments(), callbacks=[Counts()])
-    with pytest.raises(ConfigError, match=r"names 'learning_rat', which is no field.*Did you mean 'learning_rate'"):
+    with pytest.raises(ConfigError, match=r"names 'learning_rat', which is not a field.*Did you mean 'learning_rate'"):
         search(trainer, hp_space=lambda trial: {"learning_rat": 0.1})
     with pytest.raises(ConfigError, match="must return a dict of training arguments, got None"):
         search(trainer, hp_space=lambda trial: None)
