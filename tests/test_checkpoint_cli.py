@@ -454,6 +454,6 @@ def test_the_file_of_the_weights_is_the_one_that_trainers_write(run: Path) -> No
 
 
 def test_the_page_of_the_format_describes_every_field(run: Path) -> None:
-    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8").split("### omnitrain.json")[1]
+    page = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8").split("## omnitrain.json")[1]
     described = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(described) == sorted(json.loads((run / "checkpoint-12" / "omnitrain.json").read_text()))

@@ -1092,14 +1092,6 @@ def test_checkpoint_from_before_some_fields_were_there_is_resumed(folder: Path) 
     assert scores_of(folder / "run") == scores_of(folder / "straight")
 
 
-def test_every_field_of_the_manifest_is_in_the_table_of_the_docs_and_the_other_way_round(folder: Path) -> None:
-    play(folder / "run")
-    content = json.loads((folder / "run" / "checkpoint-9" / MANIFEST).read_text())
-    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    described = re.findall(r"^\| `(\w+)` \|", text.partition("### omnitrain.json")[2], re.MULTILINE)
-    assert sorted(described) == sorted(content)
-
-
 # --- a background writer
 
 
