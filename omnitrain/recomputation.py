@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omnitrain.errors import ConfigError
 
-__all__ = ["own_way", "recompute_activations"]
+__all__ = ["blocks_in", "own_way", "recompute_activations"]
 
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")  # the newer one of transformers first
 _HOLDERS = (nn.ModuleList, nn.Sequential)
@@ -50,7 +50,7 @@ def recompute_activations(model: nn.Module, wanted: bool | Sequence[str]) -> Non
 
 
 def _found_blocks(model: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = list(dict.fromkeys(_blocks_in(model)))
+    found: list[nn.Module] = list(dict.fromkeys(blocks_in(model)))
     if not found:  # then a Sequential of layers is one, if there are several
         found = [one for one in model.modules() if one is not model and isinstance(one, nn.Sequential) and len(one) > 1]
     if not found or (len(found) == 1 and isinstance(found[0], nn.Sequential)):
@@ -63,11 +63,11 @@ def _found_blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks in a module; of a Sequential among them, what it holds if that is blocks again."""
+def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks in a module: what its lists hold, if that is made of layers; of nested blocks the inner ones."""
     holds_blocks = isinstance(module, _HOLDERS)
     for child in module.children():
-        inner = list(_blocks_in(child)) if not holds_blocks or isinstance(child, _HOLDERS) else []
+        inner = list(blocks_in(child)) if not holds_blocks or isinstance(child, _HOLDERS) else []
         if inner or not holds_blocks:
             yield from inner
         elif not isinstance(child, nn.ModuleList) and next(child.children(), None) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -14,8 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.backends.ddp import DDP, start_from_main
 from omnitrain.checkpoint.state import from_json, load_by_own_way
+from omnitrain.recomputation import blocks_in
 
 __all__ = ["FSDP"]
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = contextlib.nullcontext()
 
@@ -33,6 +37,8 @@ class FSDP(DDP):
         model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
         self.optimizer = prepared.optimizer
         bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
+        if self.ranks.is_main:
+            _warn_if_undivided(bare)
         return bare, self.compiled(model)
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
@@ -62,3 +68,15 @@ class FSDP(DDP):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # as backward does: until then the model's parameters are not the optimizer's
+
+
+def _warn_if_undivided(model: nn.Module) -> None:
+    """Log a warning if a model that is made of layers is one unit, whose weights are all gathered at once."""
+    layers = sorted({type(block).__name__ for block in blocks_in(model)})
+    if layers and sum(isinstance(module, FSDPModule) for module in model.modules()) == 1:
+        logger.warning(
+            "FSDP takes %s as one unit: in every pass each rank gathers all of its weights. Name the layers that are "
+            "gathered one by one: FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="
+            "'transformer_based_wrap', transformer_cls_names_to_wrap=%s).", type(model).__name__.removeprefix("FSDP"),
+            layers,
+        )  # fmt: skip

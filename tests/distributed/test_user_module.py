@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,57 @@ def freeze(backend: str) -> dict[str, Any]:
     }
 
 
+class Block(nn.Module):
+    """A layer made of layers, as transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def divide(backend: str, layers: list[str]) -> dict[str, Any]:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(4, 1))
+    named: dict[str, Any] = {
+        "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers
+    } if layers else {}  # fmt: skip
+    trainer = make_trainer(
+        backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=1,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **named),
+    )  # fmt: skip
+    logging.getLogger("omnitrain").addHandler(told := Told())
+    try:
+        trainer.train()
+    finally:
+        logging.getLogger("omnitrain").removeHandler(told)
+    return {"told": [one for one in told.messages if "as one unit" in one]}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs = [
         Job(f"{function}-{backend}", backend, f"{HERE}:{function}")
         for function, test in {"worsen": "test_worsened", "freeze": "test_freezing"}.items()
         for backend in sorted(asked_for(request, "backend", test=test))
+    ]
+    jobs += [
+        Job(f"divide-{'-'.join(layers)}", "fsdp", f"{HERE}:divide", {"layers": layers}) for layers in ([], ["Block"])
     ]
     return sound(launch_all(jobs, tmp_path_factory.mktemp("module")))
 
@@ -138,3 +184,9 @@ def test_freezing_modules_by_eval_keeps_them_so_in_steps_and_after_evaluations(r
         assert len(found["seen"]) > 12
         assert all(modes == found["before"] for modes in found["seen"])
         assert found["moved"] == []
+
+
+def test_fsdp_tells_once_of_a_model_of_layers_that_it_gathers_as_a_whole(results: Any) -> None:
+    (main,), other = (found["told"] for found in results["divide-"])
+    assert "takes Sequential as one unit" in main and "transformer_cls_names_to_wrap=['Block']" in main
+    assert not other and not any(found["told"] for found in results["divide-Block"])
