@@ -21,10 +21,10 @@ limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv demo test test-all test-oldest check check-format check-lint check-types check-architecture format signatures docs \
-	examples notebooks bench gpu clean
+	examples notebooks notebooks-write bench gpu clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit("omnitrain needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] \
@@ -88,9 +88,11 @@ examples: $(VENV)/.has-test ## run every script in examples
 	@set -e; for script in $(sort $(wildcard examples/*.py examples/hf/*.py)); do \
 		echo "== $$script"; $(call limit,300) $(BIN)/python $$script; done
 
-notebooks: $(VENV)/.has-test ## execute every notebook, without writing its output back
-	@set -e; for notebook in $(sort $(wildcard notebooks/*.ipynb)); do \
-		echo "== $$notebook"; $(call limit,600) $(BIN)/jupyter-execute --timeout=300 $$notebook; done
+notebooks: $(VENV)/.has-test ## execute every notebook, and compare what it shows with the outputs in it
+	$(call limit,600) $(BIN)/python -m pytest -q tests/test_notebooks.py
+
+notebooks-write: $(VENV)/.has-test ## execute every notebook, and write its outputs into it
+	$(call limit,600) $(BIN)/python tests/test_notebooks.py
 
 bench: $(VENV)/.has-test ## measure the trainers against hand-written loops
 	$(call limit,1800) $(BIN)/python benchmarks/overhead.py

@@ -4,7 +4,6 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
 import torch
@@ -13,8 +12,6 @@ from safetensors.torch import load_file
 from omnitrain import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def names_of(example: str) -> dict[str, Any]:
@@ -135,32 +132,3 @@ def test_the_three_trainers_agree_and_hand_a_run_on_in_the_middle_of_epochs(caps
     steps = [line for line in capsys.readouterr().out.splitlines() if "took it to step" in line]
     assert [line.split(" ")[0] for line in steps] == ["Trainer", "AccelerateTrainer", "HFTrainer"]
     assert [line.split("step ")[1].split(",")[0] for line in steps] == ["33 of 94", "65 of 94", "94 of 94"]
-
-
-# notebooks
-
-
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
-
-
-@every_notebook
-def test_a_notebook_is_kept_without_its_outputs(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    kept = [
-        cell["id"]
-        for cell in notebook.cells
-        if cell.cell_type == "code" and (cell.outputs or cell.execution_count is not None)
-    ]
-    assert not kept, f"clear the outputs of {kept}"
-
-
-@pytest.mark.slow
-@every_notebook
-def test_the_cells_of_a_notebook_run_from_top_to_bottom(path: Path) -> None:
-    # `make notebooks` runs them in a real kernel; this one costs a second and gives a traceback.
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for cell in nbformat.read(path, as_version=4).cells:
-        if cell.cell_type == "code":
-            exec(compile(cell.source, f"{path.name}:{cell['id']}", "exec"), namespace)

@@ -1,0 +1,28 @@
+"""What a page or a notebook says that its code prints, compared with what it prints."""
+
+from __future__ import annotations
+
+import math
+import re
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
+PROGRESS = re.compile(r"^step \d+.*\n?", re.MULTILINE)
+TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?|\bseconds\b[ :]+\d\S*")
+
+
+def without_progress(text: str) -> str:
+    """Leave out the lines that a run prints while it trains: their speeds and times are others each time."""
+    return PROGRESS.sub("", text)
+
+
+def is_same_output(said: str, printed: str) -> bool:
+    """Whether the words are the same, and the numbers but for rounding. Dates and seconds may be any."""
+
+    def is_same(one: str, other: str) -> bool:
+        exact = one.isdigit() and other.isdigit()
+        return one == other if exact else math.isclose(float(one), float(other), rel_tol=0.02, abs_tol=1e-6)
+
+    said, printed = (" ".join(TIME.sub("", text).split()) for text in (said, printed))
+    if NUMBER.split(said) != NUMBER.split(printed):
+        return False
+    return all(map(is_same, NUMBER.findall(said), NUMBER.findall(printed)))

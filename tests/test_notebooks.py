@@ -1,0 +1,182 @@
+"""The notebooks run from top to bottom in a kernel of their own, and show what they keep as their outputs.
+
+python tests/test_notebooks.py                             executes all notebooks and writes their outputs anew
+python tests/test_notebooks.py notebooks/quickstart.ipynb  one of them
+
+Words, counts and numbers are compared; of images, that they are there. What a run prints while it trains is kept, but
+not compared. Warnings (stderr) are not kept: they are about the machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from outputs import is_same_output, without_progress
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LIMIT = 300  # seconds for a cell; each notebook takes less than a minute
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+LOG_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\n", re.MULTILINE)  # DeepSpeed logs to stdout when it is imported
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def executed(notebook: NotebookNode) -> NotebookNode:
+    """Execute a notebook in an empty folder, on the CPU with one thread, and leave what is worth keeping."""
+    # What tests/conftest.py sets would keep figures out of a notebook, and print a line into it.
+    environment = {name: os.environ[name] for name in os.environ.keys() - {"MPLBACKEND", "WANDB_MODE"}}
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    notebook = copy.deepcopy(notebook)
+    with tempfile.TemporaryDirectory() as folder:
+        place = os.path.realpath(folder)
+        client = NotebookClient(notebook, timeout=LIMIT, kernel_name="python3", resources={"metadata": {"path": place}})
+        client.execute(env=environment)
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for number, cell in enumerate(code_cells(notebook), start=1):
+        cell.metadata, cell.execution_count = {}, number
+        cell.outputs = kept(cell.outputs, place)
+    return notebook
+
+
+def kept(outputs: list[NotebookNode], place: str) -> list[NotebookNode]:
+    """Return outputs with each run of printed texts as one, without warnings and the folder that it ran in."""
+    result: list[NotebookNode] = []
+    for output in outputs:
+        if output.output_type != "stream":
+            result.append(output)
+        elif output.name == "stdout":
+            if not result or result[-1].output_type != "stream":
+                result.append(nbformat.v4.new_output("stream", name="stdout", text=""))
+            result[-1].text += output.text
+    for output in result:
+        if output.output_type == "stream":
+            output.text = LOG_LINE.sub("", output.text).replace(place + os.sep, "")
+    return [output for output in result if output.get("text") != ""]
+
+
+def difference(said: NotebookNode, shown: NotebookNode) -> str:
+    """Return what two executions of a cell differ in, or nothing."""
+    ours, theirs = ([_summary(output) for output in cell.outputs] for cell in (said, shown))
+    kinds, other_kinds = ([kind for kind, _ in outputs] for outputs in (ours, theirs))
+    if kinds != other_kinds:
+        return f"The outputs of {said['id']} are {other_kinds} instead of {kinds}."
+    for (_, text), (_, other) in zip(ours, theirs, strict=True):
+        if not is_same_output(text, other):
+            return f"{said['id']} prints:\n{other}"
+    return ""
+
+
+def _summary(output: NotebookNode) -> tuple[str, str]:
+    """Return what kind of output it is, images included, and its text."""
+    if output.output_type == "stream":
+        return output.name, without_progress(output.text)
+    data = output.get("data", {})
+    return " ".join([output.output_type, *sorted(data)]), data.get("text/plain", "")
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@every_notebook
+def test_a_notebook_is_kept_with_its_outputs_and_nothing_of_the_machine(path: Path) -> None:
+    """If not: `make notebooks-write` executes and writes it."""
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata == METADATA
+    assert not [cell["id"] for cell in notebook.cells if cell.metadata]
+    assert [cell["id"] for cell in notebook.cells] == [f"cell-{number:02}" for number in range(len(notebook.cells))]
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    printed = json.dumps([cell.outputs for cell in cells])
+    assert not [place for place in (str(ROOT), tempfile.gettempdir(), str(Path.home()) + "/") if place in printed]
+    assert path.stat().st_size < 200_000
+
+
+@pytest.mark.slow  # a minute for all; `make notebooks` runs it too
+@every_notebook
+def test_a_notebook_shows_what_it_keeps(path: Path) -> None:
+    notebook = read(path)
+    cells = zip(code_cells(notebook), code_cells(executed(notebook)), strict=True)
+    differences = [difference(said, shown) for said, shown in cells]
+    assert not any(differences), "\n".join(filter(None, differences))
+
+
+def a_notebook(*sources: str) -> NotebookNode:
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+
+
+def test_an_execution_keeps_prints_and_results_but_no_warnings_and_folders() -> None:
+    notebook = executed(
+        a_notebook(
+            "import os, sys\nprint('in', os.path.join(os.getcwd(), 'run'))\nprint('a warning', file=sys.stderr)",
+            "print('step 10/20  9 samples/s')\nprint('loss', 0.5)\n1 + 1",
+        )
+    )
+    first, second = code_cells(notebook)
+    assert [output.text for output in first.outputs] == ["in run\n"]
+    assert [_summary(output) for output in second.outputs] == [
+        ("stdout", "loss 0.5\n"),
+        ("execute_result text/plain", "2"),
+    ]
+    assert (first.execution_count, second.execution_count, second.metadata) == (1, 2, {})
+
+
+def test_a_cell_that_shows_something_else_is_noticed() -> None:
+    def cell(text: str, **data: Any) -> NotebookNode:
+        outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+        outputs += [nbformat.v4.new_output("display_data", data=data)] if data else []
+        return nbformat.v4.new_code_cell("", outputs=outputs)
+
+    image = {"image/png": "abc", "text/plain": "<Figure>"}
+    said = cell("step 1/2  loss 3\nloss 0.5\n", **image)
+    assert not difference(said, cell("step 1/2  loss 4\nloss 0.501\n", **image | {"image/png": "def"}))
+    for other in (cell("loss 0.5\n"), cell("loss 0.6\n", **image), cell("gain 0.5\n", **image)):
+        assert difference(said, other)
+
+
+def _write(path: Path) -> None:
+    """Execute a notebook and write it in its place, unless all that is compared is as it was, and images are too."""
+    stored = read(path)
+    for number, cell in enumerate(stored.cells):
+        cell["id"], cell.metadata = f"cell-{number:02}", {}
+    fresh = executed(stored)
+    pairs = [*zip(code_cells(stored), code_cells(fresh), strict=True)]
+    is_same = not any(difference(*pair) for pair in pairs) and all(_images(one) == _images(two) for one, two in pairs)
+    if not is_same:
+        nbformat.write(fresh, path)
+    print(f"{path}: {'unchanged' if is_same else 'written'}, {path.stat().st_size / 1000:.0f} kB")
+
+
+def _images(cell: NotebookNode) -> list[str]:
+    return [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+
+
+if __name__ == "__main__":
+    for one in map(Path, sys.argv[1:]) if sys.argv[1:] else NOTEBOOKS:
+        _write(one)
