@@ -418,6 +418,29 @@ def test_a_nan_among_packed_samples_is_traced_to_the_sample(trainer_class: Any, 
     assert "these samples of the training set: 13." in str(caught.value)
 
 
+class Rooted(nn.Module):
+    """Its loss is finite for every sample, and the gradient of it for all but those of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).pow(2).sum(dim=1, keepdim=True).sqrt()
+
+
+def test_a_gradient_that_is_not_finite_is_traced_to_the_sample(trainer_class: Any) -> None:
+    data, model = rows(SIZE, torch.float32), Rooted()
+    data.tensors[0][13] = 0.0
+    with pytest.raises(NonFiniteError) as caught:
+        run(
+            trainer_class, model, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=1
+        )  # fmt: skip
+    assert "these samples of the training set: 13." in str(caught.value)
+    assert all(one.isfinite().all() for one in model.parameters())
+
+
 def test_an_evaluation_of_packed_samples_weighs_what_the_loss_is_a_mean_of(trainer_class: Any) -> None:
     model, given = made("packed", "data")
     trainer = trainer_class(model, epochs=1, progress_bar=False, **placed_on_cpu(trainer_class), **given)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from omnitrain.errors import NonFiniteError, Tolerance, listed
 from omnitrain.run.evaluation import Evaluation, evaluating
@@ -34,7 +36,8 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
         save_dir: The folder of the run; None writes no file.
         place: Where the window was.
     """
-    indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples), hooks.ranks.rank
+    indices = _suspects(hooks, loader, place.epoch, place.position, place.samples, (_is_bad, _has_bad_gradient))
+    rank = hooks.ranks.rank
     _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
     which = f" It comes from these samples of the training set: {listed(indices)}." if indices else ""
     return NonFiniteError(
@@ -60,7 +63,7 @@ def evaluation_error(
     sampler, indices = getattr(loader, "sampler", None), []
     if number is not None and sampler is not None:
         size = sampler.batch_size * sampler.world_size
-        indices = _suspects(hooks, loader, 0, number * size, size)
+        indices = _suspects(hooks, loader, 0, number * size, size, (_is_bad,))
     _report(hooks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:
@@ -89,21 +92,23 @@ def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
     return None
 
 
-def _suspects(hooks: Hooks, loader: Any, epoch: int, position: int, samples: int) -> list[int]:
-    """Return the indices of the samples there that are not finite by themselves, else of all of them."""
+def _suspects(
+    hooks: Hooks, loader: Any, epoch: int, position: int, samples: int, checks: Sequence[Callable[[Hooks, Any], bool]]
+) -> list[int]:
+    """Return the indices of the samples there that fail the first check that any of them fails, else of all."""
     sampler, fetch = getattr(loader, "sampler", None), getattr(loader, "fetch", None)
     if sampler is None or fetch is None:
         return []  # a stream or a user's own loader: its samples have no indices
     window = sampler.samples(epoch, position, position + samples)
-    bad = []
-    with evaluating(hooks):
-        for index in window:
-            try:
-                if _is_bad(hooks, fetch(epoch, np.array([index]))):
-                    bad.append(int(index))
-            except Exception:  # a model that cannot take one sample by itself: then the whole window is named
-                return window.tolist()
-    return bad or window.tolist()
+    for is_bad in checks:
+        try:
+            with evaluating(hooks):
+                bad = [int(index) for index in window if is_bad(hooks, fetch(epoch, np.array([index])))]
+        except Exception:  # a model that cannot take one sample by itself: then the whole window is named
+            break
+        if bad:
+            return bad
+    return window.tolist()
 
 
 def _is_bad(hooks: Hooks, batch: Any) -> bool:
@@ -111,3 +116,17 @@ def _is_bad(hooks: Hooks, batch: Any) -> bool:
     with hooks._autocast():
         loss = hooks.backend.forward(hooks._forward, batch).loss
     return loss is not None and bool(weight) and not math.isfinite(float(loss))
+
+
+def _has_bad_gradient(hooks: Hooks, batch: Any) -> bool:
+    """Whether a gradient of a batch with a finite loss is not; of sharded weights nobody can tell."""
+    if hooks.backend.sharding is not None:
+        return False
+    batch = hooks._prepare_batch(batch)
+    with torch.enable_grad(), hooks._autocast():
+        loss = hooks._forward(hooks.backend.model, batch).loss  # not DDP's, which waits for the backward pass of all
+    if loss is None or not loss.requires_grad:
+        return False
+    trained = [one for one in hooks.backend.model.parameters() if one.requires_grad]
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return not all(one is None or bool(one.isfinite().all()) for one in gradients)
