@@ -128,7 +128,7 @@ def draw(alone: dict[int, float], parts: dict[str, dict[int, float]], path: Path
                               textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8)  # fmt: skip
         axes.set(xlabel="step", ylabel="training loss", xlim=(0, STEPS))
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, ncols=2)
+        axes.legend(fontsize=8, ncols=2, framealpha=1, edgecolor="none")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         pyplot.close(figure)
