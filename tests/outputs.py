@@ -8,11 +8,12 @@ import re
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 PROGRESS = re.compile(r"^step \d+.*\n?", re.MULTILINE)
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?|\bseconds\b[ :]+\d\S*")
+LOG_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\n?", re.MULTILINE)  # DeepSpeed prints one when it is imported
 
 
 def without_progress(text: str) -> str:
-    """Leave out the lines that a run prints while it trains: their speeds and times are others each time."""
-    return PROGRESS.sub("", text)
+    """Leave out the lines that a run prints while it trains, and those of a log: their times are others each time."""
+    return LOG_LINE.sub("", PROGRESS.sub("", text))
 
 
 def is_same_output(said: str, printed: str) -> bool:
