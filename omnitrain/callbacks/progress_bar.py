@@ -66,6 +66,9 @@ class ProgressBar(Callback):
         console = _bar_console(self.enabled, self.stream)
         if console is not None:
             self._guard(lambda: self._start_bar(console, trainer))
+        if trainer.progress.step:
+            fraction = trainer.limits.fraction(trainer.progress)
+            self._print_line([_position(trainer.progress.step, trainer.total_steps, fraction), "resumed"])
 
     def on_epoch_start(self, trainer: TrainerLike) -> None:
         """Print the line of the last log, whose epoch is over (a trainer with its own loop may start no steps)."""

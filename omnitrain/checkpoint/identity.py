@@ -163,7 +163,7 @@ def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
         found = now["samples"].get(index, {})
         other = [name for name, digest in parts.items() if found.get(name, digest) != digest]
         if other or (found and not parts.keys() & found.keys()):
-            named = [one if one.isprintable() else repr(one) for one in other]
+            named = [f"entry {one}" if one.isdigit() else one if one.isprintable() else repr(one) for one in other]
             which = f" (its {', '.join(named)})" if any(other) else ""
             return f"sample {index} of {loader.name} is not the one that the run was trained with{which}"
     return ""

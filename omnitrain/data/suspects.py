@@ -68,7 +68,7 @@ def told(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pa
         return everyone
     alone = failing_alone(error, samples, attempt)
     if len(alone) == len(samples):
-        return f"{everyone}, each of which fails alone"
+        return f"{everyone}, each of which fails alone: look at the model, or at the types of the data"
     if alone:
         return f"{named_samples(alone, of)}, which fail{'s' * (len(alone) == 1)} alone"
     odd = _differing(error, samples, attempt) if pairs else []

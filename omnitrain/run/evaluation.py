@@ -21,7 +21,7 @@ from omnitrain.errors import DataError, OmnitrainError
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
-from omnitrain.run.suspects import suspects
+from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.scoring import Scorer, to_numpy
 from omnitrain.units import StepOutput
 
@@ -226,6 +226,7 @@ class Evaluation:
             with self.hooks._autocast():
                 return self.output_of(batch)
         except Exception as error:
+            name_dtypes(error, self.hooks.backend.model, batch)
             found = suspects(error, self.hooks, loader, (0, 0, number), self.output_of)
             error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")
             raise

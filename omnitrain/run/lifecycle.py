@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Callback, Control, Event, TrainerLike, give_back
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
@@ -22,6 +22,11 @@ from omnitrain.progress import Progress
 __all__ = ["Lifecycle"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+_MANY_SKIPPED = 30
+"""Steps in a row that may be skipped while an epoch makes no update: a loss scale may have to fall that often."""
+_MOST_SKIPPED = 10_000
+"""The same where no epoch ends."""
 
 
 class Lifecycle:
@@ -67,9 +72,12 @@ class Lifecycle:
         self.signal: int = 0
         """The number of the signal that ended it."""
         self.is_closing = False
+        """Whether the run is writing its last rows, which a longer run would not have had."""
         self.is_running: bool = False
         """Whether `train()` is at work."""
-        """Whether the run is writing its last rows, which a longer run would not have had."""
+        self._epoch_from = -1
+        """The number of updates when the epoch began, if it began in this run."""
+        self._skipped_in_a_row = 0
         self._clock = time.perf_counter()
         self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
         self.register(callbacks)
@@ -170,6 +178,7 @@ class Lifecycle:
 
     def begin_epoch(self) -> None:
         """An epoch, or the rest of one after a resume, starts."""
+        self._epoch_from = -1 if self.progress.samples_in_epoch else self.progress.step
         self.emit(Event.EPOCH_START)
 
     def begin_step(self) -> None:
@@ -185,16 +194,33 @@ class Lifecycle:
     def end_step(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
         """A window of so many samples, tokens and micro-batches (of all ranks) was trained on, or skipped."""
         self.progress.advance(samples, tokens, skipped, batches)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= _MOST_SKIPPED:  # on a stream, say, whose epoch has no end
+            raise self._without_update()
         self.tick()
         self.emit(Event.STEP_END)
 
     def end_epoch(self, complete: bool, row: Mapping[str, Any]) -> None:
         """An epoch is over; it counts, and has its row in the history, only if its data ran out."""
         self.progress.close_epoch(complete)
+        if complete and self._epoch_from == self.progress.step and self._skipped_in_a_row >= _MANY_SKIPPED:
+            raise self._without_update()
         if complete:
             self.add_epoch_row(row)
         self.tick()
         self.emit(Event.EPOCH_END)
+
+    def check_updates(self) -> None:
+        """Raise DataError at the end of a run in which every step was skipped."""
+        if self._skipped_in_a_row and not self.progress.step:
+            raise self._without_update()
+
+    def _without_update(self) -> DataError:
+        return DataError(
+            f"The last {self._skipped_in_a_row} steps were all skipped: nothing is trained. Either no sample has a "
+            "label that counts (integer labels of -100 are left out), or no loss is finite (on_nonfinite='skip'). "
+            "Look at the labels, and at the loss of a batch."
+        )
 
     def add_epoch_row(self, row: Mapping[str, Any]) -> None:
         """Take the means of an epoch, or of a part of one that the run ended in, into the history."""

@@ -212,6 +212,8 @@ class Loop:
         done it; a run that is resumed here without being longer does it again.
         """
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
+        if self.is_at_limit:
+            lifecycle.check_updates()
         checkpointer.await_background()
         history = lifecycle.state_dict() if checkpointer.store is not None else None
         lifecycle.is_closing = True

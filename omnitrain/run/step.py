@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from omnitrain.backends.backend import Backend
-from omnitrain.data.collation import tensors_in
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
@@ -25,7 +24,7 @@ from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.nonfinite import Place
-from omnitrain.run.suspects import suspects
+from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.settings import DEFAULTS, Settings
 from omnitrain.units import ModelUnit, no_token_counts
 
@@ -130,11 +129,23 @@ class Step:
         self._is_in_training = False
         self._backend.collect_parameters()
         self._tell_of_left_out()
+        self._tell_of_low_precision()
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
+
+    def _tell_of_low_precision(self) -> None:
+        """Warn of weights that train in 16 bits, unless DeepSpeed does so, which keeps them in 32 bits beside."""
+        kinds = {one.dtype for one in self._backend.parameters if one.dtype in (torch.bfloat16, torch.float16)}
+        if kinds and self._backend.sharding in (None, "FSDP") and self._ranks.is_main:
+            (kind, *_) = kinds
+            logger.warning(
+                "Weights that train are of %s: an update that is smaller than about 1/%d of a weight is lost. Load the "
+                "model in float32 (dtype=torch.float32) and pass autocast='bf16', which computes in 16 bits as well.",
+                kind, round(2 / torch.finfo(kind).eps),
+            )  # fmt: skip
 
     def begin_epoch(self) -> None:
         """Get ready for an epoch, between which a callback may have frozen or unfrozen layers."""
@@ -219,20 +230,9 @@ class Step:
         except Exception as error:
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise self._too_few_to_normalize(turn) from error
-            if isinstance(error, RuntimeError) and "dtype" in str(error):
-                self._name_dtypes(error, batch)
+            name_dtypes(error, self._backend.model, batch)
             self._name_samples(error, turn)
             raise
-
-    def _name_dtypes(self, error: RuntimeError, batch: Any) -> None:
-        """Add the remedy to an error of a forward pass, where the data are in another precision than the model."""
-        found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}
-        own = {str(one.dtype) for one in self._backend.model.parameters() if one.is_floating_point()}
-        if found - own:
-            error.add_note(
-                f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. Arrays of NumPy "
-                "are float64 unless told otherwise: convert the data, array.astype('float32') or tensor.float()."
-            )
 
     def _too_few_to_normalize(self, turn: int) -> DataError:
         """Return the error for a layer that normalizes over its batch, of which there is a single sample."""

@@ -11,14 +11,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+from torch import nn
 
+from omnitrain.data.collation import tensors_in
 from omnitrain.data.suspects import told
 from omnitrain.distributed import is_of_connection
 from omnitrain.errors import named_samples
 from omnitrain.precision import is_device_lost, is_out_of_memory
 from omnitrain.run.hooks import Hooks
 
-__all__ = ["suspects"]
+__all__ = ["name_dtypes", "suspects"]
 
 
 def suspects(
@@ -58,3 +60,16 @@ def suspects(
 
     with mode():
         return told(error, samples, loader.name, attempt)
+
+
+def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
+    """Add the remedy to an error of a forward pass, where the data are in another precision than the model."""
+    if not isinstance(error, RuntimeError) or "dtype" not in str(error):
+        return
+    found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}
+    own = {str(one.dtype) for one in model.parameters() if one.is_floating_point()}
+    if found - own:
+        error.add_note(
+            f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. Arrays of NumPy are "
+            "float64 unless told otherwise: convert the data, array.astype('float32') or tensor.float()."
+        )
