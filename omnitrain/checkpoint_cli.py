@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -427,12 +428,13 @@ def _print_table(columns: str, rows: list[list[str]]) -> None:
     from rich.table import Table
 
     plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}  # a name may be "a[0]" or ":b:"
-    console = Console(**plain)
-    if console.is_terminal:
+    # asked before rich is, which takes FORCE_COLOR, as CI systems and notebooks set it, for a terminal
+    if sys.stdout.isatty():
+        console = Console(**plain)
         console.width = max(console.width, 80)  # a narrower one breaks the lines by itself; rich would cut them
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     else:
-        console = Console(**plain, width=100_000)
+        console = Console(**plain, width=100_000, force_terminal=False)
         table = Table(box=None, padding=(0, 2, 0, 0))
     for column in columns.split():
         kind = column[0]

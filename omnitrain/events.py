@@ -257,7 +257,7 @@ class Callback:
 
     >>> class StopAtLoss(Callback):
     ...     def on_log(self, trainer, logs):
-    ...         if logs["loss"] < 0.01:
+    ...         if logs.get("loss", 1.0) < 0.01:  # the row of a `test()` has none
     ...             trainer.stop()
     """
 
@@ -298,7 +298,10 @@ class Callback:
         """After an optimizer update (or a skipped one) was counted."""
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        """A row of `step, epoch, loss, learning_rate, grad_norm, samples_per_second, ...` is there."""
+        """A row of logs: `step, epoch, loss, learning_rate, grad_norm, samples_per_second, ...`.
+
+        That of a `test()` has `step, epoch, test_loss, test_<metric>, ...` instead.
+        """
 
     def on_eval_start(self, trainer: TrainerLike) -> None:
         """Before an evaluation that belongs to the run."""

@@ -47,6 +47,8 @@ class MetricRow(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         """Look `key` up in its other spellings."""
         stored = self._stored(key)
+        if not self:
+            raise KeyError(f"There is no metric {key!r} here: nothing has been evaluated.")
         if stored is None:
             raise KeyError(
                 f"There is no metric {key!r} here, only {quoted(self)}."
@@ -115,6 +117,10 @@ class MetricsDict(dict[str, Any]):
                 f"MetricsDict has no place for {key!r}, only for {quoted(known)}.{did_you_mean(str(key), known)}"
             )
         super().__setitem__(key, value)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table where a notebook or IPython shows a value."""
+        printer.text(str(self))
 
     def __missing__(self, key: str) -> Any:
         """Say why `key` is not there."""
@@ -186,7 +192,7 @@ class MetricsDict(dict[str, Any]):
     def _headline(self) -> str:
         parts = [f"stopped by: {self['stop_reason']}"] if "stop_reason" in self else []
         if best := self["best_valid"]:
-            where = f"step {_show(best.get('step', '?'))} (epoch {_show(best.get('epoch', '?'))})"
+            where = f"step {_show(best.get('step', '?'))} (epoch {_position(best.get('epoch', '?'))})"
             parts.append(f"best: {where}, {_words(best)}")
         return " · ".join(parts)
 
@@ -349,6 +355,11 @@ def _show(value: float | int | str) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         return f"{value:.4f}"
     return f"{value:.3g}"
+
+
+def _position(value: float | int | str) -> str:
+    """Return a place in a run, which is often whole: 2, or 2.5."""
+    return value if isinstance(value, str) else f"{round(value, 4):g}"
 
 
 def _words(row: Mapping[str, Any]) -> str:

@@ -91,8 +91,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     try:
         return torch.empty(0, device=torch.device(device)).device  # "cuda" becomes "cuda:0"
     except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"`device={device!r}` cannot be used: {reason} Leave it out to take what there is.") from None
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"`device={device!r}` cannot be used: {reason}. Leave it out to take what there is."
+        ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -57,10 +57,8 @@ ScheduleName = Literal[
     "linear",
     "cosine",
     "cosine_with_restarts",
-    "cosine_with_min_lr",
     "inverse_sqrt",
     "polynomial",
-    "warmup_stable_decay",
 ]
 """Schedules that `lr_scheduler` knows by name; those from the fifth on are of transformers."""
 

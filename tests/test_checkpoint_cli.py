@@ -82,6 +82,13 @@ def test_ls_has_a_row_per_checkpoint_in_the_order_of_steps(run: Path, capsys: An
     ]
 
 
+def test_a_pipe_gets_plain_columns_where_colours_are_forced(run: Path, capsys: Any, monkeypatch: Any) -> None:
+    _, plain, _ = answer(capsys, "ls", run)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernels and many CI systems do
+    _, forced, _ = answer(capsys, "ls", run)
+    assert forced == plain and "\x1b" not in forced
+
+
 def test_ls_prints_score_size_date_and_state(run: Path, capsys: Any) -> None:
     content = Store(run).verify(run / "checkpoint-8")
     _, out, _ = answer(capsys, "ls", run)
@@ -143,6 +150,7 @@ def test_a_pipe_gets_no_colours_no_frames_and_no_broken_lines(run: Path, capsys:
 
 
 def test_a_terminal_gets_tables_that_fit_it(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "90")
     _, out, _ = answer(capsys, "ls", run)
@@ -151,6 +159,7 @@ def test_a_terminal_gets_tables_that_fit_it(run: Path, capsys: Any, monkeypatch:
 
 
 def test_a_narrow_terminal_loses_nothing(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = answer(capsys, "ls", run)

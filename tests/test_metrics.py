@@ -303,3 +303,15 @@ def test_a_mean_over_uneven_parts_is_the_mean_of_all(parts: list[list[tuple[int,
     weight = sum(weight for _, weight in entries)
     expected = sum(value * weight for value, weight in entries) / weight if weight else math.nan
     assert total.value == expected or (weight == 0 and math.isnan(total.value))
+
+
+def test_a_notebook_shows_the_table() -> None:
+    shown: list[str] = []
+    metrics = MetricsDict()
+    metrics._repr_pretty_(type("Printer", (), {"text": lambda self, text: shown.append(text)})(), False)
+    assert shown == [str(metrics)]
+
+
+def test_a_metric_of_nothing_says_that_nothing_was_evaluated() -> None:
+    with pytest.raises(KeyError, match="no metric 'accuracy' here: nothing has been evaluated"):
+        MetricsDict()["best_valid"]["accuracy"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,8 +25,10 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from omnitrain import Trainer
 from omnitrain.errors import ConfigError, MissingExtraError
 from omnitrain.optimization import SCHEDULES, build_optimizer, build_scheduler, import_class
+from omnitrain.settings import ScheduleName
 
 
 class AnyOptions(torch.optim.AdamW):
@@ -315,3 +319,15 @@ def test_a_path_is_not_called_unless_it_is_an_optimizer(model: nn.Module) -> Non
     for path in ("os.system", "os.path.join", "subprocess.Popen", "builtins.eval"):
         with pytest.raises(ConfigError, match="not a subclass of"):
             build_optimizer(path, model, 0.25, 0.0)
+
+
+@pytest.mark.parametrize("name", get_args(ScheduleName))
+def test_every_schedule_that_an_editor_offers_is_taken(name: str) -> None:
+    trainer = Trainer(
+        torch.nn.Linear(4, 1), (torch.rand(8, 4), torch.rand(8, 1)), loss_fn=torch.nn.MSELoss(), lr_scheduler=name,
+        max_steps=4, warmup_steps=0, device="cpu",
+    )  # fmt: skip
+    trainer.train()
+    page = (Path(__file__).parents[1] / "docs" / "arguments.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| `lr_scheduler` |"))
+    assert set(re.findall(r'`"(\w+)"`', row)) == set(get_args(ScheduleName))

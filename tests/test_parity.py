@@ -441,6 +441,52 @@ def test_a_gradient_that_is_not_finite_is_traced_to_the_sample(trainer_class: An
     assert all(one.isfinite().all() for one in model.parameters())
 
 
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"epochs": 2}, {"epochs": 60}], ids=str)
+def test_a_run_in_which_every_step_is_skipped_is_an_error(trainer_class: Any, length: Any) -> None:
+    model = Tagger(dtype=torch.float32)
+    with pytest.raises(DataError, match="steps were all skipped: nothing is trained"):
+        run(trainer_class, model, Blank(8, range(8)), batch_size=4, **length)
+
+
+def test_a_run_in_which_a_later_epoch_is_skipped_is_an_error(trainer_class: Any) -> None:
+    broken = Overflowing(range(8, 10_000))
+    with pytest.raises(DataError, match="steps were all skipped"):
+        run(
+            trainer_class, broken, rows(32, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=60,
+            on_nonfinite="skip",
+        )  # fmt: skip
+    assert all(one.isfinite().all() for one in broken.parameters())
+
+
+def test_a_few_skipped_steps_are_no_error(trainer_class: Any) -> None:
+    broken = Overflowing(range(8, 16))  # a whole epoch
+    done = run(
+        trainer_class, broken, rows(32, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=3, on_nonfinite="skip"
+    )
+    assert (done.progress.step, done.progress.skipped_steps) == (16, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_that_train_in_16_bits_are_told_of(trainer_class: Any, dtype: Any, caplog: Any) -> None:
+    run(trainer_class, t16(dtype=dtype), rows(16, dtype), batch_size=8, max_steps=1)
+    told = [one for one in caplog.messages if "smaller than about 1/256 of a weight is lost" in one]
+    assert len(told) == (dtype is torch.bfloat16)
+
+
+def test_the_remedy_for_arrays_in_double_precision_comes_with_the_rehearsal_too(trainer_class: Any) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        run(trainer_class, t16(dtype=torch.float32), rows(16, torch.float32), eval_dataset=rows(8))
+    assert any("Arrays of NumPy are float64" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
+def test_classes_of_the_wrong_type_are_told_with_the_remedy(trainer_class: Any, dtype: Any) -> None:
+    data = torch.rand(16, 4), torch.zeros(16, dtype=dtype)
+    with pytest.raises(RuntimeError) as caught:
+        run(trainer_class, nn.Linear(4, 3), data, loss_fn=F.cross_entropy, batch_size=8)
+    assert any("labels of 64 bits" in note for note in caught.value.__notes__)
+
+
 def test_an_evaluation_of_packed_samples_weighs_what_the_loss_is_a_mean_of(trainer_class: Any) -> None:
     model, given = made("packed", "data")
     trainer = trainer_class(model, epochs=1, progress_bar=False, **placed_on_cpu(trainer_class), **given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omnitrain.errors import ConfigError
-from omnitrain.precision import Precision
+from omnitrain.precision import Precision, choose_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
 
@@ -72,3 +72,8 @@ def test_a_scaler_that_does_nothing_is_pytorchs_null_object() -> None:
     loss = torch.tensor(2.0)
     assert scaler.scale(loss) is loss
     assert scaler.get_scale() == 1.0
+
+
+def test_a_device_that_is_not_there_is_refused_in_whole_sentences() -> None:
+    with pytest.raises(ConfigError, match=r"`device='cuda:99'` cannot be used: [^.].*[^.]\. Leave it out"):
+        choose_device("cuda:99")

@@ -45,6 +45,8 @@ class Backend:
 
     sharding: ClassVar[str | None] = None
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None where each rank has all of them."""
+    keeps_masters: ClassVar[bool] = False
+    """Whether weights of 16 bits are updated in a copy of 32 bits."""
     takes_optimizers: ClassVar[bool] = True
     """Whether a loop of the user's own may have several optimizers."""
     _compile_options: Mapping[str, Any] | None = None

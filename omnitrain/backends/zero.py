@@ -54,6 +54,7 @@ class Zero(DDP):
     """
 
     sharding: ClassVar[str | None] = "DEEPSPEED"
+    keeps_masters = True
     takes_optimizers = False
     _is_last = True
     _was_applied = True

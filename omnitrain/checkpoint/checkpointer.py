@@ -372,6 +372,10 @@ class Checkpointer:
                 f"`resume_from={str(which)!r}` looks into `save_dir`, which is not given. Pass it, or a path."
             )
         if which not in ("auto", "last", "best"):
+            if which is True:
+                raise ConfigError(
+                    "`resume_from=True`: pass 'auto' (a fresh start where there is no checkpoint) or 'last'."
+                )
             which = local_path(which, "resume_from")
         store, ranks = self.store or Store(Path(which).parent), self._run.ranks
 

@@ -547,7 +547,7 @@ def _refuse_tables(dataset: Any, name: str) -> None:
 
 def _kind(column: Any) -> tuple[Any, ...]:
     if isinstance(column, list):
-        return (type(column[0]),) if column else ()
+        return (type(column[0]), tuple(getattr(column[0], "shape", ()))) if column else ()
     return type(column), tuple(column.shape[1:]), str(column.dtype)
 
 

@@ -137,9 +137,9 @@ class Step:
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
 
     def _tell_of_low_precision(self) -> None:
-        """Warn of weights that train in 16 bits, unless DeepSpeed does so, which keeps them in 32 bits beside."""
+        """Warn of weights that train in 16 bits, unless the backend updates a copy of 32 bits."""
         kinds = {one.dtype for one in self._backend.parameters if one.dtype in (torch.bfloat16, torch.float16)}
-        if kinds and self._backend.sharding in (None, "FSDP") and self._ranks.is_main:
+        if kinds and not self._backend.keeps_masters and self._ranks.is_main:
             (kind, *_) = kinds
             logger.warning(
                 "Weights that train are of %s: an update that is smaller than about 1/%d of a weight is lost. Load the "

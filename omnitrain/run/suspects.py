@@ -6,6 +6,7 @@ Errors in the data name their samples where they are raised, in `data/`; a NaN i
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -64,6 +65,8 @@ def suspects(
 
 def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
     """Add the remedy to an error of a forward pass, where the data are in another precision than the model."""
+    if re.search(r"expected (scalar type|target dtype to be) Long", str(error)):
+        error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
     if not isinstance(error, RuntimeError) or "dtype" not in str(error):
         return
     found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}

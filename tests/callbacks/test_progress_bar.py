@@ -197,6 +197,15 @@ def test_the_time_left_comes_from_the_pace_of_this_part_of_a_resumed_run(clock):
     assert "step 60/100" in stream.getvalue() and "ETA 1:20:00" in stream.getvalue()
 
 
+def test_a_resumed_run_says_where_it_goes_on():
+    stream, trainer = io.StringIO(), make_trainer(total=100)
+    ProgressBar(stream=stream).on_train_start(trainer)
+    assert not stream.getvalue()
+    trainer.progress.step = 50
+    ProgressBar(stream=stream).on_train_start(trainer)
+    assert stream.getvalue() == "step 50/100  resumed\n"
+
+
 def test_the_time_left_is_unknown_before_the_first_fraction():
     stream, trainer = io.StringIO(), make_trainer()
     bar = ProgressBar(stream=stream)
