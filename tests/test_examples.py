@@ -122,6 +122,105 @@ def test_a_task_is_standardized_by_its_training_samples_alone() -> None:
     assert len(train) + len(valid) == 178
 
 
+# one file for each common job
+
+
+def test_images_are_read_after_training_on_changed_ones() -> None:
+    assert names_of("images.py")["main"](epochs=2)["test_accuracy"] > 0.5
+
+
+def test_an_image_is_changed_anew_each_time() -> None:
+    augmented = names_of("images.py")["Augmented"](torch.rand(1, 1, 8, 8), torch.zeros(1))
+    assert not torch.equal(augmented[0][0], augmented[0][0])
+
+
+def test_lines_of_text_are_sorted_into_their_packages() -> None:
+    assert names_of("text.py")["main"](epochs=3, per_package=800)["test_accuracy"] > 0.5  # by chance: 0.25
+
+
+def test_a_text_is_classified_alike_however_far_it_is_padded() -> None:
+    model = names_of("text.py")["Classifier"](vocabulary=9).eval()
+    torch.testing.assert_close(model(torch.tensor([[3, 4]])), model(torch.tensor([[3, 4, 0, 0]])))
+
+
+def test_the_network_for_tables_is_as_good_as_a_linear_model() -> None:
+    results = names_of("tabular.py")["main"](epochs=20)
+    assert results["network"] > results["linear"] - 0.05 > 0.25
+
+
+def test_ends_of_words_are_found() -> None:
+    assert names_of("sequence_labelling.py")["main"](epochs=3, limit=1000)["eval_f1"] > 0.3  # untrained: 0
+
+
+def test_a_language_model_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = names_of("causal_lm.py")["main"]
+    monkeypatch.setitem(main.__globals__, "goes_on", lambda model, number: [])  # what it writes takes the longest
+    assert main(epochs=1, size=600)["perplexity"] < 6  # of 30 words
+
+
+def test_numbers_are_spelled_as_they_are_said() -> None:
+    spell = names_of("causal_lm.py")["spell"]
+    assert [" ".join(spell(number)) for number in (7, 40, 113, 600, 999)] == [
+        "seven",
+        "forty",
+        "one hundred thirteen",
+        "six hundred",
+        "nine hundred ninety nine",
+    ]
+
+
+def test_dates_are_translated() -> None:
+    assert names_of("seq2seq.py")["main"](epochs=4, count=1500) > 0.3  # by chance: none
+
+
+def test_adapters_learn_what_their_base_cannot_read() -> None:
+    results = names_of("lora.py")["main"](epochs=3)
+    assert results["after"] > results["before"] + 0.3
+
+
+def test_features_learned_without_labels_are_worth_more_than_pixels() -> None:
+    results = names_of("contrastive.py")["main"](epochs=8)
+    assert results["features"] > results["pixels"] + 0.03
+
+
+def test_a_student_learns_from_its_teacher_without_labels() -> None:
+    teacher, alone, student = names_of("distillation.py")["main"](epochs=10).values()
+    assert teacher > student > alone + 0.2
+
+
+def test_forged_digits_come_nearer_to_real_ones_and_nearer_still_after_a_resume() -> None:
+    results = names_of("gan.py")["main"](epochs=16)
+    assert results["noise"] / 2 > results["first half"] > results["resumed"]
+
+
+def test_a_gan_that_is_resumed_ends_as_one_that_is_not(tmp_path: Path) -> None:
+    train, images = names_of("gan.py")["train"], torch.rand(100, 64)
+    whole = train(images, 4, str(tmp_path / "whole"))
+    train(images, 2, str(tmp_path / "in two"))
+    torch.testing.assert_close(train(images, 4, str(tmp_path / "in two")), whole, rtol=0, atol=0)
+
+
+def test_one_network_learns_both_of_its_tasks() -> None:
+    best = names_of("multi_task.py")["main"](epochs=4)
+    assert best["eval_digit_accuracy"] > 0.5  # by chance: 0.1
+    assert best["eval_turns_accuracy"] > 0.5  # by chance: 0.25
+
+
+def test_each_fold_is_predicted_by_a_model_that_has_not_seen_it() -> None:
+    assert names_of("k_fold.py")["main"](folds=3, epochs=6)["roc_auc"] > 0.97
+
+
+def test_a_stream_is_resumed_where_it_was() -> None:
+    accuracy, difference = names_of("streaming.py")["main"](steps=120)
+    assert accuracy > 0.7
+    assert difference == 0
+
+
+def test_weighted_samples_raise_the_balanced_accuracy() -> None:
+    results = names_of("weighted_sampling.py")["main"](epochs=4)
+    assert results["weighted"] > results["as they are"] + 0.1
+
+
 # three_trainers.py
 
 
