@@ -19,7 +19,7 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 
 srun omnitrain launch -n 4 --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-endpoint "$first:$port" --max-restarts 2 \
-    examples/accelerate_train.py --out "$SLURM_SUBMIT_DIR/runs/digits"
+    examples/multi_gpu.py --out "$SLURM_SUBMIT_DIR/runs/digits"
 code=$?
 
 if [ $code -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -26,7 +26,7 @@ from omnitrain.launch import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests" / "distributed" / "launched.py")
-EXAMPLE = str(ROOT / "examples" / "accelerate_train.py")
+EXAMPLE = str(ROOT / "examples" / "multi_gpu.py")
 CONFIGS = ROOT / "examples" / "accelerate_configs"
 OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]

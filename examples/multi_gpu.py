@@ -1,11 +1,11 @@
-"""Read handwritten digits with `AccelerateTrainer`, on one process or many: the script does not know how many.
+"""Several GPUs, or several processes without any: the script does not know how many there are.
 
-    python examples/accelerate_train.py
-    omnitrain launch -n 2 examples/accelerate_train.py
-    omnitrain launch -n 2 --fsdp examples/accelerate_train.py
-    omnitrain launch -n 2 --zero 3 examples/accelerate_train.py
-    torchrun --nproc-per-node 2 examples/accelerate_train.py
-    accelerate launch --config_file examples/accelerate_configs/ddp_cpu.yaml examples/accelerate_train.py
+    python examples/multi_gpu.py
+    omnitrain launch -n 2 examples/multi_gpu.py
+    omnitrain launch -n 2 --fsdp examples/multi_gpu.py
+    omnitrain launch -n 2 --zero 3 examples/multi_gpu.py
+    torchrun --nproc-per-node 2 examples/multi_gpu.py
+    accelerate launch --config_file examples/accelerate_configs/ddp_cpu.yaml examples/multi_gpu.py
 
 Stop it (Ctrl-C) and start it in another of these ways: it goes on from the same step, on the same samples. The batch
 of a step has 64 samples however many processes share it, so the curve is the same too, but for rounding.
@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset, random_split
 from omnitrain import AccelerateTrainer, MetricsDict
 
 
-def main(epochs: int = 10, out: Path = Path("runs/accelerate_train")) -> MetricsDict:
+def main(epochs: int = 10, out: Path = Path("runs/multi_gpu")) -> MetricsDict:
     pixels, labels = load_digits(return_X_y=True)
     samples = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
     train, valid, test = random_split(samples, [1200, 297, 300], torch.Generator().manual_seed(0))
@@ -60,5 +60,5 @@ def main(epochs: int = 10, out: Path = Path("runs/accelerate_train")) -> Metrics
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("runs/accelerate_train"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/multi_gpu"), help="default: %(default)s")
     main(**vars(parser.parse_args()))
