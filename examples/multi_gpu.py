@@ -9,6 +9,7 @@
 
 Stop it (Ctrl-C) and start it in another of these ways: it goes on from the same step, on the same samples. The batch
 of a step has 64 samples however many processes share it, so the curve is the same too, but for rounding.
+In plain PyTorch: about 60 lines for DDP alone, and for a resume between epochs alone; with the trainer 17.
 """
 
 from __future__ import annotations
