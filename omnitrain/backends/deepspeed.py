@@ -6,6 +6,7 @@ What DeepSpeed does with the model is in `zero.py`.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import json
 import logging
@@ -23,6 +24,13 @@ __all__ = ["adopt_config", "deepspeed_plugin", "fill_config", "schedule_of", "te
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+_ENTRIES = {
+    "activation_checkpointing", "aio", "amp", "autotuning", "comms_logger", "compile", "compression_training",
+    "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity", "flops_profiler",
+    "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "sparse_attention", "tensorboard", "timers",
+    "wandb", "weight_quantization", "zero_optimization",
+}  # fmt: skip
+"""Entries of a configuration that are not among DeepSpeed's constants."""
 _COMPILES_S = 600.0
 """Seconds that compiling may take."""
 
@@ -74,6 +82,17 @@ def tell_of_locks() -> None:
                 )  # fmt: skip
 
 
+def _refuse_misspelt(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an entry that is nearly one of DeepSpeed's, which ignores those that it does not know."""
+    from deepspeed.runtime import constants
+
+    known = _ENTRIES | {value for value in vars(constants).values() if isinstance(value, str)}
+    for key in config:
+        near = [] if key in known else difflib.get_close_matches(key, known, 1, 0.85)
+        if near:
+            raise ConfigError(f"The DeepSpeed configuration has {key!r}, which it ignores. Did you mean {near[0]!r}?")
+
+
 def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
     """Bring the DeepSpeed configuration and the trainer's arguments to one word.
 
@@ -87,6 +106,7 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
         ConfigError: If they contradict each other; both values are named.
     """
     config = plugin.deepspeed_config
+    _refuse_misspelt(config)
     if "scheduler" in config:
         raise ConfigError(
             "The DeepSpeed configuration has a 'scheduler', but the schedule is stepped by the trainer, so that it is "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
@@ -35,6 +36,8 @@ from omnitrain.checkpoint.state import (
 from omnitrain.checkpoint.tensors import Gathered, spec_of
 
 __all__ = ["Zero"]
+
+logger = logging.getLogger(__name__)
 
 Output = TypeVar("Output")
 
@@ -74,6 +77,8 @@ class Zero(DDP):
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         start_from_main(self.model, self.ranks)  # before it is sharded
+        if self.ranks.is_main and any(one.dtype == torch.float64 for one in self.model.parameters()):
+            logger.warning("DeepSpeed updates weights of float64 in float32, and checkpoints hold them so.")
         plugin = self.accelerator.state.deepspeed_plugin
         fill_config(plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size)
         optimizer: Any = self._placeholder() if "optimizer" in plugin.deepspeed_config else self._build_optimizer()

@@ -75,6 +75,7 @@ class Sets:
     def train_loader_of(self, batch_size: int) -> Loader:
         """Return a loader of the training set with micro-batches of this size."""
         settings = self._settings
+        self._refuse_split(settings.train_dataset, "train_dataset")
         if settings.drop_last and is_stream(settings.train_dataset):
             raise ConfigError(
                 "`drop_last=True` needs data with a length, so that the number of steps is known; "
@@ -84,6 +85,14 @@ class Sets:
             self._transform(settings.train_dataset), batch_size, name="train_dataset", shuffle=settings.shuffle,
             marks=settings.save_dir is not None, **self._sampling, **self._loading,
         )  # fmt: skip
+
+    def _refuse_split(self, dataset: Any, name: str) -> None:
+        """Raise ConfigError for a Hugging Face stream of which each rank has a share already."""
+        if self._ranks.world_size > 1 and getattr(dataset, "_distributed", None) is not None and is_stream(dataset):
+            raise ConfigError(
+                f"`{name}` was split by split_dataset_by_node. Each rank takes its share of a stream here, and of a "
+                "share it would take a part and lose the rest. Pass the stream as it was before."
+            )
 
     def loader_for(self, dataset: Any) -> Any:
         """Return the loader of a set to evaluate; the trainer's own sets keep theirs, so workers start only once."""
@@ -122,6 +131,7 @@ class Sets:
             return self._given(loader, name)
         if dataset is None:
             return None
+        self._refuse_split(dataset, name)
         size = self._settings.eval_batch_size or self._settings.batch_size
         return make_loader(self._transform(dataset), size, name=name, marks=False, **self._loading)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from omnitrain.backends.deepspeed import tell_of_locks
+from omnitrain import ConfigError
+from omnitrain.backends.deepspeed import adopt_config, tell_of_locks
 
 
 @pytest.mark.parametrize("folder", ["op", "py311_cpu/op"])
@@ -26,3 +28,16 @@ def test_lock_that_a_killed_program_has_left_is_named(
     assert [record.getMessage().partition(" has been there for 120 minutes")[0] for record in caplog.records] == [
         str(lock)
     ]
+
+
+def test_a_misspelt_entry_of_the_configuration_is_refused_with_the_right_one() -> None:
+    pytest.importorskip("deepspeed")
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimisation": {"stage": 3}})
+    with pytest.raises(ConfigError, match=r"'zero_optimisation', which it ignores. Did you mean 'zero_optimization'"):
+        adopt_config(plugin, {})
+
+
+def test_entries_that_deepspeed_has_are_taken() -> None:
+    pytest.importorskip("deepspeed")
+    known = ["zero_optimization", "train_batch_size", "wall_clock_breakdown", "flops_profiler", "bf16", "my_own_notes"]
+    adopt_config(SimpleNamespace(deepspeed_config={name: {} for name in known if name != "train_batch_size"}), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +144,25 @@ def divide(backend: str, layers: list[str]) -> dict[str, Any]:
     named: dict[str, Any] = {
         "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers
     } if layers else {}  # fmt: skip
-    trainer = make_trainer(
-        backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=1,
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **named),
-    )  # fmt: skip
     logging.getLogger("omnitrain").addHandler(told := Told())
     try:
-        trainer.train()
+        make_trainer(
+            backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=1,
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **named),
+        ).train()  # fmt: skip
     finally:
         logging.getLogger("omnitrain").removeHandler(told)
     return {"told": [one for one in told.messages if "as one unit" in one]}
+
+
+def split(backend: str) -> dict[str, Any]:
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stream = Dataset.from_list([{"x": [float(i)] * 4, "labels": [0.0]} for i in range(16)]).to_iterable_dataset(2)
+    make_trainer(backend, t16(dtype=torch.float32), split_dataset_by_node(stream, rank, world_size), max_steps=1)
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +175,10 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     jobs += [
         Job(f"divide-{'-'.join(layers)}", "fsdp", f"{HERE}:divide", {"layers": layers}) for layers in ([], ["Block"])
     ]
-    return sound(launch_all(jobs, tmp_path_factory.mktemp("module")))
+    found = launch_all([*jobs, Job("split-ddp", "ddp", f"{HERE}:split")], tmp_path_factory.mktemp("module"))
+    refused = found.pop("split-ddp")
+    sound(found)["split-ddp"] = refused
+    return found
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "fsdp", "zero3")))
@@ -190,3 +203,8 @@ def test_fsdp_tells_once_of_a_model_of_layers_that_it_gathers_as_a_whole(results
     (main,), other = (found["told"] for found in results["divide-"])
     assert "takes Sequential as one unit" in main and "transformer_cls_names_to_wrap=['Block']" in main
     assert not other and not any(found["told"] for found in results["divide-Block"])
+
+
+def test_a_stream_of_which_each_rank_has_a_share_already_is_refused(results: Any) -> None:
+    for found in results["split-ddp"]:
+        assert found["error"] == "ConfigError" and "was split by split_dataset_by_node" in found["message"]
