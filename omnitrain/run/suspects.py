@@ -72,7 +72,10 @@ def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
     found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}
     own = {str(one.dtype) for one in model.parameters() if one.is_floating_point()}
     if found - own:
-        error.add_note(
-            f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. Arrays of NumPy are "
-            "float64 unless told otherwise: convert the data, array.astype('float32') or tensor.float()."
-        )
+        remedy = "Give both the same type: model.to(dtype), or tensor.to(dtype) in the dataset."
+        if found == {"torch.float64"}:
+            remedy = (
+                "Arrays of NumPy are float64 unless told otherwise: convert the data, array.astype('float32') or "
+                "tensor.float()."
+            )
+        error.add_note(f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. {remedy}")
