@@ -3,7 +3,7 @@
     python examples/causal_lm.py
 
 The texts have 2 to 12 numbers in a row, and begin anywhere below a thousand. Nothing is padded, no text sees another,
-and each word weighs the same in a step, however many words a batch has. Needs the extra `hf`.
+and each word weighs the same, however many a batch has. Needs the extra `hf`.
 In plain PyTorch: about 39 lines for loops, weighing by tokens and the best weights; with the trainer 14.
 """
 
@@ -45,7 +45,7 @@ def goes_on(model: Any, number: int) -> list[str]:
     return words[: words.index(",")] if "," in words else words
 
 
-def main(epochs: int = 4, size: int = 1600) -> dict[str, float]:
+def main(epochs: int = 3, size: int = 1600) -> dict[str, float]:
     chance = random.Random(0)
     starts = chance.sample(range(1, 988), 900)
     train = [{"input_ids": count(chance.choice(starts[100:]), chance.randint(2, 12))} for _ in range(size)]

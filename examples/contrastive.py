@@ -1,9 +1,9 @@
-"""Contrastive learning: two random views of each image are to be more alike than views of different images.
+"""Contrastive learning: two views of one image should be more alike than views of different images.
 
     python examples/contrastive.py
 
-No label is used for that. Afterwards a linear classifier learns from 50 labelled digits: from what the network
-makes of them it reads more than from their pixels. The model computes its own loss (InfoNCE, as in SimCLR).
+This needs no labels. Afterwards a linear classifier learns from 50 labelled digits, and does better on the features
+of the network than on pixels. The model returns its own loss (InfoNCE, as in SimCLR).
 In plain PyTorch: about 19 lines; with the trainer 12.
 """
 

@@ -2,8 +2,8 @@
 
     python examples/distillation.py
 
-A unit computes the loss of a batch, and calls any models it likes. Of the 1,300 handwritten digits the student has 100
-with labels. Trained on those it reads less than half; taught by the teacher on all of them, nearly as much as that.
+A unit computes the loss of a batch, and may call several models. The student has 1,300 handwritten digits, 100 of them
+with labels. Trained on those, it reads less than half of the others; taught by the teacher on all, more than 80 %.
 In plain PyTorch: about 38 lines for loops, both losses and the best weights; with unit and trainer 27.
 """
 

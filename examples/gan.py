@@ -1,10 +1,10 @@
-"""A GAN: a loop of one's own with two optimizers, which is stopped and resumed like any other.
+"""A GAN: a training loop of your own with two optimizers, stopped and resumed like any other run.
 
     python examples/gan.py
 
 A subclass of `BaseTrainer` writes `_train_epoch`. What it puts into `self.optimizers` is in every checkpoint, so that
-`resume_from="auto"` goes on with both. The images are handwritten digits; lower distances to them are better.
-In plain PyTorch: about 38 lines, half of them to save and to go on; with a trainer of one's own 28.
+`resume_from="auto"` goes on with both. The data are handwritten digits; the distance to them should fall.
+In plain PyTorch: about 38 lines, 17 of them to save and to resume; with a trainer of your own 28.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train(images: Tensor, epochs: int, folder: str) -> Tensor:
     return generator.eval()(noise.to(trainer.device)).detach().cpu()
 
 
-def main(epochs: int = 60) -> dict[str, float]:
+def main(epochs: int = 40) -> dict[str, float]:
     images = torch.tensor(load_digits(return_X_y=True)[0], dtype=torch.float32) / 8 - 1
     results = {"noise": distance(images, torch.rand_like(images) * 2 - 1)}
     with TemporaryDirectory() as folder:

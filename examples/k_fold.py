@@ -2,7 +2,7 @@
 
     python examples/k_fold.py
 
-The data are scikit-learn's 569 breast tumours, benign or malignant.
+The data are scikit-learn's 569 tumours, benign or malignant.
 In plain PyTorch: about 21 lines in each fold to train and to predict; with the trainer 12.
 """
 

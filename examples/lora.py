@@ -1,9 +1,9 @@
-"""Fine-tune with LoRA: adapters of PEFT in a vision transformer of transformers, whose own weights stay as they are.
+"""Fine-tune with LoRA: PEFT's adapters in a vision transformer, whose own weights stay as they are.
 
     python examples/lora.py
 
-The base model is trained here too, on handwritten digits, and then taught to read them lying on their side. Needs
-the extra `hf` and the package `peft`. Checkpoints and `save_model` hold the adapters alone, in the form of PEFT.
+The base model learns to read handwritten digits, and the adapters to read digits lying on their side. Checkpoints and
+`save_model` hold the adapters alone, in PEFT's own form. Needs the extra `hf` and the package `peft`.
 In plain PyTorch and PEFT: about 39 lines for loops, warm-up and the best weights; with the trainer 15.
 """
 
@@ -41,7 +41,7 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, **optio
     return trainer
 
 
-def main(epochs: int = 8) -> dict[str, float]:
+def main(epochs: int = 6) -> dict[str, float]:
     digits, classes = load_digits(return_X_y=True)
     images, labels = torch.tensor(digits, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(classes)
     on_their_side = images.transpose(2, 3).contiguous()

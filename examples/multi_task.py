@@ -2,9 +2,9 @@
 
     python examples/multi_task.py
 
-Each sample has a label for both tasks; `label_names` says which keys they are. `loss_fn` and the metric get them as a
-tuple, as the model returns its two outputs. Tasks with a dataset for each are in examples/custom_trainer.py.
-In plain PyTorch: about 36 lines for loops, both tasks and the best weights; here 22.
+Each sample has a label for each task, under the keys that `label_names` lists. `loss_fn` and the metric get them as a
+tuple, as the model returns its two outputs. For tasks with separate datasets see examples/custom_trainer.py.
+In plain PyTorch: about 36 lines for loops, both tasks and the best weights; with the trainer 22.
 """
 
 from __future__ import annotations

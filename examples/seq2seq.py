@@ -1,9 +1,9 @@
-"""Sequence to sequence: one network reads a date in words, and another one writes it in numbers.
+"""Sequence to sequence: an encoder reads a date in words, and a decoder writes it in numbers.
 
     python examples/seq2seq.py
 
-"thursday, march 05, 1987" becomes "1987-03-05". The loss is that of teacher forcing; afterwards `generate` writes
-each date letter by letter. Both sequences are padded by the default collator.
+"thursday, march 05, 1987" becomes "1987-03-05". Training uses teacher forcing; afterwards `generate` writes a date
+letter by letter. Both sequences are padded by the default collator.
 In plain PyTorch: about 43 lines for padding, loops, evaluation and the best weights; with the trainer 11.
 """
 

@@ -2,8 +2,8 @@
 
     python examples/sequence_labelling.py
 
-The data are comments in Python's own standard library. Sequences are padded by the default collator: the tokens with
-0, their labels with -100, which the loss, the metrics and the weights of the batches leave out.
+The data are comments from Python's standard library. The default collator pads tokens with 0 and labels with -100,
+which the loss, the metrics and the weights of the batches leave out.
 In plain PyTorch: about 40 lines for padding, loops, scores and the best weights; with the trainer 15.
 """
 
@@ -47,7 +47,7 @@ class Tagger(nn.Module):
         return self.output(self.layers(self.embedding(tokens))[0]).transpose(1, 2)  # (samples, classes, length)
 
 
-def main(epochs: int = 5, limit: int = 2000) -> dict[str, float]:
+def main(epochs: int = 4, limit: int = 2000) -> dict[str, float]:
     sentences = load_sentences(limit)
     valid = len(sentences) // 8
     torch.manual_seed(0)  # the weights that the model starts from

@@ -2,8 +2,8 @@
 
     python examples/streaming.py
 
-Its `state_dict()` says where it is, so that a resumed run goes on there; without, what came before is read again.
-In plain PyTorch: about 38 lines, half of them to save and to go on; with the trainer 13.
+Its `state_dict()` says where it is, and a resumed run goes on there; without it, what came before is read again.
+In plain PyTorch: about 38 lines, 14 of them to save and to resume; with the trainer 13.
 """
 
 from __future__ import annotations

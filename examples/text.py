@@ -1,8 +1,8 @@
-"""Classify text: words of a vocabulary of one's own, padded by the default collator and masked in the model.
+"""Classify text: rows of words, padded by the default collator and masked in the model.
 
     python examples/text.py
 
-The data are lines of Python's own standard library; the label is the package that a line comes from.
+The data are lines of Python's standard library; the label is the package that a line comes from.
 In plain PyTorch: about 45 lines for padding, loops, evaluation and the best weights; with the trainer 13.
 """
 
@@ -46,7 +46,7 @@ class Classifier(nn.Module):
         return self.output((self.embedding(tokens) * is_word).sum(dim=1) / is_word.sum(dim=1))
 
 
-def main(epochs: int = 8, per_package: int = 1800) -> dict[str, float]:
+def main(epochs: int = 6, per_package: int = 1800) -> dict[str, float]:
     rows = load_lines(per_package)
     train, valid, test = rows[: -len(rows) // 4], rows[-len(rows) // 4 : -len(rows) // 8], rows[-len(rows) // 8 :]
     counts = Counter(word for words, _ in train for word in words)

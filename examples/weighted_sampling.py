@@ -3,7 +3,7 @@
     python examples/weighted_sampling.py
 
 One sample in 25 is of the rare class. Drawn with weights, each class comes up equally often, and the balanced
-accuracy (the mean over the classes of how many are found) rises. The loader is used as it is.
+accuracy (the mean recall of the classes) rises. A resumed run goes on in the order of the loader.
 In plain PyTorch: about 22 lines for each of the two; with the trainer 10.
 """
 

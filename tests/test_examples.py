@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,17 @@ def test_a_task_is_standardized_by_its_training_samples_alone() -> None:
 
 
 # one file for each common job
+
+
+def test_each_example_is_in_the_table_and_those_of_jobs_are_short() -> None:
+    folder = ROOT / "examples"
+    jobs, rest = (folder / "README.md").read_text(encoding="utf-8").split("## Whole scripts")
+    files = {text: re.findall(r"\]\((\w+\.py)\)", text) for text in (jobs, rest)}
+    assert sorted(files[jobs] + files[rest]) == sorted(path.name for path in folder.glob("*.py"))
+    for name in files[jobs]:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.count("\n") < 80, name
+        assert f"python examples/{name}\n" in text and "\nIn plain PyTorch" in text, name
 
 
 def test_images_are_read_after_training_on_changed_ones() -> None:
