@@ -86,7 +86,7 @@ docs: $(VENV)/.has-docs ## build the documentation into docs/_build/html, warnin
 
 examples: $(VENV)/.has-test ## run every script in examples
 	@set -e; for script in $(sort $(wildcard examples/*.py examples/hf/*.py)); do \
-		echo "== $$script"; $(call limit,300) $(BIN)/python $$script; done
+		echo "== $$script"; OMP_NUM_THREADS=1 $(call limit,300) $(BIN)/python $$script; done
 
 notebooks: $(VENV)/.has-test ## execute every notebook, and compare what it shows with the outputs in it
 	$(call limit,600) $(BIN)/python -m pytest -q tests/test_notebooks.py
