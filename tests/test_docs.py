@@ -86,7 +86,15 @@ def test_readme_and_guides_have_examples() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_no_code_hides_from_the_tests_in_another_fence(page: str) -> None:
     languages = {match[1].strip() for match in FENCE.finditer(PAGES[page].read_text(encoding="utf-8"))}
-    assert languages <= {"python", "console", "text", "{eval-rst}", "{toctree}", "{include} ../README.md", "{include} ../CHANGELOG.md"}
+    assert languages <= {
+        "python",
+        "console",
+        "text",
+        "{eval-rst}",
+        "{toctree}",
+        "{include} ../README.md",
+        "{include} ../CHANGELOG.md",
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.data.loaders import Loader, end_workers
@@ -498,6 +499,8 @@ class Loop:
         if isinstance(self.sets.train, Loader):
             self.sets.train.set_epoch(progress.epoch)
         before, taken = progress.step, [0]
+        schedule = self.hooks.lr_scheduler if self.hooks.scheduler_interval == "step" else None
+        place = getattr(schedule, "last_epoch", None)
 
         def count(*_: Any) -> None:
             taken[0] += 1
@@ -512,6 +515,13 @@ class Loop:
         finally:
             for handle in handles:
                 handle.remove()
+        follows = isinstance(schedule, ReduceLROnPlateau)
+        if taken[0] and place is not None and not follows and schedule.last_epoch == place:  # type: ignore[union-attr]
+            raise ConfigError(
+                f"`lr_scheduler` was not stepped in an epoch of {taken[0]} updates: the learning rate stays where the "
+                "schedule begins, which is 0 with `warmup_steps`. Call `self.lr_scheduler.step()` after each update in "
+                "`_train_epoch`, or pass scheduler_interval='epoch'."
+            )
         if progress.step == before:
             progress.step += taken[0]
 

@@ -19,7 +19,17 @@ from recipes import Sentences, Tagger, Trace, distance, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from omnitrain import Algorithm, BaseTrainer, Callback, DataError, MixUp, NonFiniteError, StepOutput, Trainer
+from omnitrain import (
+    Algorithm,
+    BaseTrainer,
+    Callback,
+    ConfigError,
+    DataError,
+    MixUp,
+    NonFiniteError,
+    StepOutput,
+    Trainer,
+)
 
 
 def make(model: nn.Module, data: Any, **options: Any) -> Trainer:
@@ -557,3 +567,24 @@ def test_handlers_are_put_back_after_training() -> None:
     make(t16(), rows(4), epochs=1, callbacks=[Look()]).train()
     assert inside[0] is not before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": 2}, {"lr_scheduler": "cosine"}], ids=str)
+def test_a_loop_of_ones_own_that_never_steps_the_schedule_is_an_error(options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"was not stepped in an epoch of \d+ updates.*scheduler_interval='epoch'"):
+        Custom(t16(), rows(20), device="cpu", epochs=2, progress_bar=False, **options).train()
+
+
+def test_a_loop_of_ones_own_may_step_the_schedule_or_leave_it_to_epochs() -> None:
+    class Stepping(Custom):
+        def _train_epoch(self, epoch: int) -> float:
+            handle = self.optimizer.register_step_post_hook(lambda *_: self.lr_scheduler.step())
+            try:
+                return super()._train_epoch(epoch)
+            finally:
+                handle.remove()
+
+    for kind, options in ((Stepping, {}), (Custom, {"scheduler_interval": "epoch"})):
+        trainer = kind(t16(), rows(20), device="cpu", epochs=2, lr_scheduler="cosine", progress_bar=False, **options)
+        trainer.train()
+        assert trainer.lr_scheduler.last_epoch > 0
