@@ -161,7 +161,7 @@ def test_the_network_for_tables_is_as_good_as_a_linear_model() -> None:
 
 
 def test_ends_of_words_are_found() -> None:
-    assert names_of("sequence_labelling.py")["main"](epochs=3, limit=1000)["eval_f1"] > 0.3  # untrained: 0
+    assert names_of("sequence_labelling.py")["main"](epochs=3, limit=1000)["eval_f1"] > 0.5  # an end everywhere: 0.36
 
 
 def test_a_language_model_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
