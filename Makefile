@@ -84,9 +84,9 @@ format: $(VENV)/.has-dev signatures ## format the code and mend what ruff can me
 docs: $(VENV)/.has-docs ## build the documentation into docs/_build/html, warnings are errors
 	$(call limit,600) $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-examples: $(VENV)/.has-test ## run every script in examples
-	@set -e; for script in $(sort $(wildcard examples/*.py examples/hf/*.py)); do \
-		echo "== $$script"; OMP_NUM_THREADS=1 $(call limit,300) $(BIN)/python $$script; done
+examples: $(VENV)/.has-test ## run every script in examples, as many at a time as there are WORKERS
+	@printf '%s\n' $(sort $(wildcard examples/*.py examples/hf/*.py)) | OMP_NUM_THREADS=1 xargs -P $(WORKERS) -I{} sh -c \
+		'said=$$($(call limit,300) $(BIN)/python {} 2>&1); code=$$?; echo "== {}"; echo "$$said"; exit $$code'
 
 notebooks: $(VENV)/.has-test ## execute every notebook, and compare what it shows with the outputs in it
 	$(call limit,600) $(BIN)/python -m pytest -q tests/test_notebooks.py

@@ -163,4 +163,4 @@ if __name__ == "__main__":
     if given.part:
         train(given.part[0], Path(given.part[1]), int(given.part[2]))
     else:
-        main(given.picture)
+        sys.exit(main(given.picture) > 1e-5)

@@ -243,3 +243,13 @@ def test_the_three_trainers_agree_and_hand_a_run_on_in_the_middle_of_epochs(caps
     steps = [line for line in capsys.readouterr().out.splitlines() if "took it to step" in line]
     assert [line.split(" ")[0] for line in steps] == ["Trainer", "AccelerateTrainer", "HFTrainer"]
     assert [line.split("step ")[1].split(",")[0] for line in steps] == ["33 of 94", "65 of 94", "94 of 94"]
+
+
+# killed_and_moved.py
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_moved_has_the_losses_of_one_left_alone(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    assert names_of("killed_and_moved.py")["main"](tmp_path / "run.svg") < 1e-6
+    assert (tmp_path / "run.svg").stat().st_size > 10_000
