@@ -645,7 +645,7 @@ def test_without_the_short_last_step_every_split_takes_the_same_whole_steps(
     ("options", "words"),
     [
         ({"train_dataset": rows(7)}, "7 samples, and without the last, incomplete batch of 8 nothing is left"),
-        ({"train_dataset": Announced()}, "`drop_last=True` needs data with a length and items"),
+        ({"train_dataset": Announced()}, "`drop_last=True` needs data with a length, so that"),
         ({"train_loader": DataLoader(rows(9), 4)}, "`drop_last=True` has no effect on a `train_loader`"),
     ],
     ids=["too few", "stream", "loader"],

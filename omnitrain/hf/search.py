@@ -29,8 +29,9 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def take_callbacks(new: Searching, old: Searching) -> None:
-    """Give an engine the callbacks of another, the very objects."""
+    """Give an engine the callbacks of another, the very objects, and those that are told nothing."""
     new.callback_handler.callbacks = list(old.callback_handler.callbacks)
+    new.callback_handler.idle += [one for one in old.callback_handler.idle if one not in new.callback_handler.idle]
 
 
 def remembered(init: Constructor) -> Constructor:

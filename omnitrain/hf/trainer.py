@@ -544,9 +544,12 @@ class HFTrainer(Calls):
             compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
             callbacks=self._foreign,
         )
-        if self.settings.progress_bar is False and "progress_bar" in self._own_words and self.training_args is not None:
+        is_told = self.training_args is not None and "progress_bar" not in self._own_words
+        if (
+            not is_told or self.settings.progress_bar is not False
+        ):  # with transformers' logs off, it wants no bar either
             printers = [one for one in self.engine.callback_handler.callbacks if type(one) is PrinterCallback]
-            self._idle += printers  # else it prints the rows of logs where `disable_tqdm` wants no bar
+            self._idle += printers  # it prints the rows of logs where `disable_tqdm` wants no bar
         self.engine.callback_handler.idle = self._idle
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True

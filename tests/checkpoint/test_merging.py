@@ -158,7 +158,7 @@ def test_another_base_a_quantised_one_and_none_are_refused(
     for options, code, words in (
         ([tmp_path / "other"], 1, "the first of them 'base_model.model."),
         ([tmp_path / "quantised"], 2, "The base is quantised"),
-        ([tmp_path / "nowhere"], 2, "which is none"),
+        ([tmp_path / "nowhere"], 2, "which is not a folder"),
         ([], 2, "Pass the folder that the base of the run was loaded from: --merge BASE."),
     ):
         found, told = answer(capsys, "export", folder, out, "--merge", *options)

@@ -421,6 +421,17 @@ def test_transformers_tells_as_much_as_with_a_stock_trainer(arguments: Any, said
     assert found[0] == found[1] != before
 
 
+@pytest.mark.parametrize("verbosity", [transformers.logging.WARNING, transformers.logging.ERROR])
+def test_no_bar_means_no_rows_however_much_transformers_tells(verbosity: int, capsys: Any) -> None:
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(verbosity)  # which is the default of `disable_tqdm`
+    try:
+        HFTrainer(bert(), None, Tokens(8, "classes"), max_steps=2, progress_bar=False, log_steps=1).train()
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+    assert "loss" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("said", [True, "all", "non_padding", "no", False])
 def test_tokens_are_counted_as_they_are_asked_for(arguments: Any, said: Any) -> None:
     rows = []

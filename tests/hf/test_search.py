@@ -440,3 +440,10 @@ def test_trials_whose_names_are_the_same_write_into_folders_of_their_own(argumen
         for folder in ("mine", "mine-2"):
             assert list((tmp_path / "run" / folder).glob("checkpoint-*"))
             shutil.rmtree(tmp_path / "run" / folder)
+
+
+def test_a_search_prints_no_rows_where_the_trainer_prints_none(arguments: Any, capsys: Any) -> None:
+    search(build(arguments(disable_tqdm=True), progress_bar=False), n_trials=1)
+    assert "loss" not in capsys.readouterr().out
+    search(build(arguments(disable_tqdm=True), progress_bar=None), n_trials=1)
+    assert "eval_loss" in capsys.readouterr().out
