@@ -30,8 +30,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 def take_callbacks(new: Searching, old: Searching) -> None:
     """Give an engine the callbacks of another, the very objects, and those that are told nothing."""
-    new.callback_handler.callbacks = list(old.callback_handler.callbacks)
-    new.callback_handler.idle += [one for one in old.callback_handler.idle if one not in new.callback_handler.idle]
+    ours: Any = new.callback_handler
+    theirs: Any = old.callback_handler
+    ours.callbacks = list(theirs.callbacks)
+    ours.idle += [one for one in theirs.idle if one not in ours.idle]
 
 
 def remembered(init: Constructor) -> Constructor:
