@@ -105,7 +105,7 @@ class JsonlLogger(Callback):
         self._write()
         lost = self._lost + len(self._waiting)
         if lost:
-            logger.error("%s lacks %d rows, that could not be written.", str(self._path), lost)
+            logger.error("%s lacks %d rows that could not be written.", str(self._path), lost)
         self._close()
         self._path = None
 

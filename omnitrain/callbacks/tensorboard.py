@@ -154,7 +154,7 @@ class TensorBoardLogger(Callback):
     def _close(self, trainer: TrainerLike) -> None:
         self._write(trainer, [], flush=True)
         if lost := self._lost + len(self._events):
-            logger.error("TensorBoard's file lacks %d values, that could not be written.", lost)
+            logger.error("TensorBoard's file lacks %d values that could not be written.", lost)
         self._lost = 0
         self._drop_writer()
         self._events.clear()

@@ -218,8 +218,9 @@ class Lifecycle:
     def _without_update(self) -> DataError:
         return DataError(
             f"The last {self._skipped_in_a_row} steps were all skipped: nothing is trained. Either no sample has a "
-            "label that counts (integer labels of -100 are left out), or no loss is finite (on_nonfinite='skip'). "
-            "Look at the labels, and at the loss of a batch."
+            "label that counts (integer labels of -100 are left out), or no loss or gradient is finite "
+            "(on_nonfinite='skip', or a loss scale of fp16 that is still falling). Look at the labels, and at the loss "
+            "of a batch."
         )
 
     def add_epoch_row(self, row: Mapping[str, Any]) -> None:
