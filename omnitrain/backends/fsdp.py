@@ -19,7 +19,7 @@ from omnitrain.recomputation import blocks_in
 
 __all__ = ["FSDP"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _NOTHING = contextlib.nullcontext()
 

@@ -37,7 +37,7 @@ from omnitrain.checkpoint.tensors import Gathered, spec_of
 
 __all__ = ["Zero"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 Output = TypeVar("Output")
 
