@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.data.loaders import Loader, end_workers
@@ -515,8 +514,7 @@ class Loop:
         finally:
             for handle in handles:
                 handle.remove()
-        follows = isinstance(schedule, ReduceLROnPlateau)
-        if taken[0] and place is not None and not follows and schedule.last_epoch == place:  # type: ignore[union-attr]
+        if taken[0] and place is not None and schedule.last_epoch == place:  # type: ignore[union-attr]
             raise ConfigError(
                 f"`lr_scheduler` was not stepped in an epoch of {taken[0]} updates: the learning rate stays where the "
                 "schedule begins, which is 0 with `warmup_steps`. Call `self.lr_scheduler.step()` after each update in "

@@ -36,8 +36,9 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
         save_dir: The folder of the run; None writes no file.
         place: Where the window was.
     """
-    indices = _suspects(hooks, loader, place.epoch, place.position, place.samples, (_is_bad, _has_bad_gradient))
-    rank = hooks.ranks.rank
+    # a gradient of sharded weights takes all ranks
+    checks = (_is_bad, _has_bad_gradient) if hooks.backend.sharding is None else (_is_bad,)
+    indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples, checks), hooks.ranks.rank
     _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
     which = f" It comes from these samples of the training set: {listed(indices)}." if indices else ""
     return NonFiniteError(
@@ -119,9 +120,7 @@ def _is_bad(hooks: Hooks, batch: Any) -> bool:
 
 
 def _has_bad_gradient(hooks: Hooks, batch: Any) -> bool:
-    """Whether a gradient of a batch with a finite loss is not; of sharded weights nobody can tell."""
-    if hooks.backend.sharding is not None:
-        return False
+    """Whether a gradient of a batch with a finite loss is not; all weights are on this rank."""
     batch = hooks._prepare_batch(batch)
     with torch.enable_grad(), hooks._autocast():
         loss = hooks._forward(hooks.backend.model, batch).loss  # not DDP's, which waits for the backward pass of all
