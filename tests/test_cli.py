@@ -66,6 +66,11 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert (exit_.value.code, capsys.readouterr().out) == (0, f"omnitrain {omnitrain.__version__}\n")
 
 
+def test_the_package_run_as_a_module_is_the_command() -> None:
+    done = programs.run(sys.executable, "-m", "omnitrain", "--version", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"omnitrain {omnitrain.__version__}\n")
+
+
 def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["demo", "--help"])
