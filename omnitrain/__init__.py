@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
     from omnitrain.callbacks.wandb import WandbLogger
     from omnitrain.data.collation import Collator
+    from omnitrain.data.sets import EvalSet
     from omnitrain.duration import Duration
     from omnitrain.errors import (
         CheckpointError,
@@ -52,6 +53,7 @@ _HOMES = {
     "DistributedError": "errors",
     "Duration": "duration",
     "EarlyStopping": "callbacks.early_stopping",
+    "EvalSet": "data.sets",
     "EvalUnit": "units",
     "Event": "events",
     "HFTrainer": "hf.trainer",
@@ -89,6 +91,7 @@ __all__ = [
     "DistributedError",
     "Duration",
     "EarlyStopping",
+    "EvalSet",
     "EvalUnit",
     "Event",
     "HFTrainer",

@@ -227,19 +227,16 @@ class Objective:
             f"{did_you_mean(self.metric, known)}"
         )
 
-    def check(self, names: Iterable[str], sets: Iterable[str]) -> None:
-        """Refuse a metric that cannot come, where the names of the metrics are known beforehand.
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse a metric that cannot come, where the names of all results are known beforehand.
 
         Args:
-            names: The names of the metrics.
-            sets: The names of the evaluation sets, if they have some.
+            names: The names, without "eval_".
 
         Raises:
             ObjectiveError: If it is not among them.
         """
-        known, sets = ["loss", *names], list(sets)
-        plain = ["loss"] if sets else known  # over named sets nothing but the loss is averaged
-        self.key(dict.fromkeys([f"eval_{name}" for name in plain] + [f"eval_{s}_{n}" for s in sets for n in known], 0))
+        self.key(dict.fromkeys(f"eval_{name}" for name in names))
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Return whether `value` is strictly better; what is not finite never is, and loses to all that is."""

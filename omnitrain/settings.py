@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError, DataError, FixedSettingError, did_you_mean
+from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
 from omnitrain.vocabulary import advice
 
@@ -483,14 +483,6 @@ def _check_data(given: Mapping[str, Any]) -> None:
     for kind in ("train", "eval", "test"):
         if given[f"{kind}_dataset"] is not None and given[f"{kind}_loader"] is not None:
             raise ConfigError(f"`{kind}_dataset` and `{kind}_loader` are both given. Pass one of them.")
-        loader = given[f"{kind}_loader"]
-        for one in loader.values() if isinstance(loader, dict) and kind != "train" else [loader]:
-            is_loader_like = hasattr(type(one), "__iter__") and not isinstance(one, (str, bytes, type))
-            if one is not None and (not is_loader_like or hasattr(one, "__next__")):
-                raise DataError(
-                    f"`{kind}_loader` must be iterable any number of times, as a DataLoader is, got {_shown(one)}. "
-                    "A generator is used up after one epoch: wrap it in a class with __iter__."
-                )
     has_eval = given["eval_dataset"] is not None or given["eval_loader"] is not None
     for name, off in NEEDS_EVALUATION.items():
         if not has_eval and given[name] not in off:

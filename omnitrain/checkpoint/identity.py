@@ -149,7 +149,8 @@ def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any]
             samples[str(index)] = parts
             if time.monotonic() > end:
                 break
-    return {"size": size, "samples": {index: parts for index, parts in samples.items() if parts}}
+    found = {"size": size, "samples": {index: parts for index, parts in samples.items() if parts}}
+    return found if loader.rules is None else {**found, "rules": loader.rules.to_dict()}
 
 
 def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
@@ -159,6 +160,9 @@ def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
         return ""
     if now["size"] != then["size"]:
         return f"{loader.name} has {now['size']} samples now, and had {then['size']}"
+    for name in then.get("rules", {}).keys() & now.get("rules", {}).keys():
+        if then["rules"][name] != now["rules"][name]:
+            return f"{loader.name} has {name}={now['rules'][name]!r} now, and had {then['rules'][name]!r}"
     for index, parts in then["samples"].items():
         found = now["samples"].get(index, {})
         other = [name for name, digest in parts.items() if found.get(name, digest) != digest]

@@ -63,9 +63,11 @@ class Loader:
         counts_samples: Whether it knows how many samples a batch took; otherwise the rows of the batch are counted.
         deals_samples: Whether ranks take turns with samples, and not with batches of them.
         name: What messages call the data.
+        rules: The `EvalSet` that it is the data of, if it is.
     """
 
     size: int | None = None
+    rules: Any = None
     name: str = "the data"
     counts_samples = True
     deals_samples = False
@@ -554,6 +556,16 @@ def _kind(column: Any) -> tuple[Any, ...]:
 _WORDS = {"train": "the training set", "eval": "the evaluation set", "test": "the test set"}
 
 
+class _First(IterableDataset[Any]):
+    """The first samples of a stream."""
+
+    def __init__(self, stream: Any, size: int) -> None:
+        self.stream, self.size = stream, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.stream), self.size)
+
+
 def name_of_set(argument: str) -> str:
     """Return what messages call the data of an argument.
 
@@ -581,12 +593,13 @@ def make_loader(
     marks: bool = True,
     whole: int = 1,
     order_seed: int | None = None,
+    subset: int | None = None,
 ) -> Loader:
     """Return the loader that fits a dataset: map-style (it has a length and items), a stream, or a DataLoader.
 
     `marks` says whether a stream that can is asked after each batch where it is, so that it can be put back there.
     `whole` (an epoch has a multiple of so many samples) and `order_seed` (the seed of the order alone) are for
-    map-style datasets.
+    map-style datasets. `subset` is how many samples there are at most, the first ones.
 
     Raises:
         DataError: If `dataset` is empty or none of these.
@@ -608,6 +621,7 @@ def make_loader(
         size = count_rows(dataset)
         if not size:
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
+        size = size if subset is None else min(size, subset)
         order_seed = seed if order_seed is None else order_seed
         sampler = EpochSampler(
             size, batch_size, shuffle=shuffle, seed=order_seed, rank=rank, world_size=world_size, whole=whole
@@ -624,6 +638,6 @@ def make_loader(
             f"a DataLoader, got {type(dataset).__name__}."
         )
     return StreamLoader(
-        dataset, batch_size, collate, seed, rank=rank, world_size=world_size, marks=marks, name=name_of_set(name),
-        **workers,
+        dataset if subset is None else _First(dataset, subset), batch_size, collate, seed, rank=rank,
+        world_size=world_size, marks=marks, name=name_of_set(name), **workers,
     )  # fmt: skip

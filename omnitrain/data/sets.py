@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,79 @@ import torch
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, Loader, end_workers, is_stream, make_loader, name_of_set
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError
-from omnitrain.settings import Settings, resolve_accumulation
+from omnitrain.duration import Duration
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.settings import Settings, describe, is_loader, resolve_accumulation
 
-__all__ = ["Sets", "is_named_sets"]
+__all__ = ["EvalSet", "Sets", "is_named_sets"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """An evaluation set with rules of its own, among the named sets of `eval_dataset`.
+
+    Attributes:
+        data: The dataset, or a loader.
+        metrics: What `compute_metrics` is for this set; "same" are those of the trainer, None is the loss alone.
+        weight: How much the set counts in `eval_loss` and the other means over the sets; 0 leaves it out of them.
+        every: How often it is evaluated, in steps or as "500ba" or "2ep": in the first evaluation at or after each
+            multiple, and in one before the first step. None is in every evaluation; a set with an interval does not
+            count in the means over the sets.
+        subset: The number of samples that are evaluated, the first ones; None is all.
+        unit: What computes loss and outputs on this set instead of the trainer's, as `unit` does.
+
+    Raises:
+        ConfigError: If one of them is wrong.
+
+    >>> EvalSet([1, 2, 3], metrics="accuracy", every="2ep", subset=2).subset
+    2
+    """
+
+    data: Any
+    metrics: Any = "same"
+    weight: float = 1.0
+    every: int | str | Duration | None = None
+    subset: int | None = None
+    unit: Any = None
+
+    def __post_init__(self) -> None:
+        if self.data is None or isinstance(self.data, EvalSet) or is_named_sets(self.data):
+            raise ConfigError(f"`EvalSet` takes one dataset or loader, got {type(self.data).__name__}.")
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight < 1e300:
+            raise ConfigError(f"`weight` of an `EvalSet` must be a number of 0 or more, got {self.weight!r}.")
+        if self.subset is not None and (type(self.subset) is not int or self.subset < 1):
+            raise ConfigError(f"`subset` of an `EvalSet` must be a positive number of samples, got {self.subset!r}.")
+        if self.unit is not None and (isinstance(self.unit, type) or not callable(self.unit)):
+            raise ConfigError(f"`unit` of an `EvalSet` must be callable with a batch, got {self.unit!r:.200}.")
+        if self.every is not None:
+            every = Duration.parse(self.every, "ba", "every")
+            if every.unit not in ("ba", "ep"):
+                raise ConfigError(
+                    f"`every` of an `EvalSet` counts steps or epochs ('500ba', '2ep'), got {str(self.every)!r}."
+                )
+            object.__setattr__(self, "every", every)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the set counts in the means over the sets."""
+        return self.weight > 0 and self.every is None
+
+    def is_due(self, row: Mapping[str, Any], last: Mapping[str, Any] | None) -> bool:
+        """Return whether it is to be evaluated.
+
+        Args:
+            row: Where the run is: its "step" and "epoch".
+            last: Where it was when the set was evaluated last; None if it never was.
+        """
+        if not isinstance(self.every, Duration) or not row["step"]:
+            return True
+        name = "step" if self.every.unit == "ba" else "epoch"
+        now, before = (int(round(one[name] / self.every.value, 6)) for one in (row, last or {name: 0}))
+        return now > before
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what decides the numbers besides the data, as JSON types."""
+        return {name: describe(getattr(self, name)) for name in ("metrics", "weight", "subset", "unit")}
 
 
 def is_named_sets(dataset: Any) -> bool:
@@ -118,6 +188,8 @@ class Sets:
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         given = dataset if loader is None else loader
+        if isinstance(given, EvalSet):
+            return self._by_rules(given, name, is_given=loader is not None)
         if is_named_sets(given):
             odd = next((key for key in given if not isinstance(key, str)), None)
             if odd is not None:
@@ -125,17 +197,54 @@ class Sets:
                     f"`{name}` names its sets by text, as the names of metrics begin with it, got {odd!r}. Pass "
                     f"{{{str(odd)!r}: ...}}."
                 )
+            if given and not any(not isinstance(one, EvalSet) or one.counts for one in given.values()):
+                raise ConfigError(
+                    f"No set of `{name}` counts in the loss of an evaluation: each has `weight=0` or an interval of "
+                    "its own (`every`). Leave both out for one of them."
+                )
             parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:
             return self._given(loader, name)
         if dataset is None:
             return None
+        return self._evaluated(self._transform(dataset), name)
+
+    def _evaluated(self, dataset: Any, name: str, subset: int | None = None) -> Loader:
         self._refuse_split(dataset, name)
         size = self._settings.eval_batch_size or self._settings.batch_size
-        return make_loader(self._transform(dataset), size, name=name, marks=False, **self._loading)
+        return make_loader(dataset, size, name=name, marks=False, subset=subset, **self._loading)
+
+    def _by_rules(self, rules: EvalSet, name: str, is_given: bool) -> Loader:
+        """Return the loader of a set with rules of its own, which it carries."""
+        if rules.every is not None and "[" not in name:
+            raise ConfigError(
+                f"`every={str(rules.every)!r}` needs a set with a name, beside others. Pass {{'name': EvalSet(...), "
+                f"...}} as `{name}`."
+            )
+        is_own = isinstance(rules.data, Loader)
+        if is_given or is_own or is_loader(rules.data):
+            if rules.subset is not None:
+                raise ConfigError(
+                    f"`subset={rules.subset}` has no effect on a loader, which is used as it is. Pass its dataset to "
+                    f"the `EvalSet` in `{name}`."
+                )
+            loader = rules.data if is_own else self._given(rules.data, name)
+        else:  # a unit of its own may look at any column
+            data = rules.data if rules.unit is not None else self._transform(rules.data)
+            loader = self._evaluated(data, name, rules.subset)
+        loader.rules = rules
+        return loader
 
     def _given(self, loader: Any, name: str) -> GivenLoader:
+        """Return the loader around one of the user's own."""
+        is_loader_like = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
+        if not is_loader_like or hasattr(loader, "__next__"):
+            raise DataError(
+                f"`{name.replace('_dataset', '_loader')}` must be iterable any number of times, as a DataLoader is, "
+                f"got {type(loader).__name__ if is_loader_like else repr(loader)[:200]}. "
+                "A generator is used up after one epoch: wrap it in a class with __iter__."
+            )
         return GivenLoader(loader, self._settings.seed, self._ranks.rank, self._ranks.world_size, name_of_set(name))
 
     def take_train(self, loader: Any) -> None:

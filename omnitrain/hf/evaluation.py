@@ -160,7 +160,7 @@ class HFEvaluation(Evaluation):
         """Run the first batch of each set, without a look at what comes of it."""
         for one in loader.values() if isinstance(loader, Mapping) else [loader]:
             with contextlib.suppress(Inconclusive):
-                self._run(one, is_interrupted, self.scorer.keeps_predictions, needs_loss=False, only_first=True)
+                self._run(one, is_interrupted, needs_loss=False, only_first=True)
 
     def _timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
@@ -172,7 +172,9 @@ class HFEvaluation(Evaluation):
         return metrics
 
     def _note_speeds(self, loader: Any, prefix: str, start: float) -> None:
-        loaders = list(loader.values()) if isinstance(loader, Mapping) else [loader]
+        loaders = [loader]
+        if isinstance(loader, Mapping):
+            loaders = [one for name, one in loader.items() if name not in self.left_out]
         sizes = [one.size for one in loaders]
         if None in sizes:
             self.speeds = {f"{prefix}_runtime": round(time.time() - start, 4)}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,17 +16,18 @@ import numpy as np
 import torch
 from torch.utils.data import default_convert
 
-from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples, tensors_in
 from omnitrain.data.loaders import Loader
-from omnitrain.errors import DataError, OmnitrainError
+from omnitrain.errors import DataError, ObjectiveError, OmnitrainError
+from omnitrain.objective import Objective
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.suspects import name_dtypes, suspects
-from omnitrain.scoring import Scorer, to_numpy
-from omnitrain.units import StepOutput
+from omnitrain.scoring import Scorer, make_scorer, scores_for, to_numpy
+from omnitrain.units import StepOutput, run_unit
 
-__all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating"]
+__all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating", "own_direction"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -78,6 +80,29 @@ def evaluating(hooks: Hooks) -> Iterator[None]:
         hooks._leave_evaluation()
 
 
+def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
+    """Return what a metric says itself of whether higher is better; None if it says nothing.
+
+    Args:
+        metric: Its name, with that of its evaluation set if they have names.
+        scorer: Has the metrics of the trainer.
+        loaders: The loader of the evaluation set, or a dict of them.
+    """
+    bare = metric.removeprefix("eval_")
+    named = {f"{name}_": one for name, one in loaders.items()} if isinstance(loaders, Mapping) else {"": loaders}
+    for prefix, loader in named.items():
+        rules = None if loader is None else loader.rules
+        found = scorer if rules is None or _is_same(rules.metrics) else make_scorer(rules.metrics)
+        if bare.startswith(prefix) and bare.removeprefix(prefix) in found.higher_is_better:
+            return found.higher_is_better[bare.removeprefix(prefix)]
+    return scorer.higher_is_better.get(bare)
+
+
+def _is_same(metrics: Any) -> bool:
+    """Return whether a set has the metrics of the trainer."""
+    return isinstance(metrics, str) and metrics == "same"
+
+
 class Evaluation:
     """Runs the model over a dataset, for losses, metrics and predictions.
 
@@ -94,13 +119,56 @@ class Evaluation:
         self.hooks = hooks
         self.feed = feed
         self.scorer: Scorer = scorer
+        self.left_out: frozenset[str] = frozenset()
+        """The named sets that this evaluation leaves out."""
+        self._scorers: dict[int, Scorer] = {}
+        """Of the sets with metrics of their own, by the identity of their rules."""
+        self._unit: Any = None
+        """What computes loss and outputs on the set that is evaluated, if that is another one than the trainer's."""
+
+    def scorer_of(self, loader: Loader) -> Scorer:
+        """Return what scores the data of a loader: the trainer's metrics, or those of an `EvalSet`."""
+        rules = loader.rules
+        if rules is None or _is_same(rules.metrics):
+            return self.scorer
+        settings, model = self.hooks.settings, self.hooks.backend.model
+        if id(rules) not in self._scorers:
+            self._scorers[id(rules)] = make_scorer(rules.metrics, scores_for(settings.loss_fn, model))
+        return self._scorers[id(rules)]
+
+    def check(self, objective: Objective, loaders: Any) -> None:
+        """Raise ObjectiveError for an objective that cannot come, or not in every evaluation."""
+        metric = objective.metric.removeprefix("eval_")
+        named = loaders if isinstance(loaders, Mapping) else {}
+        for name, one in named.items():
+            if one.rules is not None and one.rules.every is not None and metric.startswith(f"{name}_"):
+                raise ObjectiveError(
+                    f"`optimization_metric={objective.metric!r}` is of the set {name!r}, which is evaluated at "
+                    f"intervals of its own (every={str(one.rules.every)!r}). Leave `every` out, or choose another set."
+                )
+        names = self.names_of(loaders)
+        if names is not None:
+            objective.check(names)
+
+    def names_of(self, loader: Any) -> list[str] | None:
+        """Return the names of all results of a loader, or of a dict of them, without a prefix; None if unknown."""
+        if not isinstance(loader, Mapping):
+            names = self.scorer_of(loader).names
+            return None if names is None else ["loss", *names]
+        parts = {name: self.names_of(one) for name, one in loader.items()}
+        if None in parts.values():
+            return None
+        named = [f"{name}_{one}" for name, names in parts.items() for one in names or ()]
+        counted = [parts[name] or [] for name, one in loader.items() if _counts(one)]
+        return [*(one for one in counted[0] if all(one in names for names in counted)), *named]
 
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
         """Return `<prefix>_loss` and the metrics of a loader, or of a dict of them; None if a signal cut it short.
 
-        Named sets give `<prefix>_<name>_loss` and so on, and `<prefix>_loss` is the mean of their losses.
+        Named sets give `<prefix>_<name>_loss` and so on; `<prefix>_loss`, and what else all of them have, is the mean
+        over the sets.
 
         Args:
             loader: The loader, or loaders by name.
@@ -112,21 +180,25 @@ class Evaluation:
             Inconclusive: The first batch cannot be scored, and all of the set perhaps can.
         """
         if not isinstance(loader, Mapping):
-            keeps = self.scorer.keeps_predictions
-            result = self._run(loader, is_interrupted, keeps, only_first=only_first)
+            result = self._run(loader, is_interrupted, only_first=only_first)
             return None if result is None else {f"{prefix}_{key}": value for key, value in result.metrics.items()}
         named: dict[str, float] = {}
+        counted: list[tuple[float, dict[str, float]]] = []
         for name, one in loader.items():
+            if name in self.left_out:
+                continue
             metrics = self.evaluate(one, f"{prefix}_{name}", is_interrupted, only_first)
             if metrics is None:
                 return None
             named |= metrics
-        losses = [named[f"{prefix}_{name}_loss"] for name in loader]
-        return {f"{prefix}_loss": sum(losses) / len(losses), **named}
+            if _counts(one):
+                plain = {key.removeprefix(f"{prefix}_{name}_"): value for key, value in metrics.items()}
+                counted.append((1.0 if one.rules is None else one.rules.weight, plain))
+        return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named}
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal cut it short."""
-        result = self._run(loader, is_interrupted, keeps=True, needs_loss=False)
+        result = self._run(loader, is_interrupted, keeps_all=True, needs_loss=False)
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in result.metrics.items()}
@@ -146,25 +218,38 @@ class Evaluation:
 
     def forward(self, batch: Any) -> StepOutput:
         """Return what the model makes of a batch on the device."""
-        return self.hooks.backend.forward(self.hooks._forward, batch)
+        run = self.hooks._forward if self._unit is None else functools.partial(run_unit, self._unit)
+        return self.hooks.backend.forward(run, batch)
 
     def _run(
         self,
         loader: Loader,
         is_interrupted: Callable[[int], bool],
-        keeps: bool,
+        keeps_all: bool = False,
         needs_loss: bool = True,
         only_first: bool = False,
     ) -> Predictions | None:
-        """Run the model over a loader. Losses and streaming metrics are summed on the device.
+        """Run the model over a loader, by the rules of its set.
 
         Args:
             loader: The loader.
             is_interrupted: Asked before each batch, with its number, whether to end here.
-            keeps: Whether to keep outputs and labels as arrays.
+            keeps_all: Whether to keep outputs and labels as arrays though no metric needs them.
             needs_loss: Whether there must be a loss, and something to score where metrics are asked for.
             only_first: Whether to end after the first batch.
         """
+        before = self.scorer, self._unit
+        self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
+        try:
+            keeps = keeps_all or self.scorer.keeps_predictions
+            return self._pass(loader, is_interrupted, keeps, needs_loss, only_first)
+        finally:
+            self.scorer, self._unit = before
+
+    def _pass(
+        self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, needs_loss: bool, only_first: bool
+    ) -> Predictions | None:
+        """Run the model over a loader. Losses and streaming metrics are summed on the device."""
         hooks, scorer = self.hooks, self.scorer
         scorer.reset()
         ranks, device = hooks.ranks, hooks.device
@@ -179,7 +264,7 @@ class Evaluation:
                 if is_interrupted(number):
                     return None
                 counts = samples > 0  # else it is a stand-in
-                weight = hooks._weigh(batch)
+                weight = hooks._weigh(batch) if self._unit is None else count_samples(batch)
                 output = self._run_batch(batch, loader, number)
                 if counts:
                     weights += _add_loss(total, output, weight, needs_loss)
@@ -291,6 +376,18 @@ class Evaluation:
             return None
         predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
         return default_convert(predictions), default_convert(labels)
+
+
+def _counts(loader: Loader) -> bool:
+    """Return whether a named set counts in the means over the sets."""
+    return loader.rules is None or loader.rules.counts
+
+
+def _means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the weighted mean of each metric that all sets have, given as (weight, metrics)."""
+    whole = sum(weight for weight, _ in parts)
+    common = [name for name in parts[0][1] if all(name in metrics for _, metrics in parts)]
+    return {name: sum(weight * metrics[name] for weight, metrics in parts) / whole for name in common}
 
 
 def _told_if_long(batches: Iterable[Any], named: str) -> Iterator[Any]:

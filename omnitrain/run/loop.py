@@ -345,6 +345,7 @@ class Loop:
         hooks, lifecycle = self.hooks, self.lifecycle
         lifecycle.begin_evaluation()
         self.is_evaluating = True
+        self.evaluation.left_out = self._sets_not_due()
         try:
             metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
@@ -353,7 +354,7 @@ class Loop:
             add_place(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
             raise
         finally:
-            self.is_evaluating = False
+            self.is_evaluating, self.evaluation.left_out = False, frozenset()
         lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:
             return  # cut short by a signal: half an evaluation is none, and a resumed run does it again
@@ -374,6 +375,18 @@ class Loop:
         follows = hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing
         if hooks.lr_scheduler is not None and follows and math.isfinite(metrics[key]):
             hooks.lr_scheduler.step(metrics[key])
+
+    def _sets_not_due(self) -> frozenset[str]:
+        """Return the named sets that have an interval of their own, and that this evaluation leaves out."""
+        lifecycle, named = self.lifecycle, self.sets.eval if isinstance(self.sets.eval, Mapping) else {}
+        now = {"step": lifecycle.progress.step, "epoch": lifecycle.progress.epochs}
+        found = []
+        for name, loader in named.items():
+            rows = reversed(lifecycle.metrics["valid"])
+            last = next((row for row in rows if f"eval_{name}_loss" in row), None)
+            if loader.rules is not None and not loader.rules.is_due(now, last):
+                found.append(name)
+        return frozenset(found)
 
     def rehearse_evaluation(self) -> None:
         """Evaluate the first batch of each set for what it raises, which would else come after hours of training.

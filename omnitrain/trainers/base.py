@@ -37,7 +37,7 @@ from omnitrain.progress import Progress
 from omnitrain.recomputation import recompute_activations
 from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import isolated_rng
-from omnitrain.run.evaluation import Evaluation, Predictions
+from omnitrain.run.evaluation import Evaluation, Predictions, own_direction
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import NEVER_CALLED, SEE_BATCHES, Hooks, members_of_user, refuse_dead_methods
 from omnitrain.run.lifecycle import Lifecycle
@@ -403,10 +403,8 @@ class BaseTrainer(Hooks, ABC):
         """
         settings, ranks, sets = self.settings, self.ranks, self._sets
         metric = settings.optimization_metric
-        own_direction = self.scorer.higher_is_better.get(metric.removeprefix("eval_"))
-        objective = Objective(metric, settings.optimization_direction, settings.delta, own_direction)
-        if self._evaluates and self.scorer.names is not None:
-            objective.check(self.scorer.names, list(sets.eval) if isinstance(sets.eval, dict) else [])
+        direction = own_direction(metric, self.scorer, sets.eval)
+        objective = Objective(metric, settings.optimization_direction, settings.delta, direction)
         own = default_callbacks(settings, self.limits, self.store, self._evaluates)
         lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
@@ -418,6 +416,8 @@ class BaseTrainer(Hooks, ABC):
         contents = Contents(self, lifecycle, self._step, sets, self._initial)
         self._checkpointer = Checkpointer(self, lifecycle, contents, self.store, write_beside)
         self._evaluation = evaluation(self, self._feed, self.scorer)
+        if self._evaluates:
+            self._evaluation.check(objective, sets.eval)
         self._loop = loop(
             self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
         )

@@ -787,7 +787,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_true_names_no_checkpoint_and_is_refused_with_the_words_that_do(has_folder: bool, folder: Path) -> None:
     trainer = build(folder / "run") if has_folder else build(None)
-    with pytest.raises(ConfigError, match="`resume_from=True`: pass 'auto' .* or 'last'"):
+    with pytest.raises(ConfigError, match=r"`resume_from=True`: pass 'auto' .* or 'last'"):
         trainer.train(resume_from=True)  # type: ignore[arg-type]
     assert trainer.progress.step == 0 and not list(folder.glob("run/*"))
 

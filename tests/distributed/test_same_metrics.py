@@ -16,7 +16,7 @@ from recipes import Sentences, Tagger, Trace
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from omnitrain import Algorithm
+from omnitrain import Algorithm, EvalSet
 from omnitrain.distributed import ProcessRanks
 
 SIZES = (1, 2, 3, 5, 8, 31)
@@ -125,6 +125,13 @@ def score(backend: str, kind: str) -> dict[str, Any]:
                 found[f"{case}: predict"] = [predictions.tolist(), labels.tolist(), metrics]
         found[f"named sets by {batch}"] = trainer.evaluate(
             {"one": numbers(1, kind), "many": numbers(7, kind), "own": DataLoader(numbers(5, kind), batch)}
+        )
+        found[f"sets with rules by {batch}"] = trainer.evaluate(
+            {
+                "subset": EvalSet(numbers(7, kind), subset=5, weight=2),
+                "stream": EvalSet(Stream(numbers(7, kind)), subset=5),
+                "loss": EvalSet(numbers(3, kind), metrics=None),
+            }
         )
     return found
 

@@ -365,14 +365,6 @@ def test_what_an_evaluation_would_raise_is_raised_before_the_first_step(trainer_
     assert watch.steps == 2
 
 
-def test_a_metric_is_no_mean_over_named_sets_which_is_told_at_construction(trainer_class: Any) -> None:
-    with pytest.raises(ObjectiveError, match=r"'accuracy'.*not among the metrics: 'loss', .*'web_accuracy'"):
-        train(
-            trainer_class, nn.Linear(4, 3), classes(), {"dev": classes(), "web": classes()}, loss_fn=F.cross_entropy,
-            compute_metrics="accuracy", optimization_metric="accuracy",
-        )  # fmt: skip
-
-
 def test_every_named_set_is_rehearsed(trainer_class: Any) -> None:
     watch, bad = Watch(), TensorDataset(torch.randn(8, 5), torch.zeros(8).long())
     with pytest.raises(RuntimeError, match="shapes"):
