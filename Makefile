@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 comma := ,
 # AccelerateTrainer is shown on two processes.
 ON_TWO := $(if $(filter accelerate,$(TRAINER)),launch -n 2 -m omnitrain.cli)
-DEMO_EXTRAS := plot$(if $(filter hf,$(TRAINER)),$(comma)hf)
+DEMO_EXTRAS := metrics$(comma)plot$(if $(filter hf,$(TRAINER)),$(comma)hf)
 # $(call limit,seconds): `--foreground` lets Ctrl-C through; a system without `timeout` (macOS) runs without limits.
 TIMEOUT := $(shell command -v timeout)
 limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
@@ -33,7 +33,7 @@ $(VENV)/.created:
 	@touch $@
 
 # The marker .has-<extra> says that the extra is installed as these two files want it, and so are those it includes.
-INCLUDED_IN_test := plot plot,hf
+INCLUDED_IN_test := metrics,plot metrics,plot,hf
 INCLUDED_IN_dev := docs test $(INCLUDED_IN_test)
 $(VENV)/.has-%: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	$(call limit,3600) $(BIN)/python -m pip --disable-pip-version-check install -c $(CONSTRAINTS) -e ".[$*]"

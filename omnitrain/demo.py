@@ -33,8 +33,14 @@ def digits(trainer_class: type[BaseTrainer], out: Path, **changes: Any) -> BaseT
         trainer_class: The trainer to use.
         out: The folder for weights, metrics and curves.
         changes: Arguments of the trainer that replace the demo's own.
+
+    Raises:
+        MissingExtraError: scikit-learn, which the images come with, is not installed.
     """
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtraError("`omnitrain demo --data digits`", "scikit-learn", "metrics") from error
 
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16

@@ -423,7 +423,7 @@ def test_constraints_pin_every_requirement() -> None:
     assert needed <= {normalized(name) for name in pins("constraints.txt")}
 
 
-@pytest.mark.parametrize("extra", ["", "hf", "deepspeed", "torchmetrics", "plot", "tensorboard", "wandb", "config"])
+@pytest.mark.parametrize("extra", ["", "hf", "deepspeed", "metrics", "torchmetrics", "plot", "tensorboard", "wandb"])
 def test_oldest_constraints_are_the_floors_of_the_metadata(extra: str) -> None:
     floors = dict(line.split(">=") for line in project()[extra])
     oldest = pins("constraints-oldest.txt")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,12 @@ COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
     "zero_one_loss": ("zero_one_loss", {}),
     "specificity": ("recall_score", {"pos_label": 0, "average": "binary"}),
 }
+OF_HITS: dict[str, Callable[[int, int], float]] = {
+    "accuracy": lambda hits, samples: hits / samples,
+    "zero_one_loss": lambda hits, samples: 1 - hits / samples,
+    "hamming_loss": lambda hits, samples: (samples - hits) / samples,
+}
+"""The metrics that need the number of hits alone: scikit-learn's values, to the bit, without scikit-learn."""
 _FBETA = re.compile(r"f(?:beta_)?(\d+(?:\.\d+)?)(?:_(macro|micro|weighted))?")
 
 
@@ -44,6 +50,16 @@ def counted(kind: str) -> tuple[str, dict[str, Any]] | None:
     if kind in COUNTED or found is None:
         return COUNTED.get(kind)
     return "fbeta_score", {"beta": float(found[1]), "average": found[2] or "binary"}
+
+
+def _score(kind: str, true: np.ndarray, predicted: np.ndarray, counts: np.ndarray) -> float:
+    """Return a metric from the distinct pairs of classes and how often each was seen."""
+    if kind in OF_HITS:
+        return OF_HITS[kind](int(counts[true == predicted].sum()), int(counts.sum()))
+    from sklearn import metrics
+
+    function, options = counted(kind) or ("", {})
+    return float(getattr(metrics, function)(true, predicted, sample_weight=counts, **options))
 
 
 _SHARES = {"precision": (1, 1, 0), "recall": (1, 0, 1), "jaccard": (1, 1, 1)}
@@ -113,22 +129,19 @@ class _Confusions:
 
     def compute(self, kind: str, name: str, layout: Layout) -> float | None:
         """Return a metric of these labels, or None if there was nothing to score."""
-        from sklearn import metrics
-
         state = self.state()
         if state is None or not state[2]:
             return None
         which = int(layout.are_probabilities)
         counts, exact, rows = state[0][which], int(state[1][which]), int(state[2])
-        function, options = counted(kind) or ("", {})
         if layout.columns == 1:
             (cells,) = counts[0].nonzero()
-            found = getattr(metrics, function)(cells // 2, cells % 2, sample_weight=counts[0][cells], **options)
-            return float(found)
+            return _score(kind, cells // 2, cells % 2, counts[0][cells])
         if kind in ("accuracy", "zero_one_loss"):
-            return exact / rows if kind == "accuracy" else 1 - exact / rows
+            return OF_HITS[kind](exact, rows)
         value = _of_many_labels(kind, counts)
         if value is None:
+            _, options = counted(kind) or ("", {})
             also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if "average" in options else ""
             raise DataError(f"{name!r} has no value for the {layout.columns} labels that each sample has.{also}")
         return value
@@ -222,8 +235,6 @@ class PairCounts:
 
     def compute(self, kind: str, layout: Layout) -> float | None:
         """Return the result, or None if there was nothing to score."""
-        from sklearn import metrics
-
         if layout.columns == 1 or layout.is_multi_label:
             return self._confusions.compute(kind, self._by_kind[kind], layout)
         if layout.is_one_hot and self._binary and layout.columns != 2:
@@ -231,13 +242,13 @@ class PairCounts:
         self._settle()
         if not len(self._codes):
             return None
-        function, options = counted(kind) or ("", {})
+        _, options = counted(kind) or ("", {})
         true, predicted = self._codes >> 32, self._codes.astype(np.uint32).view(np.int32).astype(np.int64)
         if options.get("average") == "binary" and self._classes is None:
             found = np.union1d(true, predicted)
             if not (np.isin(found, (0, 1)).all() or np.isin(found, (-1, 1)).all()):
                 raise self._not_binary(f"the classes {found[:5].tolist()}{' and more' if len(found) > 5 else ''}")
-        return float(getattr(metrics, function)(true, predicted, sample_weight=self._counts, **options))
+        return _score(kind, true, predicted, self._counts)
 
     def _not_binary(self, found: str) -> DataError:
         name = self._binary[0]
@@ -478,12 +489,15 @@ class TextPairs:
 
     def compute(self, name: str, kind: str) -> float | None:
         """Return the result, or None if there was nothing to score."""
-        from sklearn import metrics
-
         function, options = counted(kind) or ("", {})
         if not function or options.get("average") == "binary":
             also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if function else ""
             raise DataError(f"{name!r} has no value for labels that are text.{also}")
+        if kind in OF_HITS:
+            hits = sum(count for (true, predicted), count in self._pairs.items() if true == predicted)
+            return OF_HITS[kind](hits, self._pairs.total())
+        from sklearn import metrics
+
         pairs = sorted(self._pairs)
         true, predicted = zip(*pairs, strict=True)
         weights = [self._pairs[pair] for pair in pairs]

@@ -18,6 +18,7 @@ import torch
 from omnitrain.errors import ConfigError, DataError, MissingExtraError, did_you_mean
 from omnitrain.streaming.classification import (
     COUNTED,
+    OF_HITS,
     CrossEntropy,
     PairCounts,
     RankedScores,
@@ -121,11 +122,11 @@ def _look_up(name: str) -> _Named:
     plain = name.removeprefix("neg_")
     kind = _ALIASES.get(plain, plain)
     if plain == name and counted(kind) is not None and kind not in COUNTED:  # f2, f0.5_macro
+        _require_extra(name, PairCounts, kind)
         return _Named(PairCounts, kind, 1, higher_is_better=True)
     for statistic, kinds in _FAMILIES.items():
         if kind in kinds and (plain == name or kind in _LOWER_IS_BETTER):
-            if statistic in (PairCounts, RankedScores, Pairs) and importlib.util.find_spec("sklearn") is None:
-                raise MissingExtraError(f"The metric {name!r}", "scikit-learn")
+            _require_extra(name, statistic, kind)
             return _Named(statistic, kind, 1 if plain == name else -1, plain != name or kind not in _LOWER_IS_BETTER)
     kinds = [kind for kinds in _FAMILIES.values() for kind in kinds]
     near = " Say which, such as 'f2' or 'f0.5_macro'." if "fbeta" in name or "f_beta" in name else ""
@@ -135,6 +136,18 @@ def _look_up(name: str) -> _Named:
         "and neg_ before an error or a loss, work too. For any other metric pass a function f(y_true, y_pred) or a "
         "torchmetrics metric."
     )
+
+
+def _require_extra(name: str, statistic: type[Statistic], kind: str) -> None:
+    """Raise MissingExtraError if a metric is not computed here and the package that computes it is not installed."""
+    if statistic is RankedScores or (statistic is PairCounts and kind not in OF_HITS):
+        module, package = "sklearn", "scikit-learn"
+    elif statistic is Pairs and kind != "medae":
+        module = package = "scipy"  # which scikit-learn brings along
+    else:
+        return
+    if importlib.util.find_spec(module) is None:
+        raise MissingExtraError(f"The metric {name!r}", package, "metrics")
 
 
 _LARGE = 1 << 14

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau, pearsonr, spearmanr
 from sklearn import metrics as sk
 
-from omnitrain.errors import ConfigError, DataError, MissingExtraError
+from omnitrain.errors import ConfigError, DataError
 from omnitrain.scoring import scores_for
 from omnitrain.streaming import NamedMetrics
 from omnitrain.streaming.names import _ALIASES, _FAMILIES
@@ -411,13 +411,6 @@ def test_an_unknown_name_is_refused_with_all_names():
     for name in ("neg_accuracy", "top0_accuracy", "neg_r2", ""):
         with pytest.raises(ConfigError):
             NamedMetrics([name])
-
-
-def test_without_scikit_learn_its_names_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="scikit-learn"):
-        NamedMetrics(["accuracy"])
-    assert score(["mse"], torch.ones(2), torch.ones(2)) == {"mse": 0.0}
 
 
 def test_directions_are_known():

@@ -1,0 +1,115 @@
+"""scikit-learn is an extra: a run without it trains, and a metric that needs it is refused before the first step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+from torch import nn
+
+import omnitrain
+from omnitrain import MissingExtraError, Trainer, cli, demo
+from omnitrain.streaming import NamedMetrics
+from omnitrain.streaming.classification import OF_HITS
+from omnitrain.streaming.names import _FAMILIES
+
+COMPUTED_HERE = {
+    *("accuracy", "hamming_loss", "zero_one_loss", "log_loss", "perplexity", "brier", "top2_accuracy", "medae"),
+    *("mse", "rmse", "mae", "mape", "msle", "rmsle", "max_error", "r2", "explained_variance", "pearson"),
+}
+NAMES = {*(kind for kinds in _FAMILIES.values() for kind in kinds), "top2_accuracy", "f2", "f0.5_macro"}
+
+
+@pytest.fixture
+def without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make scikit-learn, and SciPy that comes with it, impossible to import."""
+    for name in [*sys.modules, "sklearn", "scipy"]:
+        if name.partition(".")[0] in ("sklearn", "scipy"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+
+def small_run(trainer_class: type[Any], **changes: Any) -> Any:
+    torch.manual_seed(0)
+    data = (torch.randn(12, 4), torch.arange(12) % 2)
+    return trainer_class(nn.Linear(4, 2), data, data, loss_fn=nn.CrossEntropyLoss(), epochs=1, **changes)
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+@pytest.mark.parametrize("name", ["Trainer", "AccelerateTrainer", "HFTrainer"])
+def test_every_trainer_trains_without_it(name: str, tmp_path: Path) -> None:
+    trainer_class = getattr(omnitrain, name)
+    assert "accuracy" not in small_run(trainer_class).train()["valid"][-1]
+    found = small_run(trainer_class, compute_metrics="accuracy", optimization_metric="accuracy").train()
+    assert 0 <= found["valid"][-1]["accuracy"] <= 1
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+@pytest.mark.parametrize("name", ["f1", "f1_macro", "roc_auc"])
+def test_a_trainer_refuses_a_metric_of_its_before_the_first_step(name: str) -> None:
+    with pytest.raises(MissingExtraError, match=rf"metric '{name}' needs scikit-learn.*-e '\.\[metrics\]'"):
+        small_run(Trainer, compute_metrics=["accuracy", name])
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+@pytest.mark.parametrize("name", sorted(NAMES - COMPUTED_HERE))
+def test_the_names_that_need_it_say_so(name: str) -> None:
+    package = "scipy" if name in ("spearman", "kendall") else "scikit-learn"
+    with pytest.raises(MissingExtraError, match=rf"'{name}' needs {package}, .*\[metrics\]") as error:
+        NamedMetrics([name])
+    assert error.value.name == package
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+@pytest.mark.parametrize("name", sorted(COMPUTED_HERE))
+def test_the_other_names_do_without(name: str) -> None:
+    metrics = NamedMetrics([name])
+    if name in {*OF_HITS, "log_loss", "perplexity", "brier", "top2_accuracy"}:
+        metrics.update(torch.eye(3), torch.arange(3))
+    else:
+        metrics.update(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 4.0]))
+    (value,) = metrics.compute().values()
+    assert value is not None and np.isfinite(value)
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+def test_the_demo_of_digits_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--out", str(tmp_path / "demo")]) == 1
+    assert "demo --data digits` needs scikit-learn" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+def test_the_demo_of_the_standard_library_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULES", ("csv", "json"))
+    trainer = demo.stdlib(Trainer, tmp_path / "demo", epochs=1, warmup_steps=2, progress_bar=False)
+    assert trainer.metrics["test"][-1]["loss"] < 4.85
+
+
+def one_of(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float]:
+    """Return a metric as it is computed here, and by scikit-learn."""
+    labels = np.arange(hits + misses) % 2
+    predicted = np.where(np.arange(hits + misses) < hits, labels, 1 - labels)
+    metrics = NamedMetrics([kind])
+    if layout == "text":
+        metrics.update([f"class {one}" for one in predicted], [f"class {one}" for one in labels])
+    elif layout == "one score":
+        metrics.update(torch.tensor(predicted * 2.0 - 1), torch.tensor(labels))
+    elif layout == "class scores":
+        metrics.update(nn.functional.one_hot(torch.tensor(predicted), 2).double(), torch.tensor(labels))
+    else:
+        metrics.update(torch.tensor(predicted), torch.tensor(labels))
+    function = getattr(sk, "accuracy_score" if kind == "accuracy" else kind)
+    return metrics.compute()[kind], float(function(labels, predicted))
+
+
+@pytest.mark.parametrize("kind", sorted(OF_HITS))
+@pytest.mark.parametrize("layout", ["class scores", "classes", "one score", "text"])
+def test_hits_give_scikit_learns_value_to_the_bit(kind: str, layout: str) -> None:
+    for hits, misses in ((0, 3), (1, 2), (2, 1), (7, 0), (1, 48), (333, 667), (1234, 8765)):
+        here, theirs = one_of(kind, layout, hits, misses)
+        assert here == theirs, (hits, misses)
