@@ -45,6 +45,9 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 _OF_TORCH = ("PytorchStreamWriter", "inline_container", "unexpected pos", "iostream error", "Parent directory ")
 """What the messages of `torch.save` have in them where a disk failed: it raises RuntimeError."""
 
+_OF_RUST = ("(os error ", "Os { code: ")
+"""The same for safetensors and tokenizers, in newer and older releases."""
+
 
 class OmnitrainError(Exception):
     r"""The base of all errors that omnitrain raises on purpose.
@@ -152,7 +155,7 @@ def is_disk_error(error: BaseException | None) -> bool:
         return False
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_TORCH):
         return True
-    return "(os error " in str(error)  # of what is written in Rust: safetensors, tokenizers
+    return any(words in str(error) for words in _OF_RUST)
 
 
 class Tolerance:

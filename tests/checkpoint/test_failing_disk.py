@@ -384,7 +384,7 @@ def test_rows_of_metrics_wait_for_the_disk_and_the_oldest_are_lost_with_a_word(
 def test_what_libraries_say_of_a_disk_is_known_and_nothing_else_is_forgiven() -> None:
     from safetensors.torch import save_file
 
-    with pytest.raises(Exception, match="os error") as caught:
+    with pytest.raises(Exception, match=r"os error|Os \{ code") as caught:
         save_file({"a": torch.zeros(3)}, "/nonexistent/folder/a.safetensors")
     assert is_disk_error(caught.value)
     with pytest.raises(RuntimeError) as of_torch:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1083,7 +1084,7 @@ def test_checkpoint_says_when_and_with_what_it_was_saved(folder: Path) -> None:
     assert saved.utcoffset() == timedelta(0) and before <= saved <= datetime.now(UTC)
     assert content["versions"]["omnitrain"] == omnitrain.__version__
     assert content["versions"]["python"] == platform.python_version()
-    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["torch"] == metadata.version("torch")
 
 
 def test_checkpoint_from_before_some_fields_were_there_is_resumed(folder: Path) -> None:

@@ -402,7 +402,8 @@ def _main() -> None:
     os.dup2(2, 1)
     answers = os.fdopen(_Running.answers, "w")
     for module in IMPORTED:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # of a newer release of its package
+            importlib.import_module(module)
     torch.set_num_threads(1)
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk takes long
     while line := sys.stdin.readline():

@@ -607,6 +607,7 @@ def test_metrics_by_name_of_one_score_for_each_label(trainer_class: Any, columns
         compute_metrics=["accuracy", name, "auc"], optimization_metric=name, eval_batch_size=7,
     )  # fmt: skip
     row, scores = subject.metrics["valid"][0], subject.predict(TensorDataset(x, y)).predictions
-    assert row["eval_accuracy"] == pytest.approx(((scores > 0) == y.numpy()).all(1).mean())
+    y = y.numpy()
+    assert row["eval_accuracy"] == pytest.approx(((scores > 0) == y).all(1).mean())
     assert row[f"eval_{name}"] == pytest.approx(f1_score(y, scores > 0, average=average))
     assert row["eval_auc"] == pytest.approx(roc_auc_score(y, scores))
