@@ -1,7 +1,7 @@
 """History and metrics of a run: `MetricsDict`, its rows, and exact weighted means.
 
-Plain numbers and strings only: whatever comes in is converted at once, so that no tensor and no graph is kept.
-Which evaluation is the best is decided in `objective.py`.
+Values are converted to plain numbers and strings as they come in, so no tensor or graph is kept alive.
+`objective.py` decides which evaluation is the best.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIRST_ROWS, _LAST_ROWS = 5, 15
 
 
 class MetricRow(dict[str, Any]):
-    """The metrics of one epoch or one evaluation, found with and without their `eval_`, `test_` or `train_`.
+    """The metrics of one epoch or one evaluation, found with or without the prefix `eval_`, `test_` or `train_`.
 
     >>> row = MetricRow(step=3, eval_accuracy=0.5)
     >>> row["accuracy"], row["eval_accuracy"], "accuracy" in row, row.get("f1")
@@ -36,7 +36,7 @@ class MetricRow(dict[str, Any]):
     """
 
     def _stored(self, key: object) -> str | None:
-        """Return the key under which `key` is stored, or None."""
+        """Return the spelling under which `key` is stored, or None."""
         if not isinstance(key, str):
             return None
         spellings = [key, *(prefix + key for prefix in _PREFIXES)]
@@ -69,9 +69,9 @@ class MetricRow(dict[str, Any]):
 class MetricsDict(dict[str, Any]):
     """The history of a run, the same on every rank and backend.
 
-    The keys are "train_metrics_history", "valid" and "test" (lists of rows), "best_valid" (a row, empty while
-    nothing is selected) and, as soon as they are known, "best_step", "best_checkpoint" and "stop_reason".
-    All values are floats, ints and strings, so it goes through JSON and back unchanged.
+    The keys are "train_metrics_history", "valid" and "test" (lists of rows), "best_valid" (a row, empty until an
+    evaluation is selected) and, once known, "best_step", "best_checkpoint" and "stop_reason". All values are floats,
+    ints and strings, so JSON keeps them unchanged.
 
     >>> metrics = MetricsDict()
     >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.7})
@@ -85,11 +85,11 @@ class MetricsDict(dict[str, Any]):
     """
 
     def __init__(self) -> None:
-        """Begin an empty history; `from_dict` and `from_json` read an old one."""
+        """Create an empty history; `from_dict` and `from_json` read an existing one."""
         super().__init__({name: [] for name in TABLES})
         self["best_valid"] = {}
 
-    if TYPE_CHECKING:  # the types of the values; at run time it is the dict's own
+    if TYPE_CHECKING:  # the types of the values; at run time the dict's own method is used
 
         @overload
         def __getitem__(self, key: Literal["train_metrics_history", "valid", "test"], /) -> list[MetricRow]: ...
@@ -119,36 +119,36 @@ class MetricsDict(dict[str, Any]):
         super().__setitem__(key, value)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the table where a notebook or IPython shows a value."""
+        """Show the table in notebooks and IPython."""
         printer.text(str(self))
 
     def __missing__(self, key: str) -> Any:
-        """Say why `key` is not there."""
+        """Raise a KeyError that says why `key` is missing."""
         if key in _FACTS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
         raise KeyError(f"There is no {key!r} here, only {quoted(self.keys())}.{did_you_mean(str(key), self.keys())}")
 
     def add_train(self, row: Mapping[str, Any]) -> None:
-        """Add the row of an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
+        """Add an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
         self["train_metrics_history"].append(_plain_row(row))
 
     def add_valid(self, row: Mapping[str, Any], best: bool) -> None:
-        """Add an evaluation: `epoch, step, eval_loss, eval_<metric>, ...`; `best` selects it."""
+        """Add an evaluation: `epoch, step, eval_loss, eval_<metric>, ...`; `best` marks it as the best."""
         self["valid"].append(_plain_row(row))
         if best:
             self["best_valid"] = row
             self["best_step"] = self["best_valid"]["step"]
 
     def add_test(self, row: Mapping[str, Any]) -> None:
-        """Add a test: `epoch, step, test_loss, test_<metric>, ...`; it never selects."""
+        """Add a test: `epoch, step, test_loss, test_<metric>, ...`; it is never the best."""
         self["test"].append(_plain_row(row))
 
     def to_dict(self, with_rows: bool = True) -> dict[str, Any]:
-        """Return a copy for strict JSON, which has no NaN and no infinity: they become strings.
+        """Return a copy for strict JSON: NaN and infinity, which JSON lacks, become strings.
 
         Args:
-            with_rows: Whether the tables are in it; else how many "rows" each of them has.
+            with_rows: Whether to include the tables; otherwise only their numbers of "rows".
         """
 
         def strict(value: Any) -> Any:
@@ -166,25 +166,25 @@ class MetricsDict(dict[str, Any]):
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> MetricsDict:
-        """Build it from `to_dict()`, or from any other dict of the same form."""
+        """Build a history from `to_dict()`, or from any dict of the same form."""
         metrics = cls()
         for key, value in state.items():
             metrics[key] = value
         return metrics
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
-        """Write the history to a JSON file, whose path is returned."""
+        """Write the history to a JSON file, and return its path."""
         path = _with_folder(path)
         path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> MetricsDict:
-        """Read what `to_json` wrote."""
+        """Read a history from a file written by `to_json`."""
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
     def __str__(self) -> str:
-        """Return a table: a row per epoch and per evaluation, the best marked with `*`."""
+        """Return a table with a row per epoch and evaluation; `*` marks the best."""
         lines = [self._headline(), *self._table()]
         lines += [f"test: {_words(row)} (step {_show(row.get('step', '?'))})" for row in self["test"]]
         return "\n".join(filter(None, lines)) or "no metrics yet"
@@ -197,7 +197,7 @@ class MetricsDict(dict[str, Any]):
         return " · ".join(parts)
 
     def _joined(self) -> list[tuple[dict[str, Any], bool]]:
-        """Return rows of training and evaluation at the same step as one, in order, and whether it is the best."""
+        """Return the rows in order, with training and evaluation of a step joined, and whether each is the best."""
         rows: list[dict[str, Any]] = [dict(row) for row in self["train_metrics_history"]]
         free = {row.get("step"): row for row in rows}
         best: list[dict[str, Any]] = []
@@ -233,7 +233,7 @@ class MetricsDict(dict[str, Any]):
             yield ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + mark).rstrip()
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the losses and every other metric of the evaluations against the step.
+        """Plot the losses and every metric of the evaluations against the step.
 
         Args:
             path: The image to write; its suffix is the format, PNG by default.
@@ -253,7 +253,7 @@ class MetricsDict(dict[str, Any]):
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
         panels = [losses, *([name] for name in sorted(names - {*losses, *_POSITION}))]
-        # A figure of its own, without pyplot: nothing is left in a notebook's or a user's global state.
+        # Without pyplot, whose global state belongs to the user or the notebook.
         figure = Figure(figsize=(6.4, 3.2 * len(panels)), layout="constrained")
         for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
             if panel is losses:
@@ -271,7 +271,7 @@ class MetricsDict(dict[str, Any]):
 
 @dataclass(slots=True)
 class WeightedMean:
-    """A mean that stays exact over parts of unequal size: the sum and the weight, never a mean of means.
+    """A mean that is exact over parts of unequal size: it keeps sum and weight, and takes no mean of means.
 
     >>> mean = WeightedMean()
     >>> mean.add(1.0, weight=3)
@@ -284,7 +284,7 @@ class WeightedMean:
     weight: float = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Count `value` with `weight`; with weight 0 it does not count, though it be NaN."""
+        """Count `value` with `weight`; with weight 0 it does not count, even if it is NaN."""
         if weight:
             self.sum += float(value) * float(weight)
             self.weight += float(weight)
@@ -296,7 +296,7 @@ class WeightedMean:
 
     @property
     def value(self) -> float:
-        """The mean; NaN while nothing was counted."""
+        """The mean; NaN if nothing was counted."""
         return self.sum / self.weight if self.weight else math.nan
 
     def state_dict(self) -> dict[str, float]:
@@ -305,7 +305,7 @@ class WeightedMean:
 
     @classmethod
     def from_state(cls, state: Mapping[str, float]) -> WeightedMean:
-        """Build it from `state_dict()`."""
+        """Build a mean from `state_dict()`."""
         return cls(**state)
 
 
@@ -320,7 +320,7 @@ def quoted(names: Iterable[str]) -> str:
 
 
 def _plain(name: str, value: Any) -> float | int | str:
-    """Return a float, an int or a string that keeps nothing else alive."""
+    """Return the value as a float, int or string that keeps nothing else alive."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
@@ -331,7 +331,7 @@ def _plain(name: str, value: Any) -> float | int | str:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        # One NaN for all: dicts compare by identity first, so that equal histories are equal with NaN in them.
+        # One NaN object for all: dicts compare by identity first, so equal histories with NaN compare equal.
         return math.nan if math.isnan(value) else float(value)
     kind = type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
     raise ConfigError(f"{name!r} must be a number or a string, got a {kind}. Return one float per metric.")
@@ -342,7 +342,7 @@ def _plain_row(row: Mapping[str, Any]) -> MetricRow:
 
 
 def _with_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the path, in a folder that is there."""
+    """Return the path, after creating its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -358,7 +358,7 @@ def _show(value: float | int | str) -> str:
 
 
 def _position(value: float | int | str) -> str:
-    """Return a place in a run, which is often whole: 2, or 2.5."""
+    """Return a position in a run, without decimals if it is whole: 2, or 2.5."""
     return value if isinstance(value, str) else f"{round(value, 4):g}"
 
 
@@ -368,16 +368,16 @@ def _words(row: Mapping[str, Any]) -> str:
 
 
 def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
-    """Draw one curve, if there is anything to it."""
+    """Draw one curve, if it has any points."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=name)
 
 
 def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main: bool) -> Path:
-    """Write metrics as `<split>_results.json` into a folder, if this is the main process; return the file's path.
+    """Write metrics to `<split>_results.json` in a folder, on the main process only; return the path of the file.
 
-    A disk that fails is reported, and what the file held before stays.
+    If the disk fails, this is reported, and the file stays as it was.
     """
     path = folder / f"{split}_results.json"
     if is_main:

@@ -1,4 +1,4 @@
-"""Progress of a run: counters only, without torch."""
+"""Progress of a run: only counters, without torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Progress"]
 
 @dataclass(slots=True)
 class Progress:
-    """The position of a run; all of it is in every checkpoint.
+    """The position of a run, saved in every checkpoint.
 
-    Counts are over all processes together, so that a position means the same on any number of them.
-    `samples_in_epoch` is the place in the epoch's order of samples: resuming there is arithmetic, not a replay.
+    Counts are totals over all processes, so a position means the same on any number of them. `samples_in_epoch` is
+    the position in the epoch's order of samples: a resume continues there without reading the samples before it.
 
     >>> progress = Progress(epoch_size=60)
     >>> progress.advance(samples=30)
@@ -24,24 +24,24 @@ class Progress:
     """
 
     epoch: int = 0
-    """Epochs completed: those whose data ran out."""
+    """Completed epochs: those whose data were used up."""
     step: int = 0
     """Optimizer updates done. A skipped step (overflow, non-finite loss) does not count."""
     samples_in_epoch: int = 0
-    """Samples of the running epoch that were consumed: of the data, whatever rows a collator made of them."""
+    """Samples of the dataset consumed in the current epoch, however many rows a collator made of them."""
     samples: int = 0
     """Samples consumed since the start of the run."""
     tokens: int = 0
-    """Tokens consumed since the start of the run; stays 0 where batches have none."""
+    """Tokens consumed since the start of the run; 0 if batches have none."""
     seconds: float = 0.0
-    """Wall-clock seconds inside `train()`, evaluations and earlier parts of a resumed run included."""
+    """Wall-clock seconds inside `train()`, including evaluations and the earlier parts of a resumed run."""
     skipped_steps: int = 0
-    """Steps whose update was left out, by the loss scaler or by `on_nonfinite="skip"`."""
+    """Steps without an update, because of the loss scaler, `on_nonfinite="skip"` or a window without any label."""
     step_in_epoch: int = 0
-    """Optimizer updates of the running epoch."""
+    """Optimizer updates in the current epoch."""
     batches_in_epoch: int = 0
-    """Micro-batches of the running epoch that were consumed, on all ranks. A loader of the user's own may only be able
-    to count these; earlier checkpoints lack them."""
+    """Micro-batches consumed in the current epoch, on all ranks. Some of the user's own loaders can only count these;
+    older checkpoints lack them."""
     epoch_size: int | None = None
     """Samples in one epoch; None for a stream of unknown length."""
 
@@ -58,21 +58,21 @@ class Progress:
         self.tokens += tokens
 
     def close_epoch(self, complete: bool) -> None:
-        """Leave the running epoch; it counts as done only if it is `complete`."""
+        """Leave the current epoch; it counts as done only if it is `complete`."""
         if complete:
             self.epoch += 1
             self.samples_in_epoch = self.batches_in_epoch = self.step_in_epoch = 0
 
     @property
     def is_epoch_consumed(self) -> bool:
-        """Whether every sample of the running epoch was consumed, though the epoch may not be closed yet."""
+        """Whether every sample of the current epoch was consumed, even if the epoch is not closed yet."""
         return self.epoch_size is not None and self.samples_in_epoch >= self.epoch_size > 0
 
     @property
     def epochs(self) -> float:
-        """Epochs done, the running one as a fraction: an int at an epoch's end, and on streams without length.
+        """Epochs done, the current one as a fraction; an int at the end of an epoch, and on streams without length.
 
-        The fraction stays below 1 until the epoch is closed, so that `floor(epochs)` is always `epoch`.
+        The fraction stays below 1 until the epoch is closed, so `floor(epochs)` is always `epoch`.
         """
         if not self.epoch_size or not self.samples_in_epoch:
             return self.epoch
@@ -81,7 +81,7 @@ class Progress:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """Where the run is: steps, skipped steps, epochs. Two equal positions are one moment."""
+        """Steps, skipped steps and epochs: equal positions are the same moment of the run."""
         return self.step, self.skipped_steps, self.epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,5 +90,5 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
-        """Build a Progress from `state_dict()`; an unknown key is an error, a missing one keeps its default."""
+        """Build a Progress from `state_dict()`; an unknown key is an error, a missing one gets its default."""
         return cls(**state)

@@ -1,6 +1,6 @@
-"""Units: the computation on one batch, from a batch to a loss and outputs.
+"""Units: the computation on one batch, which returns a loss and outputs.
 
-`ModelUnit` is the default and knows the usual shapes of models; a user's own `TrainUnit` takes its place.
+`ModelUnit` is the default and handles the usual kinds of models; a user's own `TrainUnit` replaces it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Batch = TypeVar("Batch", contravariant=True)
 
 @dataclass(slots=True)
 class StepOutput:
-    """What came of one micro-batch.
+    """The result of one micro-batch.
 
     Attributes:
-        loss: A scalar: the mean over the batch, or the sum over `num_targets` targets where that is given.
-            None where nothing asked for a loss and the batch has no labels.
-        outputs: What metrics look at, usually logits of shape (samples, ..., classes).
-        labels: What they are compared with.
-        num_targets: How many targets `loss` is the sum of.
-        extra: What else a metric of transformers' kind is to see, by the name it has there; arrays like the outputs.
+        loss: A scalar: the mean over the batch, or the sum over `num_targets` targets if that is given.
+            None if no loss is needed and the batch has no labels.
+        outputs: What metrics are computed from, usually logits of shape (samples, ..., classes).
+        labels: What the outputs are compared with.
+        num_targets: The number of targets summed in `loss`.
+        extra: Further inputs of a metric function written for transformers, by name there; arrays like the outputs.
     """
 
     loss: Tensor | None
@@ -69,38 +69,39 @@ class StepOutput:
 
 @runtime_checkable
 class TrainUnit(Protocol[Batch]):
-    """A user's own step: `unit(batch)` returns a mean loss, or (sum of losses, number of targets).
+    """A user's own forward pass: `unit(batch)` returns a mean loss, or (sum of losses, number of targets).
 
-    A method `set_step_nr(step)` is called before each step, counted from 1, if there is one.
+    If it has a method `set_step_nr(step)`, that is called before each step, counted from 1.
     """
 
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, int | Tensor | None]:
-        """Return the loss of `batch`, a batch on the device."""
+        """Return the loss of `batch`, which is on the device."""
         ...
 
 
 @runtime_checkable
 class EvalUnit(Protocol[Batch]):
-    """A unit that also says what metrics are to look at."""
+    """A unit that also returns the outputs and labels for metrics."""
 
     def evaluate(self, batch: Batch) -> StepOutput:
-        """Return loss, outputs and labels of an evaluation batch; called without gradients."""
+        """Return the loss, outputs and labels of an evaluation batch; called without gradients."""
         ...
 
 
 class ModelUnit:
     """The default unit: calls the model and finds the loss in what it returns.
 
-    A dict batch is passed by keyword, less the keys that `forward` does not take; labels under another usual name
-    ("label", "targets") reach a `forward` that takes `labels`. A tuple batch is passed as `model(*inputs)`, its last
-    entry being the labels. The loss is `loss_fn(outputs, labels)` if there is a `loss_fn`; `model.loss(outputs, batch)`
-    for models in Composer's shape (whose `forward` takes one argument, the whole batch); else the output's `loss`, a
-    dict's "loss" (or "total"), a tuple's first entry, or the output itself if it has no dimensions.
+    A dict batch is passed by keyword, without the keys that `forward` does not take; labels under another usual name
+    ("label", "targets") reach a `forward` that takes `labels`. The last entry of a tuple batch is the labels, and the
+    others are passed as `model(*inputs)`. The loss is `loss_fn(outputs, labels)` if there is a `loss_fn`. For models
+    written for Composer (`forward` takes one argument, the whole batch) it is `model.loss(outputs, batch)`. Otherwise
+    it is the output's `loss`, the "loss" (or "total") of a dict, the first entry of a tuple, or an output without
+    dimensions itself.
 
     Args:
-        model: The bare module, looked at for its signature only; the model to run is an argument of the call.
+        model: The bare module, used only for its signature; the model to run is an argument of the call.
         loss_fn: The user's loss.
-        label_names: The keys of a dict batch's labels, if they are not the usual ones.
+        label_names: The keys of the labels in a dict batch, if they are not the usual ones.
 
     >>> unit = ModelUnit(nn.Linear(2, 1), nn.MSELoss())
     >>> unit(nn.Linear(2, 1), (torch.ones(3, 2), torch.ones(3, 1))).outputs.shape
@@ -119,13 +120,13 @@ class ModelUnit:
         self._names = {parameter.name for parameter in parameters if parameter.kind in named}
         self._takes = None if takes_any else self._names
         self._needs = {p.name for p in parameters if p.kind in named and p.default is p.empty}
-        # A model whose forward takes more than the batch may have a method `loss` for its own use.
+        # If forward takes more than the batch, a method `loss` may be for the model's own use.
         has_loss = isinstance(inspect.getattr_static(type(model), "loss", None), FunctionType)
         if loss_fn is None and has_loss and len(self._names) == 1:
             self.model_loss = cast(Callable[..., Any], model.loss)
         self._told: set[str] = set()
-        # A cache for generation costs memory, and models of transformers that make one see no borders between the
-        # sequences of a packed row; transformers' own Trainer turns it off too.
+        # A cache for generation costs memory, and with it transformers' models ignore the borders between the
+        # sequences of a packed row; transformers' Trainer turns it off too.
         base: Any = model
         if hasattr(base, "get_base_model"):  # of PEFT
             base = base.get_base_model()
@@ -137,16 +138,16 @@ class ModelUnit:
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The keys of a dict batch that are used: labels, and what `forward` names; None if it may take any.
+        """The keys of a dict batch that are used: labels, and the arguments of `forward`; None if it may take any.
 
-        A `forward` that names its main input, as those of transformers do, names the others too, `**kwargs` or not.
+        A `forward` that names its main input, as in transformers, names the others too, with or without `**kwargs`.
         """
         if self.model_loss is not None or (self._takes is None and self._main_input not in self._named):
             return None
         return frozenset(self._named).union(self._label_keys)
 
     def __call__(self, model: Any, batch: Any) -> StepOutput:
-        """Return loss and outputs of `batch`. Without gradients a batch without labels may have no loss.
+        """Return loss and outputs of `batch`. Without gradients, a batch without labels may have no loss.
 
         Raises:
             DataError: If a loss is needed and cannot be found, or is no scalar.
@@ -206,7 +207,7 @@ class ModelUnit:
         return model(batch)
 
     def _keywords(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what of a batch the model is called with."""
+        """Return the part of a batch with which the model is called."""
         if self.loss_fn is None:
             if "labels" in self._names and "labels" not in batch:
                 batch = self._with_labels(batch)
@@ -215,7 +216,7 @@ class ModelUnit:
         return self._fitting(batch)
 
     def _check_names(self, batch: Mapping[str, Any], error: TypeError) -> None:
-        """Raise DataError for a call that failed as the batch lacks what forward() cannot do without."""
+        """Raise DataError for a call that failed because the batch lacks an argument that `forward` requires."""
         lacking = sorted(self._needs - batch.keys() - {"labels"})
         if lacking:
             raise DataError(
@@ -225,14 +226,14 @@ class ModelUnit:
             ) from error
 
     def _with_labels(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with its labels, if it has any, under the name that the model takes."""
+        """Return the batch with its labels, if any, under the name that the model takes."""
         for key in LABEL_KEYS if len(self.label_names) > 1 else self._label_keys:
             if key in batch and key not in self._names:
                 return {"labels" if name == key else name: value for name, value in batch.items()}
         return batch
 
     def _fitting(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of `batch` that the model is to see; with a `loss_fn` the labels are not among them."""
+        """Return the entries of `batch` for the model; with a `loss_fn`, without the labels."""
         fitting = {}
         for key, value in batch.items():
             is_ours = self.loss_fn is not None and key in self._label_keys and key not in self._needs
@@ -258,7 +259,7 @@ class ModelUnit:
 
 
 def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
-    """Run the default unit or a user's own on `batch`, and return what came of it in one shape."""
+    """Run the default unit or the user's on `batch`, and return the result in one form."""
     if isinstance(unit, ModelUnit):
         return unit(model, batch)
     if not torch.is_grad_enabled() and hasattr(unit, "evaluate"):
@@ -275,9 +276,9 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
 
 
 def without_effect(output: StepOutput) -> Tensor:
-    """Return a loss through which a backward pass runs as through any other, with gradients of zero.
+    """Return a loss whose backward pass runs like any other, but gives gradients of zero.
 
-    It goes by way of the outputs: the loss of a batch without a label may be NaN, and 0 x NaN is NaN.
+    It is computed from the outputs: the loss of a batch without a label may be NaN, and 0 x NaN is NaN.
     """
     outputs = output.outputs if isinstance(output.outputs, (tuple, list)) else [output.outputs]
     nothing = [one.float().sum() * 0 for one in outputs if isinstance(one, Tensor) and one.requires_grad]
@@ -285,7 +286,7 @@ def without_effect(output: StepOutput) -> Tensor:
 
 
 def _total(loss: Any) -> Any:
-    """Return one loss of Composer's three kinds: a tensor, a tuple that is summed, a dict with "total" or summed."""
+    """Return a loss as one tensor. Composer allows a tensor, a tuple (summed), or a dict ("total", or else summed)."""
     if isinstance(loss, Mapping):
         return loss["total"] if "total" in loss else sum(loss.values())
     return sum(loss) if isinstance(loss, (tuple, list)) else loss
@@ -302,12 +303,12 @@ def _loss_in(outputs: Any) -> Any:
 
 
 def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
-    """Return what metrics look at: `logits` where they are named, else everything that is not the loss.
+    """Return the outputs for metrics: `logits` if there is such a key, otherwise everything but the loss.
 
     Args:
         outputs: What the model returned.
-        loss: Its loss.
-        ignored: Keys that are left out.
+        loss: The loss in it.
+        ignored: Keys to leave out.
     """
     if isinstance(outputs, Tensor):
         return None if outputs is loss else outputs
@@ -336,12 +337,12 @@ def _describe(value: Any) -> str:
 
 
 def count_labels(batch: Any, shifted: bool = False, names: Sequence[str] = ()) -> int | None:
-    """Return how many labels are not -100, where labels are integers of more than one dimension; else None.
+    """Return how many labels are not -100, if labels are integers of more than one dimension; otherwise None.
 
     Args:
         batch: A batch on the host: counting on a device would wait for it.
-        shifted: Count as causal language models do, whose first label has nothing to be predicted from.
-        names: The keys of labels, if they are not the usual ones.
+        shifted: Leave out each first label, as causal language models do: nothing comes before it to predict it from.
+        names: The keys of the labels, if they are not the usual ones.
     """
     labels = labels_of(batch, names)
     if isinstance(batch, Mapping) and "shift_labels" in batch:
@@ -356,7 +357,7 @@ def count_labels(batch: Any, shifted: bool = False, names: Sequence[str] = ()) -
 
 
 def sum_of_class_weights(loss_fn: Any, batch: Any, label_names: Sequence[str] = ()) -> float | None:
-    """Return what PyTorch's own loss with class weights divides by for a batch on the host; None for other losses.
+    """Return by what PyTorch's losses with class weights divide, for a batch on the host; None for other losses.
 
     The mean of `nn.CrossEntropyLoss(weight=...)` and `nn.NLLLoss(weight=...)` is over the weights of the targets.
     """
@@ -364,12 +365,12 @@ def sum_of_class_weights(loss_fn: Any, batch: Any, label_names: Sequence[str] = 
         return None
     labels, weights = labels_of(batch, label_names), loss_fn.weight
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
-        return None  # probabilities of classes: a mean over samples
+        return None  # class probabilities: a mean over samples
     kept = labels[labels != loss_fn.ignore_index]
     if not kept.numel():
         return 0.0
     if int(kept.min()) < 0 or int(kept.max()) >= len(weights):
-        return None  # for the loss to refuse
+        return None  # the loss will refuse it
     counts = torch.bincount(kept.flatten(), minlength=len(weights)).cpu()
     return float(counts.double() @ _on_host(loss_fn))
 
@@ -378,7 +379,7 @@ _host_weights: weakref.WeakKeyDictionary[Any, tuple[int, Tensor]] = weakref.Weak
 
 
 def _on_host(loss_fn: Any) -> Tensor:
-    """Return a loss's class weights on the host; copied once, as reading a device waits for it."""
+    """Return the class weights of a loss on the host; copied once, as reading from a device waits for it."""
     weights = loss_fn.weight
     version, held = _host_weights.get(loss_fn, (-1, weights))
     if version != weights._version:
@@ -391,7 +392,7 @@ def shifts_labels(model: Any) -> bool:
     """Return whether this is a causal language model of transformers: its loss is a mean over `labels[:, 1:]`."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "loss_function"):
         return False
-    # transformers names the loss after the class, and takes the causal one where the class says nothing (GPT2LMHead)
+    # transformers chooses the loss by the name of the class, and the causal one if that says nothing (GPT2LMHead)
     kind = getattr(model, "loss_type", None)
     return kind == "ForCausalLM" or (
         kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
@@ -407,7 +408,7 @@ def no_token_counts() -> DataError:
 
 
 def count_tokens(batch: Any) -> int:
-    """Return the tokens of a host batch: unmasked ones, else all of `input_ids`, else labels that count, else 0."""
+    """Return the tokens of a host batch: the unmasked ones, or all `input_ids`, or the labels that count, or 0."""
     if isinstance(batch, Mapping):
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Label smoothing: part of every label's probability goes to all classes (Szegedy et al., 2016, arXiv:1512.00567)."""
+"""Label smoothing: a share of each label's probability goes to all classes (Szegedy et al., 2016, arXiv:1512.00567)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["LabelSmoothing"]
 
 
 class LabelSmoothing(Algorithm):
-    """Replaces integer labels of shape (samples,) by probabilities of shape (samples, num_classes), smoothed.
+    """Replaces integer labels of shape (samples,) with smoothed probabilities of shape (samples, num_classes).
 
     Args:
         num_classes: Number of classes.
-        smoothing: Share of the probability that is spread over all classes.
+        smoothing: The share of the probability that is spread over all classes.
 
     >>> LabelSmoothing(num_classes=10, smoothing=0.1).smoothing
     0.1
@@ -29,7 +29,7 @@ class LabelSmoothing(Algorithm):
         self.smoothing = smoothing
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch with smoothed labels; labels that are probabilities already are smoothed too."""
+        """Return the batch with smoothed labels; labels that already are probabilities are smoothed too."""
         names = trainer.settings.label_names or ()
         labels = required_labels(batch, names, "LabelSmoothing")
         if not labels.is_floating_point():

@@ -15,13 +15,13 @@ __all__ = ["MixUp"]
 
 
 class MixUp(Algorithm):
-    """Mixes each sample of a batch with another one, inputs and labels alike.
+    """Mixes each sample of a batch with another one, both inputs and labels.
 
-    Labels become probabilities of shape (samples, num_classes), which `cross_entropy` takes. One factor is drawn for
-    each micro-batch from Beta(alpha, alpha), so results depend on how a window is split into micro-batches.
+    Labels become probabilities of shape (samples, num_classes), which `cross_entropy` accepts. One factor is drawn per
+    micro-batch from Beta(alpha, alpha), so results depend on how a window is split into micro-batches.
 
     Args:
-        num_classes: Number of classes of integer labels; None for labels that are floats already.
+        num_classes: Number of classes, for integer labels; None if labels are floats.
         alpha: Parameter of the Beta distribution; the larger, the stronger the mix.
 
     >>> MixUp(num_classes=10, alpha=0.2).num_classes
@@ -38,7 +38,7 @@ class MixUp(Algorithm):
         """Return the mixed batch: every floating-point tensor and the labels."""
         names = trainer.settings.label_names or ()
         labels = required_labels(batch, names, "MixUp")
-        # drawn on the host, where no device has to be waited for
+        # drawn on the host, so that nothing waits for a device
         factor = float(torch.distributions.Beta(self.alpha, self.alpha).sample().numpy())
         factor = max(factor, 1 - factor)
         partner = torch.randperm(len(labels)).to(labels.device, non_blocking=True)

@@ -9,13 +9,13 @@ __all__ = ["Cadence"]
 
 
 class Cadence(Callback):
-    """Asks for logs, evaluations and checkpoints at their intervals, and for the end at the first limit.
+    """Requests logs, evaluations and checkpoints at their intervals, and the end of the run at its first limit.
 
     Args:
         limits: Where the run ends.
         log: Interval of logs.
-        evaluate: Interval of evaluations; None where there is no evaluation set.
-        save: Interval of checkpoints; None where nothing is saved.
+        evaluate: Interval of evaluations; None without an evaluation set.
+        save: Interval of checkpoints; None if nothing is saved.
     """
 
     order = 0
@@ -27,22 +27,22 @@ class Cadence(Callback):
         self.save = save
         intervals = [one.duration for one in (log, evaluate, save) if one is not None]
         self.asks_alone: bool = any(duration.unit == "s" for duration in [*limits.durations, *intervals])
-        """Whether there is a time among them: the clocks of the ranks differ."""
+        """Whether one of them is a time: the clocks of the ranks differ."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Start the intervals where the run is, and end a run at once that has reached its limit already."""
+        """Start the intervals at the current position, and end a run that is already at its limit."""
         for interval in (self.log, self.evaluate, self.save):
             if interval is not None:
                 interval.restart(trainer.progress)
         self._finish(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        """Ask for what is due at this step."""
+        """Request what is due at this step."""
         self._ask(trainer)
         self._finish(trainer)
 
     def on_epoch_end(self, trainer: TrainerLike) -> None:
-        """Ask for what is due at the end of an epoch."""
+        """Request what is due at the end of an epoch."""
         self._ask(trainer)
         self._finish(trainer)
 

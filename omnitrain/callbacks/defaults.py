@@ -19,13 +19,13 @@ __all__ = ["default_callbacks"]
 
 
 def default_callbacks(settings: Settings, limits: Limits, store: Store | None, evaluates: bool) -> list[Callback]:
-    """Return the callbacks for signals, intervals, early stopping and progress, and for files if there are any.
+    """Return the callbacks for signals, intervals, early stopping and progress, and for files if the run writes any.
 
     Args:
         settings: The arguments of the trainer.
         limits: Where the run ends.
         store: The checkpoints of the run; None without a `save_dir`.
-        evaluates: Whether the run has evaluations.
+        evaluates: Whether the run evaluates.
     """
 
     def interval(name: str) -> Every:

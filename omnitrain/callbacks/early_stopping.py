@@ -1,4 +1,4 @@
-"""Early stopping: ends a run whose evaluations no longer improve."""
+"""Early stopping: ends a run when its evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` evaluations in a row without a gain, or when `stopper(step, score)` says so.
+    """Stops after `patience` evaluations in a row without a gain, or when `stopper(step, score)` returns True.
 
-    What a gain is, is the objective's business (`optimization_metric`, `delta`); the count is kept there too, so that
-    it survives a resume. The trainer adds one of these for its own `patience` and `early_stopper` arguments.
+    The objective decides what is a gain (`optimization_metric`, `delta`) and counts the evaluations without one, so
+    the count survives a resume. The trainer adds this callback for its arguments `patience` and `early_stopper`.
 
     Args:
-        patience: Evaluations without a gain that are one too many; None never stops.
-        stopper: Called after each evaluation with the step and the objective's value; True ends the run. What its
-            `state_dict()` returns, if it has one, is kept in checkpoints, and `load_state_dict` gets it back.
+        patience: Stop after this many evaluations in a row without a gain; None never stops.
+        stopper: Called after each evaluation with the step and the metric's value; True ends the run. If it has
+            `state_dict()` and `load_state_dict(state)`, its state is kept in checkpoints.
 
     >>> EarlyStopping(patience=3).patience
     3
@@ -43,7 +43,7 @@ class EarlyStopping(Callback):
         self.stopper = stopper
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """End a resumed run at once that patience has ended already."""
+        """End a resumed run at once if its patience has already run out."""
         has_attributes = bool(getattr(self.stopper, "__dict__", None)) and not inspect.isroutine(self.stopper)
         if trainer.save_dir is not None and has_attributes and not self._keeps_state:
             logger.warning(
@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
             trainer.stop("early_stopping")
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Look at the evaluation and ask for the end if it is time."""
+        """Request the end of the run if this evaluation calls for it."""
         stops = self._has_run_out(trainer)
         if self.stopper is not None:
             stops = self.stopper(trainer.progress.step, metrics[trainer.objective.key(metrics)]) or stops
@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
         return {"stopper": self.stopper.state_dict()} if self._keeps_state else {}  # type: ignore[union-attr]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give the stopper its state back."""
+        """Restore the state of the stopper."""
         if self._keeps_state:
             self.stopper.load_state_dict(state["stopper"])  # type: ignore[union-attr]
 

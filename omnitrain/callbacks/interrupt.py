@@ -1,6 +1,6 @@
-"""Signals: the first lets the current step finish and ends the run in order, the second leaves at once.
+"""Signals: after the first, the current step finishes and the run ends in order; the second exits at once.
 
-SIGUSR1 asks for a checkpoint and lets the run go on. What signals are to worker processes is in `workers.py`.
+SIGUSR1 requests a checkpoint, and the run goes on. How worker processes treat signals is in `data/workers.py`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Interrupt(Callback):
-    """Turns SIGTERM and SIGINT into a stop at the next step boundary, during `train()` in the main thread only.
+    """Turns SIGTERM and SIGINT into a stop at the next step boundary, only during `train()` in the main thread.
 
-    The handler only notes the signal: no collective, file or lock is touched inside it. After TRAIN_END the trainer
-    raises `error_of` the signal: SystemExit(143) for SIGTERM, KeyboardInterrupt for SIGINT, as the shell expects.
+    The handler only records the signal: it touches no collective, file or lock. After TRAIN_END the trainer raises
+    `error_of` the signal: SystemExit(143) for SIGTERM, KeyboardInterrupt for SIGINT, as the shell expects.
     """
 
     order = 0
@@ -49,7 +49,7 @@ class Interrupt(Callback):
         signals.listen()
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Put the earlier handlers back."""
+        """Restore the earlier handlers."""
         if self._previous:
             signals.stop_listening()
         for number in list(self._previous):
@@ -57,7 +57,7 @@ class Interrupt(Callback):
         self._trainer = None
 
     def _put_back(self, number: int) -> None:
-        # A handler that was not installed from Python reads as None and can only be replaced by the default.
+        # A handler that was not installed by Python code reads as None, and can only be replaced by the default.
         handler = self._previous.pop(number)
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -78,23 +78,23 @@ class Interrupt(Callback):
         self._trainer.control.signal = number
         self._trainer.control.stop = "signal"
         self._let_workers_die()
-        # os.write is safe in a handler; logging may hold a lock that the interrupted code holds too
+        # os.write is safe in a handler; logging might wait for a lock that the interrupted code holds
         text = f"{signal.Signals(number).name}: finishing the current step. Send it again to leave at once.\n"
         os.write(2, text.encode())
 
     def _leave_to_parent(self, number: int) -> None:
-        """Answer a signal in a process forked during the run, a worker of a loader as a rule, which has our handlers.
+        """Handle a signal in a process forked during the run, usually a loader's worker, which inherits our handlers.
 
-        Ctrl-C goes to all processes, and the run still needs its workers. SIGTERM is how they are ended.
+        Ctrl-C goes to all processes, and the run still needs its workers. SIGTERM ends them.
         """
         if number == signal.SIGTERM:
             self._put_back(number)
             os.kill(os.getpid(), number)
 
     def _let_workers_die(self) -> None:
-        """Keep torch from raising for dead workers wherever this thread is, in the middle of an update for instance.
+        """Keep torch from raising for dead workers wherever this thread is, for instance in the middle of an update.
 
-        The signal may have killed the workers of a user's own loader. Asked for data, that loader still raises.
+        The signal may have killed the workers of the user's own loader. That loader still raises when asked for data.
         """
         number = getattr(signal, "SIGCHLD", None)
         handler = None if number is None else signal.getsignal(number)

@@ -1,7 +1,7 @@
 """Logs and evaluations as JSON rows in `metrics.jsonl`, which survives a kill and a resume.
 
-Writing rows and cutting an old file back to where a run resumes belong here. Reading them for a plot or a table
-does not: `MetricsDict` keeps the history of the evaluations.
+This file writes the rows, and cuts an old file back to where a run resumes. It does not read them for a plot or a
+table: `MetricsDict` keeps the history of the evaluations.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["MAX_WAITING", "JsonlLogger", "row_kind"]
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 MAX_WAITING = 10_000
-"""Rows that are kept in memory while a disk fails; of more the oldest are lost, which is told of."""
+"""Rows kept in memory while a disk fails; beyond that the oldest are lost, with a warning."""
 
 
 def row_kind(logs: Mapping[str, float]) -> Literal["train", "test"]:
-    """Tell a row of the training from the result of a test: both arrive as `on_log`.
+    """Tell a row of training from the result of a test: both arrive by `on_log`.
 
     >>> row_kind({"step": 10, "loss": 0.5}), row_kind({"test_loss": 0.6})
     ('train', 'test')
@@ -43,12 +43,12 @@ class JsonlLogger(Callback):
     """Writes one JSON row per log and per evaluation to a file in the run's `save_dir`.
 
     A row is `{"kind": "train" | "eval" | "test", "step": ..., "epoch": ..., <values>}`. Every line is valid JSON: NaN
-    and the infinities, which JSON does not have, become null. A fresh run empties the file; a resumed one
-    drops the rows after the checkpoint it resumes from, so that each step is there once, in order. Without a
-    `save_dir` nothing is written. While the disk fails the rows wait in memory.
+    and infinity, which JSON lacks, become null. A fresh run empties the file. A resumed run drops the rows after its
+    checkpoint, so each step is there once, in order. Without a `save_dir` nothing is written. While the disk fails,
+    rows wait in memory.
 
     Args:
-        filename: The file's name inside `save_dir`.
+        filename: The name of the file in `save_dir`.
 
     >>> reporters = [JsonlLogger()]  # Trainer(..., save_dir="runs/a", callbacks=reporters)
     """
@@ -60,15 +60,15 @@ class JsonlLogger(Callback):
         self._path: Path | None = None
         self._file: FileIO | None = None
         self._until: float | None = None
-        """The step to which the file is cut back before it is written to, which a disk that fails may put off."""
+        """The step to cut the file back to before writing; a failing disk may delay this."""
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
-        """Rows that are not in the file yet."""
+        """Rows not in the file yet."""
         self._lost = 0
         self._last: dict[str, tuple[int, float]] = {}
         self._tolerance = Tolerance(filename, "Its rows are kept in memory until they can be written.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Empty the file, or cut it back to the step that the run resumes from."""
+        """Empty the file, or cut it back to the step from which the run resumes."""
         is_fresh = trainer.progress.step == 0 and trainer.lifecycle.saved_at is None
         self._begin(trainer, until=-1 if is_fresh else trainer.progress.step)
 
@@ -79,7 +79,7 @@ class JsonlLogger(Callback):
         elif self._path is not None:
             self._append(trainer, "test", logs)
         else:
-            self._begin(trainer, until=math.inf)  # a test outside `train()` may find the torn line of a killed run
+            self._begin(trainer, until=math.inf)  # a killed run may have left half a line before this test
             self._append(trainer, "test", logs)
             self._end()
 
@@ -118,9 +118,9 @@ class JsonlLogger(Callback):
             int(values.get("step", trainer.progress.step)),
             values.get("epoch", round(trainer.progress.epochs, 6)),
         )
-        # The evaluation that a kill separated from its checkpoint is done again by the resumed run, and the last
-        # log of a run may repeat a step: the row is there already. Rounded, because the epoch is a hair less before
-        # the epoch is closed than after; the epoch counts at all because a trainer's own loop may count no steps.
+        # The row may be there already: a resumed run repeats an evaluation whose checkpoint was lost in a kill, and
+        # the last log of a run may repeat a step. Rounded, because `epochs` is a tiny bit smaller before an epoch is
+        # closed than after; compared at all, because a trainer with its own loop may count no steps.
         position = (step, round(float(epoch), 6))
         if kind != "test":
             if position <= self._last.get(kind, (-1, 0.0)):
@@ -135,7 +135,7 @@ class JsonlLogger(Callback):
         self._write()
 
     def _write(self) -> None:
-        """Write the rows that wait, and open the file for them."""
+        """Write the waiting rows, and open the file if needed."""
         with self._tolerance:
             try:
                 if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
@@ -148,7 +148,7 @@ class JsonlLogger(Callback):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.filename)
                     self._waiting.popleft()
             except OSError:
-                self._until = math.inf if self._file is not None else self._until  # there may be half a row
+                self._until = math.inf if self._file is not None else self._until  # half a row may be written
                 self._close()
                 raise
 
@@ -158,7 +158,7 @@ class JsonlLogger(Callback):
         if self._until is not None:
             self._last = keep_rows(self._path, self._until) | self._last
             self._until = None
-        # Without a buffer: a row is with the operating system as soon as it is written, so a killed process loses none.
+        # Unbuffered: each row reaches the operating system at once, so a killed process loses none.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         return self._file
 
@@ -172,11 +172,11 @@ class JsonlLogger(Callback):
 def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
     """Drop the rows of `path` after the step `until`, and whatever is not a whole row.
 
-    A killed process may leave half a row at the end. As a rule the end of the file is dropped, which takes no space on
-    a disk that is full. Else the file is replaced, so that a kill leaves the old one.
+    A killed process may leave half a row at the end. Usually the end of the file is cut off, which works on a full
+    disk. Otherwise the file is replaced, so a kill leaves the old one.
 
     Returns:
-        The last (step, epoch) of each kind that was kept.
+        The last (step, epoch) kept of each kind.
     """
     last: dict[str, tuple[int, float]] = {}
     if not path.is_file():
@@ -201,7 +201,7 @@ def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
 
 
 def _rows_of(path: Path, until: float) -> Iterator[tuple[int, bytes, str, tuple[int, float]]]:
-    """Yield where it starts, the line, kind and (step, epoch) of each whole row up to the step `until`."""
+    """Yield offset, line, kind and (step, epoch) of each whole row up to the step `until`."""
     start = 0
     with path.open("rb") as file:
         for line in file:
@@ -211,7 +211,7 @@ def _rows_of(path: Path, until: float) -> Iterator[tuple[int, bytes, str, tuple[
                 kind, step, epoch = row["kind"], row["step"], row["epoch"]
             except (ValueError, TypeError, KeyError):
                 continue
-            # The rows that close a run are where no interval falls; a run that goes on would not have had them.
+            # The rows that close a run fall on no interval; a longer run would not have had them.
             if step <= until and not (row.get("final") and until < math.inf):
                 yield start - len(line), line, kind, (step, round(float(epoch), 6))
 

@@ -1,7 +1,7 @@
 """Console output of a run: a live bar on a terminal, one plain line per log in a file or a pipe.
 
-Only wording and drawing belong here. When to log is decided by the cadence callbacks, what is in a log by the
-trainer, how far the run has come by `duration.Limits`.
+Only wording and drawing belong here. The cadence callback decides when to log, the trainer what is in a log, and
+`duration.Limits` how far the run has come.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ REFRESH_SECONDS = 0.1  # one drawing takes about 0.5 ms of the training thread, 
 class ProgressBar(Callback):
     """Shows step, loss, the latest evaluation and the time left, on the main process.
 
-    On a terminal this is one live bar, and each evaluation leaves a line above it. Everywhere else (a file, a pipe,
-    a batch log) it is one plain line per log. That line is printed once its step is over, so that an evaluation of
-    the same step stands in the same line; an evaluation between two logs stands in the next one. Notebooks get the
-    bar where `ipywidgets` is installed, else the lines.
+    On a terminal this is a live bar, and each evaluation leaves a line above it. Everywhere else (a file, a pipe, a
+    batch log) it is one plain line per log, printed once its step is over, so that an evaluation at the same step is
+    in the same line; an evaluation between two logs is in the next line. Notebooks show the bar if `ipywidgets` is
+    installed, and the lines otherwise.
 
     Args:
-        enabled: None picks the bar or the lines by looking at the stream. True draws the bar even into a file,
-            False prints nothing.
-        stream: Where to print; None is `sys.stdout`, as it is when the training starts.
+        enabled: None chooses the bar or the lines by the stream. True draws the bar even into a file, False prints
+            nothing.
+        stream: Where to print; None is `sys.stdout` at the start of training.
 
     >>> reporters = [ProgressBar()]  # Trainer(..., callbacks=reporters)
     """
@@ -57,7 +57,7 @@ class ProgressBar(Callback):
         self._is_gone = False
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Draw the bar at the run's absolute position, which after a resume is not 0."""
+        """Draw the bar at the position of the run, which is not 0 after a resume."""
         self._is_gone = False
         self._held_logs, self._latest_logs, self._latest_eval = None, {}, {}
         self._started_at, self._started_from = perf_counter(), trainer.limits.fraction(trainer.progress)
@@ -71,7 +71,7 @@ class ProgressBar(Callback):
             self._print_line([_position(trainer.progress.step, trainer.total_steps, fraction), "resumed"])
 
     def on_epoch_start(self, trainer: TrainerLike) -> None:
-        """Print the line of the last log, whose epoch is over (a trainer with its own loop may start no steps)."""
+        """Print the line of the last log (a trainer with its own loop may start no steps)."""
         self._release_line(trainer)
 
     def on_step_start(self, trainer: TrainerLike) -> None:
@@ -80,19 +80,19 @@ class ProgressBar(Callback):
             self._release_line(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        """Redraw the bar, at most about ten times a second; else only look at the clock."""
+        """Redraw the bar, at most about ten times a second; otherwise only check the clock."""
         if self._bar is not None and perf_counter() >= self._next_refresh:
             self._refresh(trainer)
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        """Show a row of the training, or the result of a test."""
+        """Show a row of training, or the result of a test."""
         if not self._prints(trainer):
             return
         if any(name.startswith("test_") for name in logs):
             self._print_line(_words(logs))
         elif self._bar is not None:
             self._latest_logs = dict(logs)
-            # A clock of its own: STEP_END has just drawn, and where a step takes a minute so would the loss.
+            # Not limited by the clock of STEP_END, which has just drawn: with long steps the loss would be a step late.
             if perf_counter() >= self._next_log_refresh:
                 self._next_log_refresh = perf_counter() + REFRESH_SECONDS
                 self._refresh(trainer)
@@ -101,7 +101,7 @@ class ProgressBar(Callback):
             self._held_logs = dict(logs)
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Show the result of an evaluation: above the bar, or in the line of its step."""
+        """Show the result of an evaluation above the bar, or in the line of its step."""
         if not self._prints(trainer):
             return
         self._latest_eval = {name: value for name, value in metrics.items() if name not in ("step", "epoch")}
@@ -111,11 +111,11 @@ class ProgressBar(Callback):
             self._refresh(trainer)
 
     def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
-        """Leave the terminal as it was, so that the traceback can be read."""
+        """Restore the terminal, so that the traceback can be read."""
         self._close(trainer)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Draw the bar a last time and give the terminal back, or print the last line."""
+        """Draw the bar a last time and restore the terminal, or print the last line."""
         self._close(trainer)
 
     def _prints(self, trainer: TrainerLike) -> bool:
@@ -124,8 +124,8 @@ class ProgressBar(Callback):
     def _guard(self, draw: Callable[[], Any]) -> None:
         """Draw; if the output is closed, print nothing for the rest of the run.
 
-        A closed pipe (`python train.py | head`), a closed notebook or a terminal that hung up must not end a run
-        of days. OSError is what a broken pipe or a full disk raises, ValueError what a closed file does.
+        A closed pipe (`python train.py | head`), a closed notebook or a terminal that hung up must not end a run of
+        days. A broken pipe or a full disk raises OSError, a closed file ValueError.
         """
         try:
             draw()
@@ -135,7 +135,7 @@ class ProgressBar(Callback):
             bar, self._bar = self._bar, None
             if bar is not None:
                 with contextlib.suppress(OSError, ValueError):
-                    bar.stop()  # fails again on the same stream, but gives sys.stdout back first
+                    bar.stop()  # fails again on the same stream, but restores sys.stdout first
 
     def _print_line(self, words: Iterable[str]) -> None:
         line = "  ".join(words)
@@ -143,7 +143,7 @@ class ProgressBar(Callback):
             console = self._bar.console
             self._guard(lambda: console.print(line, markup=False, highlight=False, soft_wrap=True))
         else:
-            # Flushed, because a batch log that lags behind by 8 KiB shows nothing for an hour.
+            # Flushed, because a batch log that is buffered by 8 KiB can show nothing for an hour.
             self._guard(lambda: print(line, file=self.stream or sys.stdout, flush=True))
 
     def _release_line(self, trainer: TrainerLike) -> None:
@@ -159,7 +159,7 @@ class ProgressBar(Callback):
         from rich.progress import Progress as RichProgress
         from rich.table import Column
 
-        # What the user prints goes above the bar, but only what would have landed on this very terminal.
+        # The user's prints go above the bar, but only those meant for this terminal.
         is_stdout = console.file is sys.stdout
         self._bar = RichProgress(
             TextColumn("{task.description}", markup=False),
@@ -198,7 +198,7 @@ class ProgressBar(Callback):
             self._bar = None
 
     def _eta(self, trainer: TrainerLike) -> str:
-        """The time left at the pace of this part of the run: a resumed run's earlier part may have been elsewhere."""
+        """The time left at the pace since the last resume: before it the run may have been on another machine."""
         fraction = trainer.limits.fraction(trainer.progress)
         if fraction >= 1.0:
             return _clock(0.0)
@@ -209,9 +209,9 @@ class ProgressBar(Callback):
 
 
 def _bar_console(enabled: bool | None, stream: TextIO | None) -> Console | None:
-    """Return the console to draw a bar on, or None where plain lines are better."""
+    """Return the console to draw a bar on, or None for plain lines."""
     target = stream or sys.stdout
-    # Asked before rich is: rich also takes FORCE_COLOR, which most CI systems set, for a terminal.
+    # Checked before rich is: rich takes FORCE_COLOR, which most CI systems set, for a terminal.
     is_terminal = hasattr(target, "isatty") and not getattr(target, "closed", False) and target.isatty()
     if not (enabled or is_terminal or "ipykernel" in sys.modules):
         return None
@@ -239,7 +239,7 @@ def _clock(seconds: float) -> str:
 
 
 def _words(values: Mapping[str, float], total_steps: int | None = None, fraction: float | None = None) -> list[str]:
-    """Spell a row of values for people; a `fraction` says that the row is a log, whose step stands in a run."""
+    """Format a row of values for people; a `fraction` means that the row is a log, with its place in the run."""
     words = []
     for name, value in values.items():
         if name == "step":

@@ -14,14 +14,14 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Retention(Callback):
-    """Prunes after each complete checkpoint: the newest n, the best n and every k-th step stay.
+    """Deletes checkpoints after each new one, except for the newest n, the best n and those of every k-th step.
 
     Args:
         store: The run's checkpoints.
-        keep_last: How many of the newest stay; None keeps all.
-        keep_best: How many of the best stay.
-        keep_every: Steps divisible by this stay.
-        replaces: Whether the checkpoints of an earlier run in the same folder go, once this run has one of its own.
+        keep_last: How many of the newest to keep; None keeps all.
+        keep_best: How many of the best to keep.
+        keep_every: Keep checkpoints of steps divisible by this.
+        replaces: Whether to delete the checkpoints of an earlier run in the same folder once this run has saved one.
     """
 
     order = 30
@@ -38,7 +38,7 @@ class Retention(Callback):
         self._tolerance = Tolerance("The list of checkpoints", "Those that should go stay until the next save.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Note the checkpoints of an earlier run, if this one replaces it."""
+        """Record the checkpoints of an earlier run, if this run replaces it."""
         is_fresh = trainer.lifecycle.saved_at is None
         self._earlier = []
         if self.replaces and is_fresh:
@@ -46,12 +46,12 @@ class Retention(Callback):
                 self._earlier = [kept.step for kept in self.store.kept()]
 
     def on_save_end(self, trainer: TrainerLike) -> None:
-        """Delete what may go now that a new checkpoint is complete."""
+        """Delete what is no longer kept, now that a new checkpoint is complete."""
         if not trainer.is_main_process:
             return
         earlier, self._earlier = self._earlier, []
         for step in earlier:
-            if self.store.path(step) == trainer.lifecycle.saved_path:  # progress may be past it when it is complete
+            if self.store.path(step) == trainer.lifecycle.saved_path:  # the run may have gone on since
                 continue
             try:
                 self.store.delete(step)

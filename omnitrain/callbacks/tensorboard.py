@@ -1,6 +1,6 @@
 """Logs and evaluations in TensorBoard.
 
-The names under which values appear in a dashboard (`train/loss`, `eval/accuracy`) are decided here, also for W&B.
+The names of values in a dashboard (`train/loss`, `eval/accuracy`) are decided here, for W&B too.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = ["TensorBoardLogger", "dashboard_names"]
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 RETRY_S = 30.0
-"""Seconds between two attempts to open a file on a disk that fails; each leaves an empty one behind."""
+"""Seconds between two attempts to open a file on a failing disk; each attempt leaves an empty file behind."""
 MAX_GIVEN = 1_000
-"""Values between two flushes, at most: until then each is kept, as a writer that fails loses them."""
+"""The most values between two flushes; until a flush we keep each of them, as a failing writer loses them."""
 
 Event = tuple[str, str, Any, int]
 """A method of SummaryWriter, the name, the value and the step."""
 
 
 def dashboard_names(values: Mapping[str, float], kind: str) -> dict[str, float]:
-    """Return the values of a row under grouped names; the step is not among them, it is the axis.
+    """Return the values of a row under grouped names, without the step, which is the axis.
 
     >>> dashboard_names({"step": 5, "loss": 0.1}, "train"), dashboard_names({"eval_dev_loss": 0.2}, "eval")
     ({'train/loss': 0.1}, {'eval/dev_loss': 0.2})
@@ -51,8 +51,8 @@ class TensorBoardLogger(Callback):
     """Writes logs, evaluations and the run's settings as TensorBoard event files.
 
     Scalars are named `train/loss`, `train/learning_rate`, `eval/loss`, `test/loss`, ...; the settings are the text
-    `config`. A resumed run hides what was written after its checkpoint, and a fresh one whatever an earlier run
-    left in the folder, so that no step appears twice. Needs the extra `tensorboard`.
+    `config`. A resumed run hides what was written after its checkpoint, and a fresh run everything that an earlier
+    run left in the folder, so no step appears twice. Needs the extra `tensorboard`.
 
     Args:
         log_dir: The folder; None is `tensorboard` in the run's `save_dir`, or `runs/tensorboard` without one.
@@ -63,16 +63,16 @@ class TensorBoardLogger(Callback):
     order: ClassVar[int] | int = 40
 
     def __init__(self, log_dir: str | Path | None = None) -> None:
-        is_address = "://" in str(log_dir)  # TensorBoard writes to some stores by itself
+        is_address = "://" in str(log_dir)  # TensorBoard itself can write to some stores
         self.log_dir: str | Path | None = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
         self._writer: SummaryWriter | None = None
         self._is_open = False
         self._purge_step: int | None = None
-        """The step from which on TensorBoard hides what earlier files have."""
+        """The step from which TensorBoard hides the values of earlier files."""
         self._events: deque[Event] = deque(maxlen=MAX_WAITING)
-        """What may not be on the disk yet: a writer that fails loses what it has been given."""
+        """What may not be on the disk yet: a failing writer loses what it was given."""
         self._lost = self._given = 0
-        """How many of these are lost, and how many the writer has been given."""
+        """How many of these are lost, and how many were given to the writer."""
         self._retry_at = -math.inf
         self._tolerance = Tolerance("TensorBoard's file", "It is kept in memory until it can be written.")
 
@@ -83,14 +83,14 @@ class TensorBoardLogger(Callback):
         self._events.clear()
         step = trainer.progress.step
         self._purge_step = step + 1 if step else 0
-        # Indented by four, which is Markdown's code block: TensorBoard renders texts as Markdown.
+        # Indented by four, a code block in Markdown, which TensorBoard renders.
         settings = json.dumps(trainer.resolved_config(), indent=2)
         text = "\n".join("    " + line for line in settings.splitlines())
         self._is_open = True
         self._write(trainer, [("add_text", "config", text, step)])
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        """Write a row of the training, or the result of a test."""
+        """Write a row of training, or the result of a test."""
         if not trainer.is_main_process:
             return
         kind = row_kind(logs)
@@ -106,7 +106,7 @@ class TensorBoardLogger(Callback):
         self._write(trainer, self._scalars(trainer, "eval", metrics))
 
     def on_save_end(self, trainer: TrainerLike) -> None:
-        """Put on disk all that a run resumed from this checkpoint will not write again."""
+        """Flush all that a run resumed from this checkpoint will not write again."""
         self._write(trainer, [], flush=True)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
@@ -144,7 +144,7 @@ class TensorBoardLogger(Callback):
                     writer.flush()
                     self._events.clear()
                     self._given = 0
-            except Exception:  # what it was given and has not written goes into another file
+            except Exception:  # what it has not written goes into another file
                 self._drop_writer()
                 self._retry_at = time.monotonic() + RETRY_S
                 if self._events:

@@ -1,6 +1,6 @@
 """Logs and evaluations in Weights & Biases.
 
-Which W&B run the numbers go to, and when it begins and ends, is decided here. Names are those of `tensorboard.py`.
+Decides which W&B run the values go to, and when it begins and ends. Names come from `tensorboard.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["WandbLogger"]
 class WandbLogger(Callback):
     """Sends logs, evaluations and the run's settings to Weights & Biases, from the main process.
 
-    Values are named `train/loss`, `eval/accuracy`, ...; test results go to the run's summary. The id of the W&B run is
-    kept in checkpoints, so that a resumed training continues the same one. A run that you opened yourself with
-    `wandb.init()` is used as it is and left open. Needs the extra `wandb`.
+    Values are named `train/loss`, `eval/accuracy`, ...; test results go to the run's summary. Checkpoints keep the id
+    of the W&B run, so a resumed training continues it. A run that you opened yourself with `wandb.init()` is used
+    as it is and left open. Needs the extra `wandb`.
 
     Args:
-        project: The W&B project; None is W&B's own default.
-        **init_kwargs: Passed on to `wandb.init()`, before everything set here.
+        project: The W&B project; None is W&B's default.
+        **init_kwargs: Passed on to `wandb.init()`; they override everything set here.
 
     >>> reporters = [WandbLogger(project="digits", tags=["baseline"])]  # Trainer(..., callbacks=reporters)
     """
@@ -48,7 +48,7 @@ class WandbLogger(Callback):
         self._tolerance = Tolerance("The folder of W&B", "The rows of the time in between are lost.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Open a run, go on with the one of the checkpoint, or take the one that is open."""
+        """Open a run, continue the one of the checkpoint, or use the one that is open."""
         self._has_failed = False
         if trainer.progress.step == 0:
             self._run_id = None  # a second, fresh training is another run
@@ -58,13 +58,13 @@ class WandbLogger(Callback):
                 self._open(trainer)
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        """Send a row of the training, or put the result of a test into the run's summary."""
+        """Send a row of training, or put the result of a test into the run's summary."""
         if not trainer.is_main_process:
             return
         if row_kind(logs) == "train":
             self._send(trainer, "train", logs)
             return
-        # Not into the history: a test comes after the last step, and a continued run takes no step twice.
+        # Not into the history: a test comes after the last step, and W&B accepts no step twice in a continued run.
         with self._tolerance:
             run = self._run or self._open(trainer)
             run.summary.update(dashboard_names(logs, "test"))
@@ -76,7 +76,7 @@ class WandbLogger(Callback):
         self._send(trainer, "eval", metrics)
 
     def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
-        """Remember to mark the run as failed."""
+        """Note that the run failed."""
         self._has_failed = True
 
     def on_train_end(self, trainer: TrainerLike) -> None:
@@ -89,7 +89,7 @@ class WandbLogger(Callback):
         return {"run_id": self._run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the id of the W&B run that a resumed training continues."""
+        """Restore the id of the W&B run that a resumed training continues."""
         self._run_id = state.get("run_id")
 
     def _open(self, trainer: TrainerLike) -> Run:
@@ -120,11 +120,11 @@ class WandbLogger(Callback):
         with self._tolerance:
             run = self._run or self._open(trainer)
             if not self._is_own_run:
-                # In a user's run the user's own rows move W&B's step, and W&B drops a row whose step goes backwards.
+                # The user's own rows advance W&B's step, and W&B drops a row whose step goes backwards.
                 run.log({**scalars, "step": step})
             elif step >= self._first_step:
                 run.log(scalars, step=step)
-            # else the killed part of a resumed run was past this step: W&B has its values and would warn of each.
+            # Otherwise the killed part of a resumed run was past this step: W&B has the values and would warn of each.
 
     def _close(self) -> None:
         run, self._run = self._run, None

@@ -267,68 +267,68 @@ class HFTrainer(Calls):
             optimizer_cls_and_kwargs: transformers' pair of an optimizer's class and its options.
             model_init: Returns a new model, for each fresh `train()` and for each trial of a search.
             stock_checkpoints: Whether a stock `transformers.Trainer` can resume from checkpoints; default False.
-            train_loader: A loader of your own instead of `train_dataset`, used as it is.
+            train_loader: Your own loader instead of `train_dataset`, used unchanged.
             eval_loader: The same instead of `eval_dataset`.
             test_loader: The same instead of `test_dataset`.
             data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
-            batch_size: Samples of one forward pass on each process; default 8.
-            eval_batch_size: The same in evaluations; None is `batch_size`.
-            global_batch_size: Samples of one optimizer step over all ranks; sets the accumulation, must divide.
-            shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
-            drop_last: Whether each epoch leaves out a last step that is short of samples; default False.
+            batch_size: Samples per forward pass on each process; default 8.
+            eval_batch_size: The same for evaluations; None is `batch_size`.
+            global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
+            shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
+            drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
-            pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
-            prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
-            processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
-            epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
-            max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
+            pin_memory: Whether to put batches into page-locked memory; None does so with a GPU.
+            prefetch_factor: Batches that each worker loads in advance; None is PyTorch's default, 2.
+            processing_class: Tokenizer or processor; pads batches unless `data_collator` is given, and is saved.
+            epochs: Passes over the training data, such as 3 or 2.5; None is 3, or no limit if another limit is set.
+            max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
-            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is AdamW, fused.
+            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
             warmup_steps: Steps over which the rate rises linearly from 0; default 0.
-            scheduler_interval: "step" (default) moves the schedule after each update, "epoch" after each epoch.
-            gradient_accumulation_steps: Micro-batches of one optimizer step; default 1.
+            scheduler_interval: When the schedule advances: after each update ("step", default) or each "epoch".
+            gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
             max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
             grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
-            label_names: The keys of labels in a dict batch; several give a tuple, None looks under the usual names.
-            optimization_metric: What evaluations are judged by; default "loss".
-            optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
-            patience: Evaluations in a row without a gain that end the run; None and -1 never do.
-            delta: What an improvement must exceed to count for `patience`; default 0.
+            label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
+            optimization_metric: The metric that decides which evaluation is best; default "loss".
+            optimization_direction: "max" or "min"; None infers it from the metric, or raises an error.
+            patience: Stop after this many evaluations in a row without a gain; None and -1 never stop.
+            delta: A gain must be larger than this to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
             preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
-            sanity: Whether a batch of each evaluation set is run and scored before step 1, for errors alone.
-            eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
+            sanity: Whether to run and score one batch of each evaluation set before step 1, to find errors early.
+            eval_steps: Steps between evaluations, or a duration such as "0.5ep"; None evaluates after each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.
-            save_steps: Interval of checkpoints: steps or a duration; None is each epoch, if `save_dir` is set.
-            log_steps: Interval of logs: steps or a duration; default 10.
-            save_dir: The folder of the run's checkpoints and files; None writes nothing.
-            save_total_limit: How many of the newest checkpoints stay; None keeps all.
-            keep_best: How many of the best stay, each saved when it is found; default 1. 0 saves at intervals alone.
-            keep_every: With a limit, checkpoints of steps divisible by this stay as well.
-            load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
+            save_steps: Steps between checkpoints, or a duration; None saves after each epoch, if `save_dir` is set.
+            log_steps: Steps between logs, or a duration; default 10.
+            save_dir: Folder for the checkpoints and files of the run; None writes nothing.
+            save_total_limit: How many of the newest checkpoints to keep; None keeps all.
+            keep_best: How many of the best to keep, each saved when found; default 1. 0 saves only at intervals.
+            keep_every: With `save_total_limit`, also keep checkpoints of steps divisible by this.
+            load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
-            save_required: Whether a disk that fails ends the run; by default it is reported, and the run goes on.
-            save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
-            save_frozen: Whether checkpoints hold weights that do not train; None is no where PEFT's adapters are.
-            autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
-            fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
-            compile: Whether the model runs through `torch.compile`; or its options, such as {"mode": "max-autotune"}.
-            gradient_checkpointing: Whether activations are recomputed, not kept; or patterns of names of blocks.
-            seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
-            deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
-            on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
+            save_required: Whether a failing disk ends the run; by default it is reported, and the run goes on.
+            save_only_model: Whether to save only the weights, from which no run can resume; default False.
+            save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
+            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
+            fp16_loss_scale: The initial scale of the fp16 loss scaler, and the minimum, below which the run ends.
+            compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
+            gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
+            seed: Seed for the order of samples, augmentation, dropout and evaluation; default 42.
+            deterministic: Whether to allow only deterministic kernels during `train()`; default False.
+            on_nonfinite: What to do if a loss or gradient is not finite: "raise" (default), "skip" the step or "warn".
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
-            timeout: Time without any progress that ends the run: seconds, or "10m"; None is 30m on several ranks only.
+            timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
             algorithms: Instances of `Algorithm`, applied in this order.
-            progress_bar: None is a live bar on a terminal and plain lines elsewhere; True and False always, never.
-            trial_name: The name of the run for `WandbLogger`.
+            progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
+            trial_name: Name of the run for `WandbLogger`.
 
         Raises:
             ConfigError: If the training arguments and ours contradict each other.

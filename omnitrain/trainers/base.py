@@ -1,4 +1,4 @@
-"""BaseTrainer: arguments, the parts of a run, and the public calls."""
+"""BaseTrainer: the arguments, the parts of a run, and the public methods."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class BaseTrainer(Hooks, ABC):
-    """The common base of all trainers: one lifecycle, one loop, hooks for what differs.
+    """The base class of all trainers: one lifecycle, one loop, and hooks for what differs.
 
-    `Trainer` is the one to use on one device. A subclass that overrides `_setup_training_components`, `_prepare_batch`
-    and `_train_epoch` is complete.
+    Use `Trainer` on one device. A subclass needs to override only `_setup_training_components`, `_prepare_batch` and
+    `_train_epoch`.
     """
 
     lifecycle: Lifecycle
@@ -205,72 +205,72 @@ class BaseTrainer(Hooks, ABC):
         Args:
             model: Any `nn.Module`; it is moved to the device and trained in place.
             train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
-            eval_dataset: The same, or a dict of named sets; evaluations of it select the best.
+            eval_dataset: The same, or a dict of named sets; its evaluations select the best checkpoint.
             test_dataset: The same, for `test()`; never used to select anything.
-            train_loader: A loader of your own instead of `train_dataset`, used as it is.
+            train_loader: Your own loader instead of `train_dataset`, used unchanged.
             eval_loader: The same instead of `eval_dataset`.
             test_loader: The same instead of `test_dataset`.
             data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
-            batch_size: Samples of one forward pass on each process; default 8.
-            eval_batch_size: The same in evaluations; None is `batch_size`.
-            global_batch_size: Samples of one optimizer step over all ranks; sets the accumulation, must divide.
-            shuffle: Whether training samples have a new order in each epoch, from `seed`; default True.
-            drop_last: Whether each epoch leaves out a last step that is short of samples; default False.
+            batch_size: Samples per forward pass on each process; default 8.
+            eval_batch_size: The same for evaluations; None is `batch_size`.
+            global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
+            shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
+            drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
-            pin_memory: Whether batches are in page-locked memory; None is yes with a GPU.
-            prefetch_factor: Batches that each worker prepares ahead; None is PyTorch's 2.
-            processing_class: Tokenizer or processor: pads batches unless `data_collator` is given, and is saved.
-            epochs: Passes over the training data, 2.5 for two and a half; None is 3, or no limit beside another one.
-            max_steps: Optimizer steps, skipped ones not counted; the first limit that is reached ends the run.
+            pin_memory: Whether to put batches into page-locked memory; None does so with a GPU.
+            prefetch_factor: Batches that each worker loads in advance; None is PyTorch's default, 2.
+            processing_class: Tokenizer or processor; pads batches unless `data_collator` is given, and is saved.
+            epochs: Passes over the training data, such as 3 or 2.5; None is 3, or no limit if another limit is set.
+            max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
-            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is AdamW, fused.
+            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
             warmup_steps: Steps over which the rate rises linearly from 0; default 0.
-            scheduler_interval: "step" (default) moves the schedule after each update, "epoch" after each epoch.
-            gradient_accumulation_steps: Micro-batches of one optimizer step; default 1.
+            scheduler_interval: When the schedule advances: after each update ("step", default) or each "epoch".
+            gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
             max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
             grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
-            label_names: The keys of labels in a dict batch; several give a tuple, None looks under the usual names.
-            optimization_metric: What evaluations are judged by; default "loss".
-            optimization_direction: "max" or "min"; None infers it from the metric, or refuses.
-            patience: Evaluations in a row without a gain that end the run; None and -1 never do.
-            delta: What an improvement must exceed to count for `patience`; default 0.
+            label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
+            optimization_metric: The metric that decides which evaluation is best; default "loss".
+            optimization_direction: "max" or "min"; None infers it from the metric, or raises an error.
+            patience: Stop after this many evaluations in a row without a gain; None and -1 never stop.
+            delta: A gain must be larger than this to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
             preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
-            sanity: Whether a batch of each evaluation set is run and scored before step 1, for errors alone.
-            eval_steps: Interval of evaluations: steps, or a duration such as "0.5ep"; None is each epoch.
+            sanity: Whether to run and score one batch of each evaluation set before step 1, to find errors early.
+            eval_steps: Steps between evaluations, or a duration such as "0.5ep"; None evaluates after each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.
-            save_steps: Interval of checkpoints: steps or a duration; None is each epoch, if `save_dir` is set.
-            log_steps: Interval of logs: steps or a duration; default 10.
-            save_dir: The folder of the run's checkpoints and files; None writes nothing.
-            save_total_limit: How many of the newest checkpoints stay; None keeps all.
-            keep_best: How many of the best stay, each saved when it is found; default 1. 0 saves at intervals alone.
-            keep_every: With a limit, checkpoints of steps divisible by this stay as well.
-            load_best_at_end: Whether the model ends with the best weights; None is yes with an evaluation set.
+            save_steps: Steps between checkpoints, or a duration; None saves after each epoch, if `save_dir` is set.
+            log_steps: Steps between logs, or a duration; default 10.
+            save_dir: Folder for the checkpoints and files of the run; None writes nothing.
+            save_total_limit: How many of the newest checkpoints to keep; None keeps all.
+            keep_best: How many of the best to keep, each saved when found; default 1. 0 saves only at intervals.
+            keep_every: With `save_total_limit`, also keep checkpoints of steps divisible by this.
+            load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
-            save_required: Whether a disk that fails ends the run; by default it is reported, and the run goes on.
-            save_only_model: Whether checkpoints hold the weights alone, and cannot be resumed from; default False.
-            save_frozen: Whether checkpoints hold weights that do not train; None is no where PEFT's adapters are.
-            async_save: Whether checkpoints are written in the background; default False.
-            autocast: The precision of forward and loss: "fp32" (default), "bf16" or "fp16".
-            fp16_loss_scale: The first scale of the fp16 loss scaler, and the one below which the run ends.
-            compile: Whether the model runs through `torch.compile`; or its options, such as {"mode": "max-autotune"}.
-            gradient_checkpointing: Whether activations are recomputed, not kept; or patterns of names of blocks.
-            device: Where to train; None is the first there is of cuda, xpu, mps, cpu.
-            seed: Of the order of samples, augmentation, dropout and evaluation; default 42.
-            deterministic: Whether only deterministic kernels are allowed during `train()`; default False.
-            on_nonfinite: What a loss or gradient that is not finite does: "raise" (default), "skip" the step or "warn".
+            save_required: Whether a failing disk ends the run; by default it is reported, and the run goes on.
+            save_only_model: Whether to save only the weights, from which no run can resume; default False.
+            save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
+            async_save: Whether to write checkpoints in the background; default False.
+            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
+            fp16_loss_scale: The initial scale of the fp16 loss scaler, and the minimum, below which the run ends.
+            compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
+            gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
+            device: Where to train; None is the first available of cuda, xpu, mps, cpu.
+            seed: Seed for the order of samples, augmentation, dropout and evaluation; default 42.
+            deterministic: Whether to allow only deterministic kernels during `train()`; default False.
+            on_nonfinite: What to do if a loss or gradient is not finite: "raise" (default), "skip" the step or "warn".
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
-            timeout: Time without any progress that ends the run: seconds, or "10m"; None is 30m on several ranks only.
+            timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
             algorithms: Instances of `Algorithm`, applied in this order.
-            progress_bar: None is a live bar on a terminal and plain lines elsewhere; True and False always, never.
-            trial_name: The name of the run for `WandbLogger`.
+            progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
+            trial_name: Name of the run for `WandbLogger`.
 
         Raises:
             ConfigError: If an argument is wrong, or two contradict each other.
@@ -379,13 +379,13 @@ class BaseTrainer(Hooks, ABC):
         return make(model, self.device, scaler, self._build_optimizer, self.ranks)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that was asked for, of the model as it is now."""
+        """Return the optimizer that was asked for, built for the model as it is now."""
         settings = self.settings
         return build_optimizer(settings.optimizer, self.model, settings.learning_rate, settings.weight_decay)
 
     @property
     def _evaluates(self) -> bool:
-        """Whether the run has evaluations."""
+        """Whether the run evaluates."""
         return self.eval_loader is not None
 
     def _assemble(
@@ -426,8 +426,8 @@ class BaseTrainer(Hooks, ABC):
         """Build the schedule, once `_setup_training_components` has put the model in place.
 
         Args:
-            lr_scheduler: What the schedule is to be; None is the argument.
-            warmup_steps: The steps of its warm-up; None is the argument.
+            lr_scheduler: The schedule; None is the argument of the trainer.
+            warmup_steps: Its warm-up steps; None is the argument of the trainer.
         """
         self.lr_scheduler = None
         if self.train_loader is None and not self._loop.has_own_epoch:
@@ -455,21 +455,21 @@ class BaseTrainer(Hooks, ABC):
     # --- training
 
     def train(self, resume_from: str | Path | None = None, allow_change: Collection[str] = ()) -> MetricsDict:
-        """Train to the first limit, and return history and best.
+        """Train to the first limit, and return the history with the best evaluation.
 
-        A second call trains once more from the present weights, with fresh progress and history. The random number
-        generators of torch, numpy and Python are afterwards as they were before, whatever happened inside.
+        A second call trains again from the present weights, with fresh progress and history. The random number
+        generators of torch, numpy and Python are left as they were before the call, even after an error.
 
         Args:
-            resume_from: A checkpoint's folder, "last", "best", or "auto": the newest one in `save_dir` that is
-                undamaged, else a fresh start.
-            allow_change: Settings, data and functions that may differ from those of the checkpoint, by argument.
+            resume_from: The folder of a checkpoint, "last", "best", or "auto": the newest undamaged one in `save_dir`,
+                or a fresh start if there is none.
+            allow_change: Names of arguments (settings, data, functions) that may differ from those of the checkpoint.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged, or was saved under settings that would change the run, or if
+            CheckpointError: If the checkpoint is damaged, or was saved with settings that would change the run, or if
                 another run writes into `save_dir`.
-            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; nothing was updated by it.
-            KeyboardInterrupt, SystemExit: After a run that SIGINT or SIGTERM has ended in order.
+            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; the weights are intact.
+            KeyboardInterrupt, SystemExit: After SIGINT or SIGTERM has ended the run in order.
         """
         if self.lifecycle.is_running:
             raise ConfigError(
@@ -525,7 +525,7 @@ class BaseTrainer(Hooks, ABC):
         return self.metrics
 
     def _begin_run(self, resumes: bool) -> None:
-        """Start counting at zero, with a fresh optimizer if the trainer has trained before.
+        """Reset the counters to zero, and the optimizer if the trainer has trained before.
 
         Args:
             resumes: Whether a checkpoint is about to be restored.
@@ -545,7 +545,7 @@ class BaseTrainer(Hooks, ABC):
         self._step.prepare()
 
     def stop(self, reason: str = "requested") -> None:
-        """Request the end of the run at the next step boundary; the first reason is the one that counts."""
+        """Request the end of the run at the next step boundary; only the first reason counts."""
         if reason not in STOP_REASONS:
             logger.info("The run was asked to stop: %s", reason)
             reason = "requested"
@@ -570,9 +570,9 @@ class BaseTrainer(Hooks, ABC):
     # --- evaluating
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
-        """Return `<prefix>_loss` and the metrics of a dataset, a loader, a dict of named sets, or of the eval set.
+        """Return `<prefix>_loss` and the metrics on a dataset, a loader or a dict of named sets; default: the eval set.
 
-        Leaves the run as it is: history, best and random numbers are not touched.
+        The history, the best evaluation and the random numbers of the run stay as they are.
         """
         loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
@@ -581,7 +581,7 @@ class BaseTrainer(Hooks, ABC):
             return self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
 
     def test(self, dataset: Any = None) -> dict[str, float]:
-        """Return `test_loss` and the metrics of a dataset, or of the test set; never used to select anything."""
+        """Return `test_loss` and the metrics on a dataset or the test set; they never select a checkpoint."""
         loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
@@ -594,7 +594,7 @@ class BaseTrainer(Hooks, ABC):
         return metrics
 
     def predict(self, dataset: Any) -> Predictions:
-        """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any."""
+        """Return predictions and labels as arrays, one row per sample in the dataset's order, and any metrics."""
         loader = self._sets.loader_for(dataset)
         if isinstance(loader, dict):
             raise ConfigError(
@@ -606,9 +606,9 @@ class BaseTrainer(Hooks, ABC):
     # --- saving and loading
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors into the folder `path`, with config and tokenizer if there are any.
+        """Write the weights as safetensors to the folder `path`, with config and tokenizer if there are any.
 
-        Of a model with adapters of PEFT, these are written, in PEFT's own form.
+        For a model with PEFT adapters, only the adapters are written, in PEFT's format.
         """
         with self.ranks.calling("save_model()", self._timeout):
             folder = local_path(path, "path")
@@ -616,20 +616,20 @@ class BaseTrainer(Hooks, ABC):
             return save_model(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks, beside)
 
     def save_checkpoint(self) -> Path:
-        """Save a full checkpoint of the present state, and return its folder.
+        """Save a full checkpoint of the current state, and return its folder.
 
         Raises:
             ConfigError: If there is no `save_dir`.
-            CheckpointError: If it cannot be written; earlier ones are untouched.
+            CheckpointError: If it cannot be written; earlier checkpoints are untouched.
         """
         with self.ranks.calling("save_checkpoint()", self._timeout), self.lifecycle.aside():
             return self._checkpointer.save_now()
 
     def load_checkpoint(self, path: str | Path) -> Path:
-        """Put the whole trainer back to a checkpoint (a path, "last" or "best"), and return its folder.
+        """Restore the whole trainer from a checkpoint (a path, "last" or "best"), and return its folder.
 
         Raises:
-            CheckpointError: If it is missing, damaged, or of another model or optimizer.
+            CheckpointError: If it is missing, damaged, or from another model or optimizer.
         """
         with self.ranks.calling("load_checkpoint()", self._timeout):
             folder, content = self._checkpointer.find(path) or (None, None)
@@ -641,11 +641,11 @@ class BaseTrainer(Hooks, ABC):
         return folder
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
-        """Write metrics as `<split>_results.json` into `save_dir`, or into the current folder without one."""
+        """Write metrics to `<split>_results.json` in `save_dir`, or in the current folder if there is none."""
         return write_results(self.save_dir or Path(), split, metrics, self.is_main_process)
 
     def resolved_config(self) -> dict[str, Any]:
-        """Return every setting as it is in force, as JSON types."""
+        """Return every setting in force, as JSON types."""
         resolved = {
             "autocast": self.precision.name,
             "batch_size": self.batch_size,
@@ -668,7 +668,7 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def model(self) -> nn.Module:
-        """The user's module, on every backend; `model_wrapped` is what runs."""
+        """The user's module, on every backend; `model_wrapped` is the one that runs."""
         return self.backend.model
 
     @model.setter
@@ -677,18 +677,18 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def model_wrapped(self) -> nn.Module:
-        """What runs in a forward pass: the model, or what DDP, `torch.compile` or DeepSpeed made of it."""
+        """The module that runs in a forward pass: the model, or its wrapper by DDP, `torch.compile` or DeepSpeed."""
         return self.backend.wrapped
 
     def get_model(self) -> nn.Module:
-        """Return the bare module, without what a backend or `torch.compile` has wrapped around it."""
+        """Return the bare module, without the wrappers of a backend or `torch.compile`."""
         return state.unwrap(self.model)
 
     unwrap_model = get_model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer: the user's, or one that is built when it is first used, once the model is in place."""
+        """The optimizer: the user's, or one built on first use, after the model is in place."""
         return self.backend.optimizer
 
     @optimizer.setter
@@ -698,10 +698,10 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Several optimizers by name, for a `_train_epoch` of your own; empty if there is one alone.
+        """Several optimizers by name, for your own `_train_epoch`; empty if there is only one.
 
-        Set it in `_setup_training_components`. All of them are in every checkpoint. The first is `optimizer`: it counts
-        the steps of the run, and has the schedule.
+        Set it in `_setup_training_components`. Every checkpoint has all of them. The first is `optimizer`: it counts
+        the steps of the run and has the schedule.
         """
         return self.backend.optimizers
 
@@ -715,7 +715,7 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """PyTorch's loss scaler under fp16, else its null object (enabled=False). May be replaced before `train()`."""
+        """PyTorch's GradScaler, enabled under fp16 only. It can be replaced before `train()`."""
         return self.backend.scaler
 
     @scaler.setter
@@ -724,17 +724,17 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def train_loader(self) -> Any:
-        """The loader of the training set; None without one."""
+        """The loader of the training set, or None."""
         return self._sets.train
 
     @property
     def eval_loader(self) -> Any:
-        """The loader of the evaluation set, a dict of them for named sets; None without one."""
+        """The loader of the evaluation set, a dict of loaders for named sets, or None."""
         return self._sets.eval
 
     @property
     def test_loader(self) -> Any:
-        """The loader of the test set; None without one."""
+        """The loader of the test set, or None."""
         return self._sets.test
 
     @property
@@ -744,22 +744,22 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def control(self) -> Control:
-        """What callbacks on this rank have requested; what is done about it, all ranks agree on."""
+        """What callbacks on this rank have requested; all ranks agree on what is done."""
         return self.lifecycle.control
 
     @property
     def metrics(self) -> MetricsDict:
-        """History and best of the run."""
+        """The history of the run and its best evaluation."""
         return self.lifecycle.metrics
 
     @property
     def objective(self) -> Objective:
-        """What evaluations are judged by."""
+        """The metric to optimize, its direction, and its best value so far."""
         return self.lifecycle.objective
 
     @property
     def stop_reason(self) -> str:
-        """Why the run is ending or has ended; empty while nothing ends it."""
+        """Why the run is ending or has ended; empty until then."""
         return self.lifecycle.stop or self.control.stop
 
     @property
@@ -773,18 +773,18 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run where that is known."""
+        """Optimizer steps of the whole run, or None if unknown."""
         size = None if self.train_loader is None else self.train_loader.size
         return self.limits.total_steps(self.steps_per_epoch, size)
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank is the one that prints and writes."""
+        """Whether this is the rank that prints and writes."""
         return self.ranks.is_main
 
     @property
     def rank(self) -> int:
-        """The number of this rank among those of the run."""
+        """The number of this rank, from 0."""
         return self.ranks.rank
 
     @property
@@ -794,14 +794,14 @@ class BaseTrainer(Hooks, ABC):
 
 
 def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> dict[str, Any]:
-    """Return what the ranks must agree on when they begin to train, as JSON types."""
+    """Return what the ranks must agree on before they train, as JSON types."""
     described, groups = trainer.resolved_config(), trainer.backend.groups
-    del described["samples_per_epoch"]  # of a loader of its own, each rank may have another
+    del described["samples_per_epoch"]  # with the user's own loaders, it may differ between ranks
     spec = trainer.settings.lr_scheduler
     if spec is None or hasattr(spec, "step"):
-        del described["total_steps"]  # which follow from these, and decide nothing then
+        del described["total_steps"]  # which follow from those samples, and decide nothing here
     return described | {
-        "optimizer_groups": options_of(groups),  # they may have been changed since the trainer was made
+        "optimizer_groups": options_of(groups),  # which may have changed since the trainer was made
         "learning_rates": [float(group["lr"]) for group in groups],
         "resume_from": resume_from if resume_from in (None, "auto", "last", "best") else "a folder",
         "allow_change": sorted(allow_change),

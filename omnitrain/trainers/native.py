@@ -8,7 +8,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer(BaseTrainer):
-    """Trains a model on one device: the first there is of cuda, xpu, mps and cpu, or the one that `device` names.
+    """Trains a model on one device: the first available of cuda, xpu, mps and cpu, or the one that `device` names.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
