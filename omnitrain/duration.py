@@ -1,7 +1,6 @@
 """Durations: lengths of a run and of its intervals.
 
-Only arithmetic on a `Progress` belongs here. Who asks, and what happens then, is decided in `lifecycle.py`
-and in the callbacks.
+Only arithmetic on a `Progress` belongs here. The lifecycle and the callbacks decide when to ask, and what follows.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ class Duration:
     """
 
     value: float
-    """How many of `unit`. Whole numbers are kept as ints, so that counting never meets a rounding error."""
+    """How many of `unit`. Whole numbers are kept as ints, so counting has no rounding errors."""
     unit: str
     """One of "ep", "ba", "sp", "tok", "s" and "dur"."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no length; `parse` does the same with the argument's name in the message."""
+        """Refuse an invalid length; `parse` does so with the argument's name in the message."""
         value = _checked(self.value, self.unit, "Duration", f"Duration({self.value!r}, {self.unit!r})")
         object.__setattr__(self, "value", value)
 
     @classmethod
     def parse(cls, text: int | float | str | Duration, unit: str, name: str) -> Duration:
-        """Read a duration as users write it; a bare number counts `unit`.
+        """Read a duration as users write it; a plain number counts `unit`.
 
         Args:
             text: A number, a string such as "10ep", "3e4tok" or "2h30m", or a Duration.
-            unit: The unit of a bare number.
+            unit: The unit of a plain number.
             name: The argument's name, for the message.
 
         Raises:
-            ConfigError: It cannot be read, is not positive and finite, or is a fraction of what cannot be divided.
+            ConfigError: It cannot be read, is not positive and finite, or is a fraction of an indivisible unit.
         """
         if isinstance(text, Duration):
             return text
@@ -71,10 +70,10 @@ class Duration:
         return cls(_checked(text, unit, name, repr(text), _WORDS[unit]), unit)
 
     def amount(self, progress: Progress) -> float:
-        """Return how much of this unit a run has done.
+        """Return how much a run has done, in this unit.
 
         Raises:
-            ConfigError: The unit is "dur", whose amount only the run's `Limits` know.
+            ConfigError: The unit is "dur", which only the run's `Limits` can measure.
         """
         if self.unit == "dur":
             raise ConfigError(
@@ -83,7 +82,7 @@ class Duration:
         return getattr(progress, _COUNTERS[self.unit])
 
     def due(self, progress: Progress) -> bool:
-        """Return whether a run has done at least this much; a whole epoch is done when it is closed."""
+        """Return whether a run has done at least this much; a whole epoch counts once it is closed."""
         if self.unit != "ep":
             return self.amount(progress) >= self.value
         if isinstance(self.value, int):
@@ -102,7 +101,7 @@ class Duration:
 
 
 class Every:
-    """Fires at each multiple of a duration, once, however large the steps in between are.
+    """Fires once at each multiple of a duration, however large the steps in between are.
 
     >>> every = Every(Duration(2, "ba"))
     >>> [every.due(Progress(step=step)) for step in range(1, 7)]
@@ -110,12 +109,12 @@ class Every:
     """
 
     def __init__(self, duration: Duration, limits: Limits | None = None) -> None:
-        """Start at the beginning of a run; `limits` are needed for shares of it ("0.1dur") only."""
+        """Start at the beginning of a run; `limits` are needed only for shares of it ("0.1dur")."""
         self.duration = duration
         if duration.unit == "dur":
             if limits is None:
                 raise ConfigError(f"'{duration}' is a share of the whole run, and nothing says how long the run is.")
-            # A share of several limits is reached when it is reached of any of them.
+            # With several limits, a share of the run is reached at the first limit whose share is reached.
             share = Fraction(*_ratio(duration.value))
             lengths = [(limit.unit, share * Fraction(*_ratio(limit.value))) for limit in limits.durations]
         else:
@@ -125,15 +124,15 @@ class Every:
         self._seen = 0
 
     def due(self, progress: Progress) -> bool:
-        """Return whether a multiple was reached since the last look."""
-        # This is asked after every step: the usual case is one integer division.
+        """Return whether a multiple was reached since the last call."""
+        # Called after every step: the usual case is one integer division.
         count = progress.step // self._steps if self._steps else self._count(progress)
         is_new = count > self._seen
         self._seen = count
         return is_new
 
     def restart(self, progress: Progress) -> None:
-        """Take what lies before `progress` as seen, so that nothing fires twice after a resume."""
+        """Skip the multiples before `progress`, so that nothing fires twice after a resume."""
         self._seen = self._count(progress)
 
     def _count(self, progress: Progress) -> int:
@@ -141,7 +140,7 @@ class Every:
 
 
 class Limits:
-    """The end of a run: the first of its limits that is reached.
+    """The end of a run: the first limit that is reached.
 
     >>> limits = Limits(epochs=3, max_steps=100)
     >>> limits.reached(Progress(epoch=2, step=100)), limits.total_steps(steps_per_epoch=10, samples_per_epoch=80)
@@ -157,7 +156,7 @@ class Limits:
         """Check the limits.
 
         Args:
-            epochs: Passes over the data; a fraction ends in the middle of one.
+            epochs: Passes over the data; a fraction ends in the middle of an epoch.
             max_steps: Optimizer steps.
             max_duration: Any other length; an int counts epochs.
 
@@ -197,14 +196,14 @@ class Limits:
         return ""
 
     def fraction(self, progress: Progress) -> float:
-        """Return how much of the run is done, between 0 and 1, by the limit that is nearest."""
+        """Return how much of the run is done, from 0 to 1, by the nearest limit."""
         return min(1.0, max(duration.amount(progress) / duration.value for _, duration in self._limits))
 
     def total_steps(self, steps_per_epoch: int | None, samples_per_epoch: int | None) -> int | None:
-        """Return the optimizer steps of the whole run, or None where no limit can tell.
+        """Return the optimizer steps of the whole run, or None if its limits do not determine them.
 
-        Tokens and seconds cannot tell. Where a limit falls inside an epoch, the steps are rounded up as if all
-        were of one size, so with a short last step the run may end one step earlier.
+        Limits in tokens or seconds do not. If a limit falls inside an epoch, the steps are rounded up as if all had
+        the same size, so with a short last step the run may end one step earlier.
 
         Args:
             steps_per_epoch: Optimizer steps of one epoch; None for a stream of unknown length.
@@ -229,20 +228,20 @@ def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) 
     size, done = progress.epoch_size, progress.samples_in_epoch
     if not size or not done:
         return progress.epoch * denominator // numerator
-    if done >= size:  # consumed but not closed: below the next whole epoch by less than anything
+    if done >= size:  # consumed but not closed: infinitesimally less than the next whole epoch
         return -(-(progress.epoch + 1) * denominator // numerator) - 1
     return (progress.epoch * size + done) * denominator // (size * numerator)
 
 
 @functools.cache
 def _ratio(value: float) -> tuple[int, int]:
-    """Return the fraction that a float stands for: 1/10 for 0.1, and 1/3 for 0.3333333333333333."""
+    """Return the simple fraction closest to a float: 1/10 for 0.1, and 1/3 for 0.3333333333333333."""
     meant = Fraction(value).limit_denominator(10**9) or Fraction(value)
     return meant.numerator, meant.denominator
 
 
 def _read(text: str) -> tuple[float, str] | None:
-    """Return value and unit of a string, or None if it is no duration."""
+    """Return value and unit of a string, or None if it is not a duration."""
     text = text.strip()
     if match := _COUNTED.fullmatch(text):
         return float(match[1]), match[2]
@@ -256,7 +255,7 @@ def _read(text: str) -> tuple[float, str] | None:
 
 
 def _checked(value: Any, unit: str, name: str, shown: str, bare: str = "") -> float:
-    """Return `value`, as an int where it is whole, or raise the ConfigError that says what is wrong with `shown`."""
+    """Return `value`, as an int if it is whole, or raise a ConfigError that says what is wrong with `shown`."""
     if unit not in _WORDS or not _is_positive(value) or (unit == "dur" and value > 1):
         bare = bare and f"a number of {bare} or "
         raise ConfigError(
@@ -271,8 +270,8 @@ def _checked(value: Any, unit: str, name: str, shown: str, bare: str = "") -> fl
 
 
 def _is_positive(value: object) -> bool:
-    """Return whether it is a number that is positive and finite; True and False are none."""
+    """Return whether the value is a positive, finite number; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
-    # An int may be too large for a float, and is finite all the same.
+    # An int too large for a float is still finite.
     return int(value) > 0 if isinstance(value, numbers.Integral) else 0 < float(value) < math.inf

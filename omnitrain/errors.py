@@ -2,7 +2,7 @@
 
     OmnitrainError
     ├── ConfigError          (ValueError)       an argument is wrong, or two arguments contradict each other
-    │   └── FixedSettingError  (AttributeError)   a setting is changed after the trainer was made
+    │   └── FixedSettingError  (AttributeError)   a setting is changed after the trainer was created
     ├── ObjectiveError       (ValueError, KeyError)  the metric to optimize, or its direction, is unknown
     ├── DataError            (ValueError)       a dataset, loader or batch cannot be used
     ├── NonFiniteError       (ArithmeticError)  a loss or a gradient is NaN or infinite
@@ -10,8 +10,8 @@
     ├── MissingExtraError    (ImportError)      an optional dependency is not installed
     └── DistributedError     (RuntimeError)     the processes of a run disagree or have lost each other
 
-A message says what is wrong with the value in it, what was expected, and what to do. Only exception types,
-the helpers that word their messages, and what is forgiven a failing disk belong here.
+A message says what is wrong, with the value, what was expected, and what to do. Only exception types, functions that
+word their messages, and the tolerance for a failing disk belong here.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _OF_TORCH = ("PytorchStreamWriter", "inline_container", "unexpected pos", "iostream error", "Parent directory ")
-"""What the messages of `torch.save` have in them where a disk failed: it raises RuntimeError."""
+"""Parts of the messages of `torch.save` on a failing disk: it raises RuntimeError."""
 
 _OF_RUST = ("(os error ", "Os { code: ")
 """The same for safetensors and tokenizers, in newer and older releases."""
 
 
 class OmnitrainError(Exception):
-    r"""The base of all errors that omnitrain raises on purpose.
+    r"""The base class of all errors that omnitrain raises on purpose.
 
-    What cannot be printed in a message is escaped: a value in it may be a file's, and control a terminal.
+    Unprintable characters in a message are escaped: a value can come from a file and contain terminal control codes.
 
     >>> print(CheckpointError("the name is \x1b[2J"))
     the name is \x1b[2J
@@ -73,7 +73,7 @@ class ConfigError(OmnitrainError, ValueError):
 
 
 class FixedSettingError(ConfigError, AttributeError):
-    """A setting is changed after the trainer was made, when it would have no effect."""
+    """A setting is changed after the trainer was created, when it would have no effect."""
 
 
 class ObjectiveError(OmnitrainError, ValueError, KeyError):
@@ -93,14 +93,14 @@ class NonFiniteError(OmnitrainError, ArithmeticError):
 
 
 class CheckpointError(OmnitrainError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged, or was made by another configuration."""
+    """A checkpoint is missing, incomplete, damaged, or from another configuration."""
 
 
 class MissingExtraError(OmnitrainError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, who: str, package: str, extra: str = "") -> None:
-        # never by the name of this project, which on the package index is that of another one
+        # not by the name of this project, which another one has on the package index
         clone = f", or `pip install -e '.[{extra}]'` in a clone of omnitrain" if extra else ""
         super().__init__(
             f"{who} needs {package}, which is not installed. Run `pip install {package}`{clone}.", name=package
@@ -112,7 +112,7 @@ class DistributedError(OmnitrainError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'accuracy'?"` for the nearest known name, which may be one that `name` abbreviates."""
+    """Return `" Did you mean 'accuracy'?"` for the nearest known name; `name` may be an abbreviation of it."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [each for each in known if each.startswith(name)]
     return f" Did you mean {near[0]!r}?" if near and name else ""
@@ -122,13 +122,13 @@ _PLACE = "Where: "
 
 
 def add_place(error: BaseException, place: str) -> None:
-    """Add a note that says where in the run an error was raised, unless it has one: the innermost knows best."""
+    """Add a note that says where in the run an error was raised, unless it has one: the innermost is most exact."""
     if not any(note.startswith(_PLACE) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_PLACE}{place}.")
 
 
 def named_samples(indices: Iterable[int], of: str = "") -> str:
-    """Return words for some samples of a dataset, the first 20 by their index.
+    """Name samples of a dataset in words, the first 20 by their index.
 
     >>> named_samples([37], "the training set"), named_samples([3, 4])
     ('sample 37 of the training set', 'samples 3, 4')
@@ -138,13 +138,13 @@ def named_samples(indices: Iterable[int], of: str = "") -> str:
 
 
 def listed(values: Iterable[Any]) -> str:
-    """Return the first 20 of some values, separated by commas."""
+    """Return the first 20 values, separated by commas."""
     texts = [str(value) for value in values]
     return ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "")
 
 
 def is_disk_error(error: BaseException | None) -> bool:
-    """Return whether an error says that a disk refused: libraries have words of their own for it.
+    """Return whether an error comes from a failing disk: libraries raise different types for it.
 
     >>> is_disk_error(OSError(28, "No space left on device")), is_disk_error(ValueError("no"))
     (True, False)
@@ -155,15 +155,19 @@ def is_disk_error(error: BaseException | None) -> bool:
         return False
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_TORCH):
         return True
+<<<<<<< HEAD
     return any(words in str(error) for words in _OF_RUST)
+=======
+    return "(os error " in str(error)  # from Rust code: safetensors, tokenizers
+>>>>>>> a215869 (Events, the run and data documented in plainer English)
 
 
 class Tolerance:
-    """Lets a disk fail that something is written to: inside `with`, it is told of once, and again when it works.
+    """Tolerates a failing disk inside `with`: reports it once, and once more when writing works again.
 
     Args:
         what: What is written, as the subject of a message.
-        then: What becomes of it.
+        then: What happens to it, as a sentence.
 
     >>> tolerance = Tolerance("metrics.jsonl", "It is tried again.")
     >>> with tolerance:
@@ -178,10 +182,10 @@ class Tolerance:
         self.has_failed: bool = False
 
     def __enter__(self) -> None:
-        """Begin to write."""
+        """Start writing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Forgive the error of a disk, and no other."""
+        """Suppress the error of a disk, and no other."""
         if error is None:
             if self.has_failed:
                 logger.warning("%s: writing works again.", self.what)

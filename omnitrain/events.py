@@ -1,7 +1,7 @@
 """The events of a run, and the two kinds of objects that take part in it: callbacks and algorithms.
 
-A `Callback` observes and returns nothing; an `Algorithm` gets a value and returns the new one.
-Events are fired by `run/lifecycle.py`; requests are answered in `run/loop.py`.
+A `Callback` observes and returns nothing; an `Algorithm` gets a value and returns a new one.
+`run/lifecycle.py` emits the events; `run/loop.py` acts on requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Event(StrEnum):
 
     ::
 
-        CHECKPOINT_LOADED                         # where a run is resumed
+        CHECKPOINT_LOADED                         # only if the run resumes
         TRAIN_START
         while not stop:
             EPOCH_START
@@ -41,17 +41,17 @@ class Event(StrEnum):
                 for batch in window:  prepare -> [algorithms: batch] -> forward -> [algorithms: loss] -> backward
                 BEFORE_OPTIMIZER_STEP             # gradients final, unscaled, clipped; not under DeepSpeed
                 optimizer, scaler, scheduler, zero_grad
-                STEP_END                          # callbacks may ask: log, evaluate, save, stop
-                if asked: log      -> LOG
-                if asked: EVAL_START, evaluate -> EVAL_END      # may ask: save, stop
-                if asked: save     -> SAVE_END    # may prune
-            EPOCH_END                             # always pairs EPOCH_START; counts only if the data ran out
-            if asked: log, evaluate, save, as above
-        TRAIN_END                                 # always, also after EXCEPTION
+                STEP_END                          # callbacks may request: log, evaluate, save, stop
+                if requested: log      -> LOG
+                if requested: EVAL_START, evaluate -> EVAL_END  # may request: save, stop
+                if requested: save     -> SAVE_END              # may delete old checkpoints
+            EPOCH_END                             # once per EPOCH_START; counts only if the data were used up
+            if requested: log, evaluate, save, as above
+        TRAIN_END                                 # always, even after EXCEPTION
 
-    CHECKPOINT_LOADED comes after `load_checkpoint()` too, whenever that is called.
-    With `eval_on_start=True` one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.
-    EXCEPTION comes as soon as anything in between raises, and the exception goes on to the caller after TRAIN_END.
+    CHECKPOINT_LOADED also follows each call of `load_checkpoint()`.
+    With `eval_on_start=True`, one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.
+    EXCEPTION comes as soon as anything in between raises; the exception is re-raised to the caller after TRAIN_END.
     """
 
     CHECKPOINT_LOADED = "checkpoint_loaded"
@@ -70,11 +70,11 @@ class Event(StrEnum):
 
 
 STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal", "requested")
-"""Why a run may end; one of them is in `metrics["stop_reason"]`."""
+"""Why a run can end; one of them is in `metrics["stop_reason"]`."""
 
 
 def first_reason(reasons: Collection[str]) -> str:
-    """Return which of several reasons the run ends for: a signal, else the first of `STOP_REASONS`; "" without any."""
+    """Return the reason, out of several, that ends the run: a signal, or the first in `STOP_REASONS`; "" if none."""
     return next((reason for reason in ("signal", *STOP_REASONS) if reason in reasons), "")
 
 
@@ -87,20 +87,20 @@ class Control:
     save: bool = False
     stop: str = ""
     signal: int = 0
-    """The number of the signal that asks for the end."""
+    """The number of the signal that requests the end."""
     scheduled: set[str] = field(default_factory=set)
-    """What of this every rank requests at the same step: "log", "evaluate", "save", or why the run ends."""
+    """The requests that every rank makes at the same step: "log", "evaluate", "save", or why the run ends."""
 
     def schedule(self, what: str) -> None:
-        """Request "log", "evaluate", "save" or the end for one of `STOP_REASONS`, as every rank does at this step."""
+        """Request "log", "evaluate", "save" or a stop for one of `STOP_REASONS`, as every rank does at this step."""
         if what not in STOP_REASONS:
             setattr(self, what, True)
-        elif not self.stop:  # it could overwrite a signal that came this very moment
+        elif not self.stop:  # or it could overwrite a signal that has just arrived
             self.stop = what
         self.scheduled.add(what)
 
     def add_scheduled(self, control: Control) -> None:
-        """Take over what `control` has scheduled, which is cleared there."""
+        """Move what `control` has scheduled to this object."""
         for what in control.scheduled:
             if what in STOP_REASONS:
                 self.stop = first_reason({self.stop, what})
@@ -115,7 +115,7 @@ class Control:
         return self.log or self.evaluate or self.save or self.stop != ""
 
     def taken(self, *names: str) -> Control:
-        """Return and clear the requests of these names; a requested end is returned too, and stays."""
+        """Return and clear the requests with these names; a requested stop is returned too, and stays."""
         asked = Control(stop=self.stop, signal=self.signal)
         for name in names:
             self.scheduled.discard(name)
@@ -126,10 +126,10 @@ class Control:
 
 
 class TrainerLike(Protocol):
-    """What callbacks and algorithms may use of a trainer."""
+    """The part of a trainer that callbacks and algorithms may use."""
 
     settings: Any
-    """The arguments that it was made with, by name."""
+    """The arguments of the trainer, by name."""
     lr_scheduler: Any
     device: torch.device
     limits: Limits
@@ -150,12 +150,12 @@ class TrainerLike(Protocol):
 
     @property
     def train_loader(self) -> Any:
-        """The loader of the training set; None without one."""
+        """The loader of the training set, or None."""
         ...
 
     @property
     def eval_loader(self) -> Any:
-        """The loader of the evaluation set, a dict of them for named sets; None without one."""
+        """The loader of the evaluation set, a dict of loaders for named sets, or None."""
         ...
 
     @property
@@ -170,17 +170,17 @@ class TrainerLike(Protocol):
 
     @property
     def metrics(self) -> MetricsDict:
-        """History and best of the run."""
+        """The history of the run and its best evaluation."""
         ...
 
     @property
     def objective(self) -> Objective:
-        """What evaluations are judged by."""
+        """The metric to optimize, its direction, and its best value so far."""
         ...
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run where that is known."""
+        """Optimizer steps of the whole run, or None if unknown."""
         ...
 
     @property
@@ -190,17 +190,17 @@ class TrainerLike(Protocol):
 
     @property
     def stop_reason(self) -> str:
-        """Why the run is ending or has ended; empty while nothing ends it."""
+        """Why the run is ending or has ended; empty until then."""
         ...
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank is the one that prints and writes."""
+        """Whether this is the rank that prints and writes."""
         ...
 
     @property
     def rank(self) -> int:
-        """The number of this rank among those of the run."""
+        """The number of this rank, from 0."""
         ...
 
     @property
@@ -210,7 +210,7 @@ class TrainerLike(Protocol):
 
     @property
     def lifecycle(self) -> LifecycleLike:
-        """The state of the run that its events are about."""
+        """The state of the run behind its events."""
         ...
 
     def stop(self, reason: str = "requested") -> None:
@@ -230,17 +230,17 @@ class TrainerLike(Protocol):
         ...
 
     def resolved_config(self) -> dict[str, Any]:
-        """Return every setting as it is in force, as JSON types."""
+        """Return every setting in force, as JSON types."""
         ...
 
 
 class LifecycleLike(Protocol):
-    """What callbacks may use of the lifecycle."""
+    """The part of the lifecycle that callbacks may use."""
 
     improved: bool
     """Whether the latest evaluation was the best so far."""
     saved_at: tuple[int, int, int] | None
-    """The position of the latest checkpoint of the run; None before any."""
+    """The position of the run's latest checkpoint; None before the first."""
     saved_path: Path | None
     """The folder of the latest checkpoint of the run."""
     is_closing: bool
@@ -248,12 +248,12 @@ class LifecycleLike(Protocol):
 
 
 class Callback:
-    """Something that watches a run, and may ask for a log, an evaluation, a checkpoint or the end.
+    """Watches a run, and can request a log, an evaluation, a checkpoint or the end.
 
-    Override the methods named after the events you want. A callback asks (`trainer.stop(reason)`,
-    `trainer.request_evaluate()`, `trainer.request_save()`, `trainer.request_log()`); only the loop acts,
-    at the next step boundary. A method named `on_...` that is no event is an error when the class is made,
-    because it would never be called.
+    Override the methods named after the events you need. A callback makes requests (`trainer.stop(reason)`,
+    `trainer.request_evaluate()`, `trainer.request_save()`, `trainer.request_log()`); only the loop acts on them, at
+    the next step boundary. A class with a method `on_...` that matches no event raises an error when it is defined,
+    because the method would never be called.
 
     >>> class StopAtLoss(Callback):
     ...     def on_log(self, trainer, logs):
@@ -262,12 +262,13 @@ class Callback:
     """
 
     order: ClassVar[int] | int = 10
-    """Callbacks run by ascending order, then as given: 0 cadence, 10 yours, 20 deciders, 30 keepers, 40 reporters."""
+    """Callbacks run in ascending order, then as given. 0: cadence, 10: yours, 20: early stopping and other decisions,
+    30: deletion of checkpoints, 40: reports."""
 
     asks_alone: ClassVar[bool] | bool = True
-    """Whether it may request, in the hooks of a step, what other ranks do not.
+    """Whether, in the hooks of a step, the callback may request something that other ranks do not.
 
-    If so, the ranks tell each other after every step. Set it to False for one that only watches steps."""
+    If so, the ranks exchange their requests after every step. Set it to False if it only watches steps."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -280,13 +281,13 @@ class Callback:
                 )
 
     def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
-        """After a checkpoint was put back, by a resume (before `on_train_start`) or by `load_checkpoint()`."""
+        """After a checkpoint was restored, by a resume (before `on_train_start`) or by `load_checkpoint()`."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Before anything else in `train()`, after a resume."""
 
     def on_epoch_start(self, trainer: TrainerLike) -> None:
-        """Before the first window of an epoch, or of the rest of one."""
+        """Before the first window of an epoch, or of the rest of one after a resume."""
 
     def on_step_start(self, trainer: TrainerLike) -> None:
         """Before the first micro-batch of a window."""
@@ -295,12 +296,12 @@ class Callback:
         """Gradients are complete, unscaled and clipped; the optimizer has not stepped."""
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        """After an optimizer update (or a skipped one) was counted."""
+        """After an optimizer update, or a skipped one, was counted."""
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        """A row of logs: `step, epoch, loss, learning_rate, grad_norm, samples_per_second, ...`.
+        """A row of logs is ready: `step, epoch, loss, learning_rate, grad_norm, samples_per_second, ...`.
 
-        That of a `test()` has `step, epoch, test_loss, test_<metric>, ...` instead.
+        The row of a `test()` has `step, epoch, test_loss, test_<metric>, ...` instead.
         """
 
     def on_eval_start(self, trainer: TrainerLike) -> None:
@@ -313,13 +314,13 @@ class Callback:
         """After a checkpoint is complete."""
 
     def on_epoch_end(self, trainer: TrainerLike) -> None:
-        """After the last window of an epoch, or after a stop inside it."""
+        """After the last window of an epoch, or after a stop within it."""
 
     def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
-        """Something raised; the error goes on to the caller afterwards."""
+        """Something raised `error`, which is re-raised to the caller afterwards."""
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """After everything else in `train()`, also when it failed."""
+        """After everything else in `train()`, even if it failed."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
@@ -330,10 +331,10 @@ class Callback:
 
 
 class Algorithm:
-    """Something that changes the training itself: it is handed a value and returns the new one.
+    """Changes the training itself: each method gets a value and returns the new one.
 
-    Batch transforms run in the order given, loss transforms in reverse, so that the outermost algorithm sees
-    the raw batch first and the finished loss last. Evaluation batches and losses are never transformed.
+    Batch transforms run in the order given, loss transforms in reverse: the first algorithm sees the raw batch and
+    the final loss. Evaluation batches and losses are never transformed.
 
     >>> class Halve(Algorithm):
     ...     def transform_loss(self, trainer, loss):
@@ -341,15 +342,15 @@ class Algorithm:
     """
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the training batch (already on the device) that the model is to see."""
+        """Return the training batch for the model; `batch` is already on the device."""
         return batch
 
     def transform_loss(self, trainer: TrainerLike, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a micro-batch (a scalar) that is to be differentiated."""
+        """Return the loss of a micro-batch, a scalar, for the backward pass."""
         return loss
 
     def transform_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of an evaluation, before anyone else sees them."""
+        """Return the metrics of an evaluation, before anything else uses them."""
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -361,17 +362,17 @@ class Algorithm:
 
 
 def give_back(part: Any, state: dict[str, Any], undo: contextlib.ExitStack) -> None:
-    """Load a state that a checkpoint has of a callback, an algorithm or a schedule, which may refuse it.
+    """Restore the state of a callback, an algorithm or a schedule from a checkpoint.
 
     Args:
-        part: Gets the state.
+        part: The object whose state is restored.
         state: What its `state_dict()` returned.
-        undo: Is told how to bring it back to its present state.
+        undo: Gets a function that restores the present state.
 
     Raises:
-        CheckpointError: If it refuses the state.
+        CheckpointError: If the object refuses the state.
     """
-    with contextlib.suppress(Exception):  # it need not be able to tell before a run
+    with contextlib.suppress(Exception):  # some objects have no state before a run
         before = copy.deepcopy(part.state_dict())
         undo.callback(_try_to_load, part, before)
     try:

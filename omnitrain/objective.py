@@ -1,7 +1,7 @@
 """The objective of a run: the metric, its direction, and the best evaluation so far.
 
-The table of directions and the rules for names outside it belong here. What follows from a gain or from the lack
-of one (a checkpoint, the end) is decided in `lifecycle.py` and in the callbacks.
+The table of directions and the rules for names outside it belong here. What follows from a gain or its absence
+(a checkpoint, the end of the run) is decided by the lifecycle and the callbacks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["Objective", "infer_direction"]
 
 Direction = Literal["max", "min"]
 
-# Names of metrics without digits ("rouge1" is "rouge"), except where the digit makes the name. They are found as the
-# whole name, as its end ("squad_exact_match"), and as words inside it ("f1_macro").
+# Names of metrics without digits ("rouge1" is "rouge"), unless the digit is part of the name. They match a whole name,
+# its end ("squad_exact_match"), and words inside it ("f1_macro").
 _HIGHER = """
 acc accs accuracy accuracies balanced_accuracy exact exact_match match correct
 f1 f1s f05 f0_5 f2 fbeta f_beta fscore f_score fmeasure f_measure f1score
@@ -59,7 +59,7 @@ chamfer hausdorff mcd distortion distance edit_distance mpjpe epe abs_rel absrel
 latency delay runtime inference_time step_time response_time regret cost failure failures violation violations
 risk penalty residual toxicity hallucination hallucinations
 """
-# These mean a metric only where nothing but a set's name stands before them: inside a longer name they are other words.
+# These are metrics only as a whole name, or after the name of a set: in a longer name they mean something else.
 _HIGHER_ALONE = "em ap ar map pq hr maj pass top top_k mc1 mc2 bert_score"
 _LOWER_ALONE = "ter ter_score mer per der jer far ate rpe ce hd mce l1 l2"
 
@@ -71,7 +71,7 @@ _INSIDE: dict[str, Direction] = {**dict.fromkeys(_HIGHER.split(), "max"), **dict
 _LONGEST = max(name.count("_") for name in _WHOLE) + 1
 _SPLITS = ("eval", "evaluation", "val", "valid", "validation", "dev", "test", "train")
 _SUFFIXES: dict[str, Direction] = {"score": "max", "error": "min", "loss": "min"}
-# Words that turn the meaning of a name around, or make another quantity of it: "accuracy_gap", "loss_scale".
+# Words that reverse the meaning of a name or make it another quantity: "accuracy_gap", "loss_scale".
 _INVERTING = "inverse inv inverted minus reciprocal not non no"
 _UNCLEAR = """
 neg negative std stdev stddev sd sem var variance gap diff difference drop change delta reduction decrease increase
@@ -83,17 +83,17 @@ _UNCLEAR_WORDS = _INVERTING_WORDS | frozenset(_UNCLEAR.split())
 
 
 def infer_direction(metric: str, higher_is_better: bool | None = None) -> tuple[Direction, str]:
-    """Tell from a metric's name whether more of it is better. Values are never looked at.
+    """Infer from a metric's name whether higher is better. Values play no part.
 
     Args:
         metric: The name, with or without `eval_`, `val/` or the name of a dataset before it.
-        higher_is_better: What the metric object says of itself, if there is one.
+        higher_is_better: The metric object's own attribute, if there is one.
 
     Returns:
-        "max" or "min", and the source of it.
+        "max" or "min", and where the answer comes from.
 
     Raises:
-        ObjectiveError: It is unknown, or the words of the name contradict each other.
+        ObjectiveError: The direction is unknown, or the words of the name contradict each other.
 
     >>> infer_direction("eval_dev_wer")
     ('min', 'the exact table')
@@ -112,7 +112,7 @@ def infer_direction(metric: str, higher_is_better: bool | None = None) -> tuple[
 
 
 def _words(metric: str) -> list[str]:
-    """Split a name into lower-case words without what only parametrizes it: "recall@10" is recall."""
+    """Split a name into lower-case words, without parameters: "recall@10" is recall."""
     name = re.sub(r"_at_(?:k|\d+)(?=_|$)", "", re.sub(r"[^a-z0-9]+", "_", metric.lower()))
     parts = name.strip("_").split("_")
     while parts[0] in _SPLITS and len(parts) > 1:
@@ -134,7 +134,7 @@ def _infer(words: list[str]) -> tuple[Direction, str] | None:
                 return ("min" if found[0] == "max" else "max"), f"{found[1]}, turned around by '{word}_'"
             return None
         if word in _INSIDE or word in _UNCLEAR_WORDS:
-            break  # it belongs to the metric, so it is not the name of a dataset
+            break  # the word belongs to the metric, so it is not the name of a dataset
     suffix = words[-1] if len(words) > 1 else ""
     if suffix in ("error", "loss"):
         return None if _INVERTING_WORDS.intersection(words) else (_SUFFIXES[suffix], "scikit-learn's suffix rule")
@@ -163,10 +163,10 @@ def _read_words(words: list[str]) -> tuple[Direction, str] | None:
 
 
 class Objective:
-    """The metric a run is judged by, and the best value of it so far.
+    """The metric a run optimizes, and its best value so far.
 
-    Two things are kept apart. The *best* evaluation is the plain best: a tie stays with the first. *Patience* counts
-    the evaluations since the last gain of more than `delta`, so that small gains add up until they are one.
+    Two things are kept apart. The *best* evaluation is simply the one with the best value; on a tie, the first.
+    *Patience* counts the evaluations since the last gain of more than `delta`, so small gains can add up to one.
 
     >>> objective = Objective("accuracy", delta=0.1)
     >>> [objective.update(value, step) for step, value in enumerate([0.5, 0.55, 0.53, 0.62], start=1)]
@@ -182,13 +182,13 @@ class Objective:
         delta: float = 0.0,
         higher_is_better: bool | None = None,
     ) -> None:
-        """Settle the direction.
+        """Determine the direction.
 
         Args:
             metric: The metric's name, with or without `eval_`.
             direction: "max", "min", or None to infer it from the name.
-            delta: How much more than this is a gain for patience.
-            higher_is_better: What the metric object says of itself, if there is one.
+            delta: For patience, a gain must be larger than this.
+            higher_is_better: The metric object's own attribute, if there is one.
 
         Raises:
             ConfigError: An argument is wrong.
@@ -216,7 +216,7 @@ class Objective:
         """Return the key of `metrics` that holds the metric.
 
         Raises:
-            ObjectiveError: It is not there.
+            ObjectiveError: It is missing.
         """
         for name in (f"eval_{self.metric}", self.metric):
             if name in metrics:
@@ -227,38 +227,53 @@ class Objective:
             f"{did_you_mean(self.metric, known)}"
         )
 
+<<<<<<< HEAD
     def check(self, names: Iterable[str]) -> None:
         """Refuse a metric that cannot come, where the names of all results are known beforehand.
 
         Args:
             names: The names, without "eval_".
+=======
+    def check(self, names: Iterable[str], sets: Iterable[str]) -> None:
+        """Refuse a metric that no evaluation will have, if the names of the metrics are known in advance.
+
+        Args:
+            names: The names of the metrics.
+            sets: The names of the evaluation sets, if they have names.
+>>>>>>> a215869 (Events, the run and data documented in plainer English)
 
         Raises:
-            ObjectiveError: If it is not among them.
+            ObjectiveError: If the metric is not among them.
         """
+<<<<<<< HEAD
         self.key(dict.fromkeys(f"eval_{name}" for name in names))
+=======
+        known, sets = ["loss", *names], list(sets)
+        plain = ["loss"] if sets else known  # only the loss is averaged over named sets
+        self.key(dict.fromkeys([f"eval_{name}" for name in plain] + [f"eval_{s}_{n}" for s in sets for n in known], 0))
+>>>>>>> a215869 (Events, the run and data documented in plainer English)
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Return whether `value` is strictly better; what is not finite never is, and loses to all that is."""
+        """Return whether `value` is strictly better; one that is not finite never is, and any finite one beats it."""
         if not math.isfinite(value):
             return False
         return than is None or not math.isfinite(than) or self._gain(value, than) > 0
 
     def update(self, value: float, step: int, counts: bool = True) -> bool:
-        """Take in an evaluation, and return whether it is the best so far.
+        """Record an evaluation, and return whether it is the best so far.
 
         Args:
             value: The metric's value.
             step: The optimizer step it was measured at.
-            counts: Whether patience may run out by it; not so for the evaluation before training. A value that is
-                not finite never counts: it says nothing about a gain.
+            counts: Whether it counts for patience; the evaluation before training does not. A value that is not
+                finite never counts: it says nothing about a gain.
         """
         self.latest = float(value) if math.isfinite(value) else None
         if self._reference is None:
             is_gain = math.isfinite(value)
         else:
             gain = self._gain(value, self._reference)
-            # 0.8 - 0.7 is a little more than 0.1 in floats, and is no more than a delta of 0.1.
+            # As floats, 0.8 - 0.7 is slightly more than 0.1, but it must not exceed a delta of 0.1.
             is_gain = math.isfinite(value) and gain > self.delta and not math.isclose(gain, self.delta)
         if is_gain:
             self._reference = float(value)
@@ -274,7 +289,7 @@ class Objective:
         return value - than if self.direction == "max" else than - value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know, as JSON types."""
+        """Return what a resumed run needs, as JSON types."""
         return {
             "metric": self.metric,
             "direction": self.direction,
@@ -286,10 +301,10 @@ class Objective:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of an objective with another metric or direction: its best means nothing here.
+        """Refuse the state of an objective with another metric or direction: its best value means nothing here.
 
         Raises:
-            CheckpointError: Naming both.
+            CheckpointError: The message names both.
         """
         theirs, ours = (state["metric"], state["direction"]), (self.metric, self.direction)
         if theirs != ours:
@@ -299,10 +314,10 @@ class Objective:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict()` returned; `delta` is not part of it and may change.
+        """Restore the state from `state_dict()`; `delta` is not part of it and may change.
 
         Raises:
-            CheckpointError: It comes from a run with another metric or direction, so its best means nothing here.
+            CheckpointError: It comes from a run with another metric or direction.
         """
         self.check_state(state)
         self.best = state["best"]

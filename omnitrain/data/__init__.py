@@ -1,1 +1,1 @@
-"""Data: datasets and loaders to batches, in one order on any number of ranks."""
+"""Data: from datasets and loaders to batches, in the same order on any number of ranks."""

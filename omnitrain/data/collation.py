@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 IGNORED_LABEL = -100
-"""The label that losses and metrics leave out; PyTorch's and transformers' own convention."""
+"""The label that losses and metrics ignore, by the convention of PyTorch and transformers."""
 
 LABEL_KEYS = ("labels", "label", "label_ids", "targets", "target")
-"""The keys under which a dict batch may hold its labels, in the order they are looked for."""
+"""The keys of the labels in a dict batch, in the order in which they are tried."""
 
 
 SEQUENCE_KEYS = frozenset(
@@ -44,11 +44,11 @@ SEQUENCE_KEYS = frozenset(
         "decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "input_values", "input_features",
     ]
 )  # fmt: skip
-"""The keys whose entries are sequences, along the first dimension, whatever they are made of."""
+"""The keys whose entries are sequences along the first dimension, of any type."""
 
 
 def padding_collator(processing_class: Any) -> Callable[[Any], Any] | None:
-    """Return transformers' collator that pads with a tokenizer or feature extractor of its; None for anything else."""
+    """Return the collator of transformers that pads with its tokenizer or feature extractor; None for anything else."""
     if processing_class is None or "transformers" not in sys.modules:
         return None
     import transformers
@@ -60,24 +60,24 @@ def padding_collator(processing_class: Any) -> Callable[[Any], Any] | None:
 
 @dataclass(slots=True)
 class Collator:
-    """Stacks samples into a batch; sequences of unequal length are cut and padded.
+    """Stacks samples into a batch; sequences of unequal length are truncated and padded.
 
-    Samples are dicts, tuples, tensors, arrays, numbers or lists of numbers. A sequence is what has one dimension and
-    holds integers, and whatever has a name that is known for it: labels, and what transformers' models take, such as
-    `input_ids` and `input_values`. A key in `pad_values` is one too. Everything else must be of one shape, as a zero
-    in an image or a measurement would be taken for data.
+    Samples are dicts, tuples, tensors, arrays, numbers or lists of numbers. An entry is a sequence if it has one
+    dimension and integers, if its name is known for sequences (labels, and inputs of transformers' models such as
+    `input_ids` and `input_values`), or if its key is in `pad_values`. All other entries must have the same shape in
+    each sample: zeros added to an image or a measurement would be taken for data.
 
-    Labels are padded with -100 (as int64, where their own type has no negative numbers), everything else with
-    `pad_value`. Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict; a list with
-    tensors, arrays or dicts in it counts as a tuple.
+    Labels are padded with -100 (as int64 if their type has no negative numbers), everything else with `pad_value`.
+    Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict; a list that contains
+    tensors, arrays or dicts counts as a tuple.
 
     Args:
-        max_length: Longer sequences are cut to this many entries; None keeps them.
-        truncation_side: "right" cuts the end off, "left" the beginning.
-        padding_side: Where the padding goes.
-        pad_value: For every key without an entry in `pad_values`.
+        max_length: Truncate longer sequences to this length; None keeps them.
+        truncation_side: "right" cuts off the end, "left" the beginning.
+        padding_side: The side on which padding is added.
+        pad_value: The padding for every key without an entry in `pad_values`.
         pad_values: Padding by key, for example `{"input_ids": tokenizer.pad_token_id}`; such a key is a sequence.
-        label_names: Keys of labels beside the usual ones.
+        label_names: Keys of labels in addition to the usual ones.
 
     >>> Collator()([{"ids": [1, 2, 3], "labels": [1]}, {"ids": [4], "labels": [2, 3]}])
     {'ids': tensor([[1, 2, 3],
@@ -116,7 +116,7 @@ class Collator:
         if isinstance(first, tuple) or (isinstance(first, list) and _is_record(first)):
             columns = _columns(samples)
             last = len(first) - 1
-            # By convention the last entry of a tuple is the label: a sequence of labels is padded with -100.
+            # By convention the last entry of a tuple is the labels: a sequence of labels is padded with -100.
             return tuple(self._stack(column, "labels" if 0 < i == last else "") for i, column in enumerate(columns))
         return self._stack(samples, "")
 
@@ -160,12 +160,12 @@ class Collator:
         return self._pad(list(tensors), key)
 
     def _are_sequences(self, tensors: list[torch.Tensor], key: str) -> bool:
-        """Whether these may be cut and padded in their first dimension."""
+        """Whether these may be truncated and padded in their first dimension."""
         if not all(tensor.ndim for tensor in tensors):
             return False
         if key in SEQUENCE_KEYS or key in self.pad_values or key in self.label_names:
             return True
-        # an empty list says nothing about its type; torch takes it for float
+        # an empty list has no type of its own; torch makes it float
         integers = [not (tensor.is_floating_point() or tensor.is_complex()) or not len(tensor) for tensor in tensors]
         return all(integers) and all(tensor.ndim == 1 for tensor in tensors)
 
@@ -202,7 +202,7 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def _is_record(value: Sequence[Any]) -> bool:
-    """Whether a tuple or list is made of parts that are batched one by one; otherwise it is a sequence of numbers."""
+    """Whether the parts of a tuple or list are batched one by one; otherwise it is a sequence of numbers."""
     return any(isinstance(entry, (torch.Tensor, np.ndarray, Mapping)) for entry in value)
 
 
@@ -216,7 +216,7 @@ def _columns(samples: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def _native(array: np.ndarray) -> np.ndarray:
-    """Return an array that torch takes: it refuses negative strides and another byte order, and warns of read-only."""
+    """Return an array that torch accepts: it refuses negative strides or foreign byte order and warns if read-only."""
     is_native = array.dtype.isnative and array.flags.writeable and min(array.strides, default=0) >= 0
     return array if is_native else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
 
@@ -226,11 +226,11 @@ def _named(key: str) -> str:
 
 
 def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:
-    """Return the labels of a batch: the entry of a dict that is named so, the last entry of a tuple, or None.
+    """Return the labels of a batch: the entry of a dict with such a name, the last entry of a tuple, or None.
 
     Args:
         batch: The batch.
-        names: The keys of a dict's labels, if it has all of them; of several, a tuple is returned.
+        names: The keys of a dict's labels, if it has all of them; for several, a tuple is returned.
     """
     if isinstance(batch, (tuple, list)):
         return batch[-1] if len(batch) > 1 else None
@@ -250,7 +250,7 @@ def required_labels(batch: Any, names: Sequence[str], who: str) -> torch.Tensor:
     """Return the labels of a batch, for an algorithm that changes them.
 
     Raises:
-        DataError: If there are none, or several of them, or they are no tensor.
+        DataError: If there are none or several, or they are not a tensor.
     """
     labels = labels_of(batch, names)
     if isinstance(labels, torch.Tensor):
@@ -275,10 +275,10 @@ def where_labels_are(batch: Any) -> str:
 
 
 def as_probabilities(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Return integer labels as probabilities, of one more dimension.
+    """Return integer labels as probabilities, with one more dimension.
 
     Raises:
-        DataError: If a label is none of the classes, where the device tells.
+        DataError: If a label is not one of the classes, as far as the device reports it.
     """
     try:
         return torch.nn.functional.one_hot(labels.long(), num_classes).to(torch.get_default_dtype())
@@ -290,14 +290,14 @@ def as_probabilities(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
 
 
 def with_labels(batch: Any, labels: Any, names: Sequence[str]) -> Any:
-    """Return a batch with these labels in the place of the ones that `required_labels` returned."""
+    """Return a batch with these labels instead of the ones that `required_labels` returned."""
     if isinstance(batch, Mapping):
         return {**batch, _label_keys_of(batch, names)[0]: labels}
     return (*batch[:-1], labels)
 
 
 def count_samples(batch: Any) -> int:
-    """Return how many samples a batch holds: the length of its first tensor or array, else of its first list.
+    """Return how many samples a batch holds: the length of its first tensor or array, or otherwise of its first list.
 
     Raises:
         DataError: If nothing in the batch has a length.
@@ -321,7 +321,7 @@ def _count(batch: Any) -> int | None:
                 return count
         if not batch:
             return None
-        # No tensors: columns of objects, such as images of unequal sizes, or the samples themselves, such as text
+        # No tensors: columns of objects, such as images of different sizes, or the samples themselves, such as text
         return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
     if isinstance(batch, Mapping) or hasattr(batch, "values"):
         for value in batch.values():
@@ -333,7 +333,7 @@ def _count(batch: Any) -> int | None:
 
 
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Return the batch with every tensor in it on `device`; anything that is no tensor stays as it is."""
+    """Return the batch with all its tensors on `device`; everything else stays as it is."""
     if isinstance(batch, torch.Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=non_blocking)
     if type(batch) is tuple:
@@ -341,7 +341,7 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
     if isinstance(batch, dict):
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
     if callable(getattr(batch, "to", None)) and not isinstance(batch, torch.nn.Module):
-        return batch.to(device)  # transformers' BatchEncoding, torch's PackedSequence and their like
+        return batch.to(device)  # transformers' BatchEncoding, torch's PackedSequence and the like
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_to_device(value, device, non_blocking) for value in batch))
     if isinstance(batch, (tuple, list)):
@@ -364,9 +364,9 @@ def pinned(batch: Any) -> Any:
 
 
 def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch on the host, batch on the GPU), the copy of the next one under way while this one is used.
+    """Yield (batch on the host, batch on the GPU), copying the next one while this one is used.
 
-    The copies run on a stream of their own, so that they do not wait for the computation.
+    The copies run on their own CUDA stream, so they do not wait for the computation.
     """
     stream = torch.cuda.Stream(device)
 
@@ -377,7 +377,7 @@ def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple
     def hand_over(pair: tuple[Any, Any]) -> tuple[Any, Any]:
         torch.cuda.current_stream(device).wait_stream(stream)
         for tensor in tensors_in(pair[1]):
-            tensor.record_stream(torch.cuda.current_stream(device))  # else its memory could be reused too early
+            tensor.record_stream(torch.cuda.current_stream(device))  # or its memory could be reused too early
         return pair
 
     waiting = None

@@ -1,4 +1,4 @@
-"""Columns of Hugging Face datasets: those that nothing in a run takes are left out."""
+"""Columns of Hugging Face datasets: those that nothing in a run uses are dropped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Columns:
-    """Leaves the columns out that a model does not take, and says which.
+    """Drops the columns that a model does not take, and logs which.
 
     Args:
-        taken: The columns that are used, labels included; None if any may be.
+        taken: The columns that are used, including labels; None if any column may be used.
     """
 
     def __init__(self, taken: Collection[str] | None) -> None:
@@ -25,15 +25,15 @@ class Columns:
         self._told: list[set[str]] = []
 
     def __call__(self, dataset: Any) -> Any:
-        """Return a Hugging Face dataset without the others; anything else, and one with a transform, as it is."""
+        """Return a Hugging Face dataset without the other columns; one with a transform, or other data, unchanged."""
         columns = getattr(dataset, "column_names", None)
         if self._taken is None or not columns or not hasattr(dataset, "remove_columns"):
             return dataset
         if (getattr(dataset, "format", None) or {}).get("type") == "custom":
-            return dataset  # `set_transform` makes of them what the model takes
+            return dataset  # its `set_transform` may turn any column into what the model takes
         unused = {name for name in columns if name not in self._taken}
         if not unused or set(columns) - unused <= {*LABEL_KEYS}:
-            return dataset  # nothing would be left for the model, which says best what it lacks
+            return dataset  # no column would be left: the model's own error says best what is missing
         if unused not in self._told:
             self._told.append(unused)
             names = ", ".join(map(repr, sorted(unused)))
@@ -42,6 +42,6 @@ class Columns:
 
 
 def is_of_user(value: Any) -> bool:
-    """Return whether a function or object is of the user's own making, and may look at any column."""
+    """Return whether a function or object is the user's own, and may use any column."""
     module = getattr(value, "__module__", None) or ""
     return value is not None and module.partition(".")[0] not in ("omnitrain", "transformers")

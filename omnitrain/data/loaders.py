@@ -1,8 +1,8 @@
 """Loaders of batches: from a map-style dataset, a stream, or the user's own loader.
 
 A loader's `counted(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on, each with
-the number of samples that it took. The order of samples is in `sampling.py`; what a batch is made of, in
-`collation.py`; what is done with it, in the trainers.
+the number of samples that it used. `sampling.py` has the order of samples, `collation.py` makes batches of them, and
+the trainers use these.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ __all__ = [
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _MARKS = 256
-"""How many batches back a stream knows where it was: more than a step has, and those that were read ahead of it."""
+"""How many recent batches of a stream have a known position: more than a step has, plus those read ahead."""
 
 
 class Loader:
-    """What every loader offers. `for batch in loader` is the epoch that `set_epoch` named.
+    """The interface of every loader. `for batch in loader` iterates over the epoch given to `set_epoch`.
 
     Attributes:
         size: Samples in an epoch over all ranks, or None if unknown.
-        counts_samples: Whether it knows how many samples a batch took; otherwise the rows of the batch are counted.
-        deals_samples: Whether ranks take turns with samples, and not with batches of them.
-        name: What messages call the data.
-        rules: The `EvalSet` that it is the data of, if it is.
+        counts_samples: Whether it knows how many samples a batch used; otherwise the rows of the batch are counted.
+        deals_samples: Whether ranks take turns with single samples instead of batches.
+        name: The name of the data in messages.
+        rules: The `EvalSet` that the data belong to, if there is one.
     """
 
     size: int | None = None
@@ -72,15 +72,15 @@ class Loader:
     counts_samples = True
     deals_samples = False
     samples_iterated: int = 0
-    """Samples that `iter()` gave since `set_epoch`, as in a loop of the user's own."""
+    """Samples yielded by `iter()` since `set_epoch`, as in the user's own loop."""
     _epoch = 0
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
-        """Yield the micro-batches of an epoch, from the sample at `position` on, with the samples that each took."""
+        """Yield the micro-batches of an epoch, from the sample at `position` on, each with its number of samples."""
         raise NotImplementedError
 
     def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
-        """Yield what `counted` does, from where a run is in its epoch."""
+        """Yield what `counted` does, from the position of a run on."""
         return self.counted(epoch, progress.samples_in_epoch)
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
@@ -88,18 +88,18 @@ class Loader:
         return (batch for batch, _ in self.counted(epoch, position))
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
-        """Return the samples of this process's micro-batch, `turn` batches behind a position; None if unknown."""
+        """Return the samples of this process's micro-batch, `turn` batches after a position; None if unknown."""
         return None
 
     def first_batch(self) -> Iterator[Counted]:
-        """Yield the first batch of epoch 0, and no other; the next pass begins at the beginning again."""
+        """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
         return itertools.islice(self.counted(0), 1)
 
     def close(self) -> None:
         """End worker processes, if there are any; the next pass starts new ones."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass over the loader is."""
+        """Set the epoch of the next pass over the loader."""
         self._epoch, self.samples_iterated = epoch, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -109,7 +109,7 @@ class Loader:
 
 
 def end_workers(*loaders: Any) -> None:
-    """End the worker processes of our loaders, and of dicts of them."""
+    """End the worker processes of our loaders, and of dicts of loaders."""
     for loader in loaders:
         for one in loader.values() if isinstance(loader, dict) else (loader,):
             if isinstance(one, Loader):
@@ -117,7 +117,7 @@ def end_workers(*loaders: Any) -> None:
 
 
 class _Requests:
-    """A sampler for torch's DataLoader that yields what was last asked for: (epoch, indices) pairs."""
+    """A sampler for torch's DataLoader that yields the (epoch, indices) pairs last requested."""
 
     def __init__(self) -> None:
         self.pending: Iterable[Any] = ()
@@ -127,7 +127,7 @@ class _Requests:
 
 
 class _Answers:
-    """A dataset for torch's DataLoader whose items are whole batches, so that workers need no other protocol."""
+    """A dataset for torch's DataLoader whose items are whole batches, so workers need no other protocol."""
 
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
@@ -141,7 +141,7 @@ def _as_is(batch: Any) -> Any:
 
 
 class MapLoader(Loader):
-    """Fetches a map-style dataset in the sampler's order, here or in worker processes that live as long as it does."""
+    """Fetches a map-style dataset in the sampler's order, here or in worker processes that live until it is closed."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class MapLoader(Loader):
                 prefetch_factor=prefetch_factor,
                 persistent_workers=True,
                 worker_init_fn=outlive_signals,
-                generator=torch.Generator().manual_seed(seed),  # else it draws from the training's generator
+                generator=torch.Generator().manual_seed(seed),  # otherwise it draws from the generator of training
             )
 
     @property
@@ -197,11 +197,11 @@ class MapLoader(Loader):
         return None if found is None else found.tolist()
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
-        """Yield the micro-batches of an epoch, from the sample at `position` on, without reading what is before."""
+        """Yield the micro-batches of an epoch, from the sample at `position` on, without reading those before it."""
         return self._read(epoch, self.sampler.batches(epoch, position))
 
     def first_batch(self) -> Iterator[Counted]:
-        """Yield the first batch of epoch 0; workers read no other ahead."""
+        """Yield the first batch of epoch 0; workers read no others in advance."""
         return self._read(0, itertools.islice(self.sampler.batches(0), 1))
 
     def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[Counted]:
@@ -215,15 +215,15 @@ class MapLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """Batches an iterable dataset. Its order is its own; the samples before a position are read again and dropped.
+    """Batches an iterable dataset, in its own order; the samples before a position are read again and dropped.
 
     A dataset with `state_dict()` and `load_state_dict()` need not be read again: its state is kept with each of the
-    latest batches, and `mark_at` has that of a position.
+    latest batches, and `mark_at` returns the state at a position.
 
-    A stream is read by one worker at most: only then is a stream that shares itself out among workers (as PyTorch's
-    documentation advises, and as Hugging Face's do) and one that does not each read once, in one and the same order.
-    On several ranks each reads all of it and keeps its share, so it must yield the same samples on all of them.
-    (A Hugging Face stream that shuffles does so differently in a worker than without one.)
+    At most one worker reads a stream. Only then is every stream read once and in the same order, whether it splits
+    itself over workers (as PyTorch's documentation advises, and Hugging Face's streams do) or not. With several ranks,
+    each reads the whole stream and keeps its share, so the stream must yield the same samples on all ranks.
+    (A Hugging Face stream that shuffles does so differently with a worker than without.)
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class StreamLoader(Loader):
                 "For more, pass a DataLoader of your own as `train_loader` or `eval_loader`.",
                 num_workers,
             )
-        # The worker takes a copy of the stream when it starts, so that it restarts with every pass.
+        # The worker copies the stream when it starts, so it starts anew in every pass.
         workers = min(num_workers, 1)
         self._workers = {"num_workers": workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
         self._iterator: Any = None
@@ -267,12 +267,12 @@ class StreamLoader(Loader):
         return math.ceil(self.size / self.batch_size)
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
-        """Return the numbers that samples have in an epoch of the stream, from 0 on."""
+        """Return the positions of the samples in an epoch of the stream, from 0."""
         first = position + turn * self.batch_size
         return share(range(first, first + self.batch_size), self._stream.rank, self._stream.world_size)
 
     def mark_at(self, epoch: int, position: int) -> Mark | None:
-        """Return the latest mark that is not behind a position, if there is one; at 0, the end of the epoch before."""
+        """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
         if not position and self._workers["num_workers"]:
             return None  # a worker reads a fresh copy in every epoch
         last = epoch if position else epoch - 1
@@ -280,7 +280,7 @@ class StreamLoader(Loader):
         return next((mark for mark in found if not position or mark.position <= position), None)
 
     def keep_marks(self, former: StreamLoader | None = None) -> None:
-        """Be able to go back to where this loader has been, or the one whose place it takes, from the start on."""
+        """Keep marks from the start of this loader, or of the one that it replaces, so that it can go back."""
         self._stream.marks = can_seek(self.dataset)
         if former is not None:
             self._marks.extend(former._marks)
@@ -288,7 +288,7 @@ class StreamLoader(Loader):
             self._marks.append(Mark(-1, 0, self.dataset.state_dict(), True))
 
     def start_from(self, mark: Mark | None) -> None:
-        """Begin the next pass at a mark, if that leads to where it is to begin."""
+        """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
         self._start = mark
         self._marks.extend([] if mark is None else [mark])
 
@@ -297,7 +297,7 @@ class StreamLoader(Loader):
         self._iterator = None
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
-        """Yield the micro-batches of an epoch; to get to `position`, the samples before it are read and dropped."""
+        """Yield the micro-batches of an epoch; to reach `position`, the samples before it are read and dropped."""
         start, self._start = self._start, None
         if start is not None and (start.epoch, start.position) > (epoch, position):
             start = None
@@ -331,17 +331,18 @@ class StreamLoader(Loader):
 
 
 class GivenLoader(Loader):
-    """A user's own loader, used as it is; what it draws is keyed by (seed, epoch, batch).
+    """The user's own loader, used as it is; the random numbers that it draws are keyed by (seed, epoch, batch).
 
-    How many samples a batch took is known of a DataLoader with PyTorch's own BatchSampler. Of any other loader the rows
-    of its batches are counted, which may be others than its samples; a resumed run then goes by the number of batches.
+    For a DataLoader with PyTorch's BatchSampler, it is known how many samples a batch used. For any other loader the
+    rows of its batches are counted, which need not be as many as its samples; a resumed run then goes by the number of
+    batches.
 
-    On several ranks each reads all of it and takes its turn with the batches, unless its sampler is PyTorch's
-    DistributedSampler, which has shared them out already; what it repeats to make the shares equal is left out.
+    With several ranks, each reads the whole loader and takes every n-th batch, unless its sampler is PyTorch's
+    DistributedSampler, which has split the samples already; the samples it repeats for equal shares are left out.
 
-    Its order is its own: to get to a position, the batches before it are read again and dropped. A generator that it
-    was given (`DataLoader(generator=...)`) is seeded by (the generator's own seed, epoch), or its order would depend
-    on how many epochs this process has seen.
+    The order is the loader's own: to reach a position, the batches before it are read again and dropped. A generator
+    passed to it (`DataLoader(generator=...)`) is seeded by (the generator's own seed, epoch); otherwise its order would
+    depend on how many epochs this process has seen.
     """
 
     def __init__(self, loader: Any, seed: int, rank: int = 0, world_size: int = 1, name: str = Loader.name) -> None:
@@ -372,24 +373,24 @@ class GivenLoader(Loader):
         self._batch_sampler: torch.utils.data.BatchSampler | None = batch_sampler if is_known else None
         self.counts_samples: bool = is_known
         is_split = isinstance(getattr(loader, "dataset", None), IterableDataset) and loader.num_workers > 1
-        self._says_length: bool = has_length(loader) and not is_split  # whose workers each end with a short batch
+        self._says_length: bool = has_length(loader) and not is_split  # split workers each end with a short batch
 
     @property
     def reads_all(self) -> bool:
-        """Whether this process reads all of the data, and no other one does."""
+        """Whether this process reads all of the data, and is the only one that does."""
         return self._world_size == self._shares == 1
 
     def __len__(self) -> int:
         return math.ceil(len(self.loader) / self._world_size) if self._turns is None else self._turns
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
-        """Yield this process's batches; to get to `position`, those before it are read and dropped."""
+        """Yield this process's batches; to reach `position`, those before it are read and dropped."""
         return self._shared_out(self._read(epoch, samples=position // self._shares), position)
 
     def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
-        """Yield what `counted` does, from where a run is; where samples cannot be counted, it goes by batches."""
+        """Yield what `counted` does, from the position of a run on; by batches if samples cannot be counted."""
         done = progress.samples_in_epoch
-        if self.counts_samples or not progress.batches_in_epoch:  # as in checkpoints of earlier versions
+        if self.counts_samples or not progress.batches_in_epoch:  # 0 in checkpoints of earlier versions
             return self.counted(epoch, done)
         rows = done if self._shares == 1 else None
         return self._shared_out(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
@@ -405,13 +406,13 @@ class GivenLoader(Loader):
             return self.loader.collate_fn([self.loader.dataset[0]])
 
     def _read(self, epoch: int, skipped: int = 0, *, samples: int = 0, rows: int | None = None) -> Iterator[Counted]:
-        """Yield the batches of an epoch, each with its samples.
+        """Yield the batches of an epoch, each with its number of samples.
 
         Args:
             epoch: The epoch.
-            skipped: Batches at the beginning to leave out.
-            samples: Samples at the beginning to leave out.
-            rows: How many rows the batches left out are to have; None does not check it.
+            skipped: Batches to skip at the beginning.
+            samples: Samples to skip at the beginning.
+            rows: How many rows the skipped batches must have; None does not check it.
         """
         for part in self._with_epochs:
             part.set_epoch(epoch)
@@ -446,7 +447,7 @@ class GivenLoader(Loader):
                 logger.warning("Reading the first batches of the loader again to get to where the run was.")
 
     def _samples_in(self, number: int, batch: Any) -> int:
-        """Return the samples of a batch, at least 1: of none at all would be a stand-in."""
+        """Return the number of samples of a batch, at least 1: with 0 it would be a stand-in."""
         sampler = self._batch_sampler
         left = 0 if sampler is None else len(sampler.sampler) - number * sampler.batch_size  # type: ignore[arg-type]
         return max(1, count_samples(batch)) if sampler is None or left <= 0 else min(sampler.batch_size, left)
@@ -480,15 +481,15 @@ _END = object()
 
 
 def _is_used_up(iterable: Any) -> bool:
-    """Whether something can be iterated only once. Loaders with a length (as DALI's) restart with every iter()."""
+    """Whether something can be iterated only once. Loaders with a length, such as DALI's, restart with every iter()."""
     return isinstance(iterable, Iterator) and not has_length(iterable) and not isinstance(iterable, IterableDataset)
 
 
 def _covers_dataset(loader: Any) -> bool:
-    """Whether one pass of a DataLoader is one pass over its dataset, so that its length in samples is known."""
+    """Whether one pass over a DataLoader is one pass over its dataset, so its length in samples is known."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
         return False
-    sampler = loader.batch_sampler.sampler  # the loader's own is another where it was given a batch_sampler
+    sampler = loader.batch_sampler.sampler  # `loader.sampler` differs if a batch_sampler was given
     return (
         not loader.batch_sampler.drop_last
         and isinstance(sampler, (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler))
@@ -508,14 +509,14 @@ def has_length(dataset: Any) -> bool:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can only be iterated: it has no items, or no length."""
+    """Return whether a dataset can only be iterated: it has no `__getitem__`, or no length."""
     if tensor_columns(dataset)[0] is not None:
         return False
     return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and has_length(dataset))
 
 
 def count_rows(dataset: Any) -> int:
-    """Return the samples of a map-style dataset, or of tensors."""
+    """Return the number of samples of a map-style dataset, or of tensors."""
     columns, rows = tensor_columns(dataset)
     if rows is not None or columns is None:
         return len(dataset if rows is None else rows)
@@ -525,7 +526,7 @@ def count_rows(dataset: Any) -> int:
 
 
 def _refuse_tables(dataset: Any, name: str) -> None:
-    """Refuse data that have a length and items, but of which the items are columns and not samples."""
+    """Refuse data with a length and items if the items are columns instead of samples."""
     if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
         raise DataError(
             f"`{name}` is a {type(dataset).__module__.partition('.')[0]} {type(dataset).__name__}, whose index "
@@ -567,7 +568,7 @@ class _First(IterableDataset[Any]):
 
 
 def name_of_set(argument: str) -> str:
-    """Return what messages call the data of an argument.
+    """Return the name in messages of the data of an argument.
 
     >>> name_of_set("train_dataset"), name_of_set("eval_loader['dev']"), name_of_set("dataset")
     ('the training set', "the evaluation set 'dev'", 'the dataset')
@@ -595,11 +596,11 @@ def make_loader(
     order_seed: int | None = None,
     subset: int | None = None,
 ) -> Loader:
-    """Return the loader that fits a dataset: map-style (it has a length and items), a stream, or a DataLoader.
+    """Return the loader for a dataset, which can be map-style (with a length and items), a stream or a DataLoader.
 
-    `marks` says whether a stream that can is asked after each batch where it is, so that it can be put back there.
-    `whole` (an epoch has a multiple of so many samples) and `order_seed` (the seed of the order alone) are for
-    map-style datasets. `subset` is how many samples there are at most, the first ones.
+    With `marks`, a stream with a state is asked for it after each batch, so that it can be restored there.
+    `whole` (the samples in an epoch are a multiple of this) and `order_seed` (a seed only for the order) are for
+    map-style datasets. `subset` keeps that many samples at most, the first ones.
 
     Raises:
         DataError: If `dataset` is empty or none of these.

@@ -1,7 +1,6 @@
 """The order of samples: which samples make up which micro-batch on which rank, and how they are fetched.
 
-Where batches come from (datasets, streams, a user's loader) is in `loaders.py`; what they are made of, in
-`collation.py`.
+`loaders.py` has the sources of batches (datasets, streams, the user's loader), `collation.py` makes them of samples.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ Collate = Callable[[Sequence[Any]], Any]
 
 @dataclass(slots=True)
 class Window:
-    """The micro-batches of one optimizer step on this process, and what they count.
+    """The micro-batches of one optimizer step on this process, with their weights and counts.
 
     Attributes:
-        batches: On the host, as the loader gave them.
-        weights: How much each micro-batch counts in the window's mean.
-        weight: Their sum over all ranks.
+        batches: The micro-batches on the host, as the loader yielded them.
+        weights: The weight of each micro-batch in the window's mean.
+        weight: The sum of the weights over all ranks.
         micro_batches: Micro-batches in the window, over all ranks.
-        samples: Samples of the data in the window, over all ranks.
+        samples: Samples of the dataset in the window, over all ranks.
         tokens: Tokens in the window, over all ranks.
-        divisor: What the weighted losses of this rank are divided by.
+        divisor: The divisor of the weighted losses of this rank.
     """
 
     batches: list[Any]
@@ -67,12 +66,12 @@ class Window:
 
 
 class Counted(NamedTuple):
-    """A batch, and how many samples of the data it was made of: a collator may make any number of rows of them.
+    """A batch and how many samples of the dataset it was made of: a collator may make any number of rows.
 
     Attributes:
-        batch: As collation made it.
-        samples: 0 for a stand-in, a batch for a process that has run out of samples: it goes through the model, as
-            others wait, and counts nothing.
+        batch: The collated batch.
+        samples: 0 for a stand-in, a batch for a process that has run out of samples: it goes through the model,
+            because other ranks wait, and has no weight.
     """
 
     batch: Any
@@ -80,7 +79,7 @@ class Counted(NamedTuple):
 
 
 def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Group micro-batches into windows, the lists of one optimizer step each; the last may be shorter.
+    """Group micro-batches into windows, each a list for one optimizer step; the last may be shorter.
 
     >>> list(windows("abcde", 2))
     [['a', 'b'], ['c', 'd'], ['e']]
@@ -91,27 +90,26 @@ def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 class EpochSampler:
-    """The order of samples in every epoch, and how each window of it is shared out.
+    """The order of samples in every epoch, and the split of each window over the ranks.
 
-    The order follows from (seed, epoch) alone and a position is a number of samples, so a seek is arithmetic,
-    and step k sees the same samples on any number of ranks with the same batch_size x world_size x accumulation.
-    Beyond 2^24 samples it is not drawn as a whole but worked out place by place, so that the first step of a billion
-    samples comes at once and takes no memory.
-    A short last share is split unevenly: nothing is padded, nothing counted twice, and every process gets the same
-    number of micro-batches (of which some may then be empty).
+    The order depends only on (seed, epoch), and a position is a number of samples, so a seek is arithmetic: step k
+    sees the same samples on any number of ranks with the same batch_size x world_size x accumulation. Above 2^24
+    samples the order is not drawn as a whole but computed position by position, so with a billion samples the first
+    step starts at once and takes no memory. A short last share is split unevenly: nothing is padded or counted twice,
+    and every process gets the same number of micro-batches, some of which may be empty.
 
     Args:
         size: Samples in the dataset.
         batch_size: Samples of one micro-batch on one process.
-        shuffle: Whether each epoch has an order of its own; otherwise samples come as they are.
+        shuffle: Whether each epoch has its own order; otherwise samples keep the dataset's order.
         seed: Seed of the orders.
-        rank: This process.
+        rank: The rank of this process.
         world_size: Number of ranks.
-        whole: An epoch has a multiple of so many samples; what is left over, others in each epoch, is left out.
+        whole: The samples in an epoch are a multiple of this; each epoch leaves out different ones.
 
     Attributes:
         size: Samples in an epoch.
-        is_keyed: Whether a shuffled order is worked out place by place. A checkpoint says which one its run has.
+        is_keyed: Whether a shuffled order is computed position by position. Checkpoints record it.
 
     >>> [list(map(int, batch)) for batch in EpochSampler(5, 2, shuffle=False).batches(epoch=0, position=2)]
     [[2, 3], [4]]
@@ -139,15 +137,15 @@ class EpochSampler:
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
-        """Return the micro-batches of one epoch on one process."""
+        """Return the number of micro-batches of one epoch on one process."""
         return math.ceil(self.size / (self.batch_size * self.world_size))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, of all samples: int64."""
+        """Return the order of all samples of an epoch, as int64."""
         return self.samples(epoch, 0, self._samples)
 
     def samples(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the samples from one place to another of an epoch's order: int64, fewer where it ends before."""
+        """Return the samples at the positions `start` to `stop` of an epoch, as int64; fewer at its end."""
         stop = min(stop, self._samples)
         if not self.shuffle:
             return np.arange(start, stop)
@@ -171,16 +169,16 @@ class EpochSampler:
 _DRAWN_WHOLE = 1 << 24
 """The most samples whose order is drawn as one permutation: 128 MiB, and about a second."""
 _BLOCK = 1 << 14
-"""Places of an order that are worked out at once."""
+"""Positions of an order that are computed at once."""
 _ROUNDS = 8
 
 
 def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Return what is at these places of a permutation of `size` numbers that `key` chooses: int64.
+    """Return the numbers at these places of a permutation of `size` numbers, chosen by `key`, as int64.
 
-    A Feistel network: a place is a row and a column of a square, and each round moves one of the two by what a hash
-    (splitmix64's finalizer) makes of the other, which can be undone, so that no two places come to the same one. The
-    square is a little larger than `size`; what lands outside of it goes through the network again until it is inside.
+    A Feistel network: a place is a row and a column of a square, and each round shifts one of the two by a hash
+    (splitmix64's finalizer) of the other. A round can be undone, so no two places meet. The square is slightly larger
+    than `size`; a result outside `size` goes through the network again until it is inside.
 
     >>> sorted(permuted(np.arange(10), 10, key=1).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -207,7 +205,7 @@ def _hashed(values: np.ndarray) -> np.ndarray:
 
 
 def share(samples: Any, rank: int, world_size: int) -> Any:
-    """Return a process's part of the samples of one micro-batch of all: equal ones, the first larger by one.
+    """Return a process's part of the samples of one micro-batch of all ranks: equal parts, the first larger by one.
 
     >>> [share([1, 2, 3, 4], rank, 2) for rank in (0, 1)], [share([1], rank, 2) for rank in (0, 1)]
     ([[1, 2], [3, 4]], [[1], []])
@@ -218,7 +216,7 @@ def share(samples: Any, rank: int, world_size: int) -> Any:
 
 
 def dealt(batches: Iterable[Counted], rank: int, world_size: int) -> Iterator[Counted]:
-    """Yield one batch of each turn of `world_size`, and a stand-in if the last turn ends before this process.
+    """Yield one of every `world_size` batches, and a stand-in if the data end before this process's last turn.
 
     >>> [[one.batch for one in dealt([Counted(number, 8) for number in range(5)], rank, 2)] for rank in (0, 1)]
     [[0, 2, 4], [1, 3, 4]]
@@ -232,9 +230,9 @@ def dealt(batches: Iterable[Counted], rank: int, world_size: int) -> Iterator[Co
 
 
 def without_padding(sampler: DistributedSampler[Any]) -> int:
-    """Have a DistributedSampler share out what there is, and return the samples of the largest share.
+    """Make a DistributedSampler repeat no samples, and return the number of samples of the largest share.
 
-    As it comes, it repeats samples until all shares are equal, and they would count twice.
+    By default it repeats samples to make all shares equal, and these would count twice.
     """
     if not sampler.drop_last:
         sampler.drop_last, sampler.total_size = True, len(sampler.dataset)  # type: ignore[arg-type]
@@ -243,7 +241,7 @@ def without_padding(sampler: DistributedSampler[Any]) -> int:
 
 
 def filled_up(batches: Iterable[Counted], turns: int, stand_in: Callable[[], Any]) -> Iterator[Counted]:
-    """Yield the batches of a share, and stand-ins up to as many `turns` as the largest share has.
+    """Yield the batches of a share, and stand-ins up to the number of `turns` of the largest share.
 
     >>> list(filled_up([Counted("a", 8)], 2, stand_in=str))
     [Counted(batch='a', samples=8), Counted(batch='a', samples=0)]
@@ -257,14 +255,14 @@ def filled_up(batches: Iterable[Counted], turns: int, stand_in: Callable[[], Any
 
 
 class Fetch:
-    """Fetches the samples of one micro-batch and collates them; random numbers depend on the sample alone.
+    """Fetches the samples of one micro-batch and collates them; random numbers depend only on the sample.
 
-    Tensors are indexed once for the whole batch. Otherwise each sample is fetched with the generators seeded by
-    (seed, epoch, index), but only those generators that the dataset was ever seen to draw from: each fetch is
-    watched, and one that moves a generator which was not seeded is done again with it seeded. So workers, resumes and
-    the number of ranks cannot change a sample, a dataset that draws nothing pays next to nothing, and the
-    training's own generators are left as they were. A collator of the user's own is watched in the same way; what it
-    draws is keyed by the batch's first sample.
+    Tensors are indexed once for the whole batch. Otherwise each sample is fetched with generators seeded by (seed,
+    epoch, index), but only those generators that the dataset was ever seen to draw from: each fetch is watched, and if
+    it advances a generator that was not seeded, it is repeated with that one seeded. So workers, resumes and the
+    number of ranks cannot change a sample, a dataset that draws nothing costs next to nothing, and the generators of
+    training are left unchanged. The user's own collator is watched in the same way; its random numbers are keyed by
+    the batch's first sample.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, name: str = "the data") -> None:
@@ -281,7 +279,7 @@ class Fetch:
         self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
 
     def __call__(self, epoch: int, indices: np.ndarray) -> Any:
-        """Return the collated batch of the samples at `indices`; without any, that of the first sample.
+        """Return the collated batch of the samples at `indices`; if there are none, that of the first sample.
 
         Raises:
             DataError: If the dataset or the collator raises StopIteration, which would look like the end of the data.
@@ -306,11 +304,11 @@ class Fetch:
                     raise no_end("The collator", found) from error
                 error.add_note(f"Raised by the collator for {found}.")
                 raise
-            if batch is not _AGAIN:  # then the samples are fetched again too: a collator may have changed them
+            if batch is not _AGAIN:  # if it is, fetch the samples again too: a collator may have changed them
                 return batch
 
     def _watched(self, seeded: list[Generator], work: Callable[..., Any], *args: Any) -> Any:
-        """Return what `work` returns, or _AGAIN if it drew from a generator that was not among `seeded` and now is."""
+        """Return the result of `work`, or _AGAIN if it drew from a generator that was not in `seeded` and now is."""
         watched = [(generator, generator.mark()) for generator in GENERATORS]
         try:
             result = work(*args)
@@ -330,7 +328,7 @@ class Fetch:
     def _samples(self, epoch: int, positions: list[int]) -> Sequence[Any]:
         if self.columns is not None:
             return _rows_of(self._fetch_columns(np.asarray(positions)))
-        turns = iter(positions)  # which knows how far it has come, should a sample fail
+        turns = iter(positions)  # which shows how far it came if a sample fails
         try:
             if not self.drawn:
                 if self._has_batch_fetch:
@@ -374,7 +372,7 @@ class Fetch:
 
 
 def no_end(what: str, samples: str) -> DataError:
-    """Return the error for a StopIteration that is no end of the data, though every loop would take it for that."""
+    """Return the error for a StopIteration that does not mean the end of the data, though a loop would take it so."""
     return DataError(
         f"{what} raised StopIteration for {samples}. Taken for the end of the data, it would leave out the rest of the "
         "epoch. It is often a next() on an iterator that is used up: catch it, or give it a default."
@@ -382,11 +380,11 @@ def no_end(what: str, samples: str) -> DataError:
 
 
 _AGAIN = object()
-_COLLATE = 1  # separates the seed of a batch's collation from that of its first sample
+_COLLATE = 1  # makes the seed of a batch's collation differ from that of its first sample
 
 
 def _rows_of(batch: Any) -> list[Any]:
-    """Return the samples that a batch of tensors consists of."""
+    """Return the samples in a batch of tensors."""
     if isinstance(batch, torch.Tensor):
         return list(batch)
     if isinstance(batch, dict):
@@ -397,9 +395,9 @@ def _rows_of(batch: Any) -> list[Any]:
 def tensor_columns(
     dataset: Any,
 ) -> tuple[torch.Tensor | dict[str, torch.Tensor] | tuple[torch.Tensor, ...] | None, Any]:
-    """Return the tensors that a dataset consists of, if it does, and the rows of them that it is (None: all).
+    """Return the tensors of a dataset that consists of tensors, and the rows of them that it has (None: all).
 
-    Arrays of numbers count as tensors, but for a single one, which is a sequence of its rows.
+    Arrays of numbers count as tensors, except a single array, which is a sequence of rows.
     """
     if type(dataset) is Subset:
         columns, rows = tensor_columns(dataset.dataset)
@@ -431,11 +429,11 @@ def _is_column(value: Any) -> bool:
 
 
 def _as_tensor(column: Any) -> torch.Tensor:
-    """Return a column as a tensor; an array shares its memory, unless torch cannot read it as it lies there."""
+    """Return a column as a tensor; an array shares its memory, unless torch cannot use its layout."""
     if isinstance(column, torch.Tensor):
         return column
     if not column.dtype.isnative or min(column.strides) < 0:
         column = column.astype(column.dtype.newbyteorder("="), order="C")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of arrays that are read-only, as those on disk: nothing is written to it
+        warnings.simplefilter("ignore")  # about read-only arrays, such as those on disk: nothing writes to them
         return torch.from_numpy(column)

@@ -1,4 +1,4 @@
-"""The training, evaluation and test set of a trainer, as loaders."""
+"""The training, evaluation and test sets of a trainer, as loaders."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EvalSet:
 
 
 def is_named_sets(dataset: Any) -> bool:
-    """Return whether this is a dict of named sets, not a dict of tensors or arrays that are one set."""
+    """Return whether this is a dict of named sets, not a dict of tensors or arrays that form one set."""
     return type(dataset) is dict and not all(isinstance(one, torch.Tensor | np.ndarray) for one in dataset.values())
 
 
@@ -97,15 +97,15 @@ class Sets:
 
     Args:
         settings: The arguments of the trainer.
-        device: Where batches go; only for a device other than the CPU are they put into page-locked memory.
-        ranks: The ranks of the run, which share the samples out.
+        device: The device of the batches; only for one other than the CPU, they are put into page-locked memory.
+        ranks: The ranks of the run, over which samples are split.
         transform: Changes each dataset before it is loaded.
         sampling: Further options of the order of training samples; see `make_loader`.
 
     Attributes:
         train: The loader of the training set, or None.
-        eval: That of the evaluation set; a dict of them for named sets.
-        test: That of the test set.
+        eval: The loader of the evaluation set, a dict of loaders for named sets, or None.
+        test: The loader of the test set, or None.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Sets:
         )  # fmt: skip
 
     def _refuse_split(self, dataset: Any, name: str) -> None:
-        """Raise ConfigError for a Hugging Face stream of which each rank has a share already."""
+        """Raise ConfigError for a Hugging Face stream that is already split over the ranks."""
         if self._ranks.world_size > 1 and getattr(dataset, "_distributed", None) is not None and is_stream(dataset):
             raise ConfigError(
                 f"`{name}` was split by split_dataset_by_node. Each rank takes its share of a stream here, and of a "
@@ -165,7 +165,7 @@ class Sets:
             )
 
     def loader_for(self, dataset: Any) -> Any:
-        """Return the loader of a set to evaluate; the trainer's own sets keep theirs, so workers start only once."""
+        """Return the loader of a set to evaluate; the trainer's own sets keep theirs, so their workers start once."""
         settings = self._settings
         for own, loader in ((settings.eval_dataset, self.eval), (settings.test_dataset, self.test)):
             if dataset is own:
@@ -173,7 +173,7 @@ class Sets:
         return self._evaluation_loader(dataset, None, "dataset")
 
     def check_sizes(self, *loaders: Any) -> None:
-        """Compare the lengths of data on all ranks; of a loader of the user's own, each rank may have another.
+        """Compare the lengths of data on all ranks; for the user's own loader they may differ.
 
         Raises:
             DistributedError: On all ranks, if they differ.
@@ -248,13 +248,13 @@ class Sets:
         return GivenLoader(loader, self._settings.seed, self._ranks.rank, self._ranks.world_size, name_of_set(name))
 
     def take_train(self, loader: Any) -> None:
-        """Train on a user's own loader from now on."""
+        """Train on the user's own loader from now on."""
         self.train = self._given(loader, "train_loader")
 
     def take_eval(self, loader: Any) -> None:
-        """Evaluate a user's own loader from now on, or several by name."""
+        """Evaluate the user's own loader from now on, or several by name."""
         self.eval = self._evaluation_loader(None, loader, "eval_dataset")
 
     def end_workers(self) -> None:
-        """End the worker processes of the training and the evaluation set."""
+        """End the worker processes of the training and evaluation sets."""
         end_workers(self.train, self.eval)

@@ -1,4 +1,4 @@
-"""Iterable datasets as batches: the share of each rank and worker, and the position for a resume.
+"""Batches from iterable datasets: the share of each rank and worker, and the position for a resume.
 
 The loader around it is in `loaders.py`.
 """
@@ -23,19 +23,19 @@ __all__ = ["Mark", "Stream", "can_seek", "check_state"]
 
 
 class Mark(NamedTuple):
-    """Where a stream was: the samples before it in the epoch, and the dataset's own `state_dict()` there."""
+    """A position of a stream: the samples before it in the epoch, and the dataset's `state_dict()` there."""
 
     epoch: int
     position: int
     state: Any
     has_ended: bool
-    """Whether the dataset had come to its end, and its state is what the next epoch begins with."""
+    """Whether the dataset had reached its end, so that the next epoch begins with this state."""
 
 
 class Stream(IterableDataset[Any]):
-    """The batches of an epoch of an iterable dataset, each with the mark behind it if the dataset can make one.
+    """The batches of an epoch of an iterable dataset, each with the mark after it if the dataset has a state.
 
-    Random numbers drawn by the stream are keyed by (seed, epoch, sample), and training's generators are left alone.
+    Random numbers drawn by the stream are keyed by (seed, epoch, sample); the generators of training are unchanged.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Stream(IterableDataset[Any]):
         self.epoch = 0
         self.position = 0
         self.start: Mark | None = None
-        """Where the next pass begins: in its epoch, or at the end of the one before."""
+        """Where the next pass begins: in its epoch, or at the end of the previous one."""
 
     def __iter__(self) -> Iterator[tuple[Counted, Mark | None]]:
         start, self.start = self.start, None
@@ -69,7 +69,7 @@ class Stream(IterableDataset[Any]):
             if start.epoch == self.epoch:
                 return
             start = None
-        if start is not None and start.epoch < self.epoch:  # at its end, which the dataset has not noticed yet
+        if start is not None and start.epoch < self.epoch:  # at its end, of which the dataset does not know yet
             with isolated_rng():
                 for _ in self._samples(start.epoch, start):
                     pass
@@ -84,7 +84,7 @@ class Stream(IterableDataset[Any]):
             with isolated_rng():
                 taken = list(itertools.islice(samples, self.batch_size * self.world_size))
                 own = share(taken, self.rank, self.world_size)
-                # what collation draws goes on from the last sample's seed
+                # the random numbers of collation continue from the last sample's seed
                 try:
                     batch = self.collate(own or taken[:1]) if taken else None
                 except Exception as error:
@@ -125,9 +125,9 @@ class Stream(IterableDataset[Any]):
 
 
 def can_seek(dataset: Any) -> bool:
-    """Whether a stream can say where it is, and be put back there.
+    """Whether a stream has a state that can be saved and restored.
 
-    Hugging Face's that shuffle cannot: their state leaves out the samples in the buffer, which would be lost.
+    Hugging Face's shuffled streams cannot: their state leaves out the samples in the buffer, which would be lost.
     """
     if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
         return False
@@ -135,18 +135,18 @@ def can_seek(dataset: Any) -> bool:
 
 
 def check_state(dataset: Any, state: Any, where: str) -> None:
-    """Refuse a state of a checkpoint that a stream cannot be put back to; it is afterwards where it was.
+    """Refuse a state from a checkpoint that a stream cannot restore; the stream's position is unchanged afterwards.
 
     Args:
         dataset: The stream, with `state_dict()` and `load_state_dict()`.
-        state: What its `state_dict()` is to have returned.
-        where: What an error calls the checkpoint.
+        state: The state, supposedly from its `state_dict()`.
+        where: The name of the checkpoint in errors.
 
     Raises:
-        CheckpointError: Naming the key, or what the stream said.
+        CheckpointError: It names the key, or quotes the stream's error.
     """
     name, present = type(dataset).__qualname__, None
-    with contextlib.suppress(Exception):  # it need not be able to tell before it is read
+    with contextlib.suppress(Exception):  # it may have no state before it is read
         present = dataset.state_dict()
     for key, value, other in _odd(state, present, ""):
         raise CheckpointError(
@@ -161,7 +161,7 @@ def check_state(dataset: Any, state: Any, where: str) -> None:
 
 
 def _odd(value: Any, present: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what of a state cannot be in the place of the present one: (key, value, present value)."""
+    """Yield the values of a state that cannot replace the present ones: (key, value, present value)."""
     if isinstance(present, Mapping):
         fits = isinstance(value, Mapping)
         for inner in present.keys() & value.keys() if fits else ():
@@ -175,7 +175,7 @@ def _odd(value: Any, present: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
         fits = fits and (math.isfinite(value) or not math.isfinite(present))
     else:
         fits = isinstance(value, str) or not isinstance(present, str)
-    if not fits and value is not None:  # which may stand for anything
+    if not fits and value is not None:  # None fits anything
         yield key or "all", value, present
 
 

@@ -1,6 +1,6 @@
-"""The samples behind an error of a batch: what has failed is tried again with single samples, and with pairs.
+"""The samples behind an error of a batch: the operation is tried again with single samples, and with pairs.
 
-Nothing here knows what is tried: reading, collating or a forward pass.
+Nothing here knows which operation it is: reading, collating or a forward pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omnitrain.errors import named_samples
 __all__ = ["failing_alone", "told"]
 
 _LIMIT_S = 10.0
-"""How long samples are tried again: other ranks may be waiting."""
+"""How long to try samples again: other ranks may be waiting."""
 
 Attempt = Callable[[list[int]], Any]
 
@@ -28,7 +28,7 @@ def _fails(error: Exception, attempt: Attempt, samples: list[int]) -> bool:
 
 
 def failing_alone(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
-    """Return the samples with which `attempt` raises the same kind of error one by one.
+    """Return the samples for which `attempt` alone raises the same kind of error.
 
     >>> failing_alone(KeyError(), range(5), lambda samples: {0: "a", 1: "b"}[samples[0] // 3])
     []
@@ -40,9 +40,9 @@ def failing_alone(error: Exception, samples: Sequence[int], attempt: Attempt) ->
 
 
 def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
-    """Return the samples that do not go together with the others: the fewer of those alike and those unlike the first.
+    """Return the samples that do not fit the others: the smaller group of those like and those unlike the first.
 
-    None if as many are alike as unlike.
+    The result is empty if both groups are equally large.
     """
     first, end = samples[0], time.monotonic() + _LIMIT_S
     unlike = [one for one in samples[1:] if time.monotonic() < end and _fails(error, attempt, [first, one])]
@@ -51,14 +51,14 @@ def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> li
 
 
 def told(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pairs: bool = False) -> str:
-    """Return words for the samples of a batch, and for those of them that fail alone or differ from the others.
+    """Name the samples of a batch in words, and those that fail alone or differ from the others.
 
     Args:
-        error: What the batch has raised.
+        error: The error that the batch raised.
         samples: The samples of the batch.
-        of: What they are samples of.
-        attempt: Does with a list of samples what was done with the batch.
-        pairs: Whether they are tried in pairs too.
+        of: The name of their dataset.
+        attempt: Repeats the failed operation with a list of samples.
+        pairs: Whether to try pairs too.
 
     >>> told(IndexError(), [0, 1, 7], "the training set", lambda samples: [[0, 0, 0][one] for one in samples])
     'sample 7 of the training set, which fails alone'

@@ -1,7 +1,7 @@
 """Worker processes of loaders: start, signals and shutdown.
 
-What they fetch, and in which order, is in `loaders.py`. The workers of a user's own loader are left as they are, and a
-signal may kill them.
+`loaders.py` decides what they fetch, and in which order. The workers of the user's own loader are left as they are,
+and a signal may kill them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)  # a forked process has not started them, and must not end them
+    os.register_at_fork(after_in_child=_running.clear)  # a forked process did not start them and must not end them
 
 
 def start_workers(loader: DataLoader[Any]) -> Any:
-    """Return torch's iterator over a loader, whose workers end when it wants them to and by no other signal.
+    """Return torch's iterator over a loader, whose workers end only when the iterator ends them, not by a signal.
 
-    The loader's `worker_init_fn` is `outlive_signals`. Its workers get over SIGTERM then, with which torch and Python
-    end those that are stuck, and at exit wait for them without a limit: theirs has to be SIGKILL.
+    The loader's `worker_init_fn` is `outlive_signals`, so its workers survive SIGTERM, with which torch and Python end
+    stuck workers before waiting for them without a limit at exit. These workers get SIGKILL instead.
     """
     iterator: Any = iter(loader)
     for process in iterator._workers:
@@ -42,18 +42,18 @@ def start_workers(loader: DataLoader[Any]) -> Any:
 
 
 def stop_workers(iterator: Any) -> None:
-    """End the workers of torch's iterator, if it is one.
+    """End the workers of torch's iterator, if it has any.
 
-    Left to the garbage collector, it may find its queues closed, and waits 5 seconds a worker.
+    If the garbage collector ends them, the queues may be closed already, and it waits 5 seconds per worker.
     """
     if iterator is not None:
         iterator._shutdown_workers()
 
 
 def outlive_signals(worker: int) -> None:
-    """Leave signals to the main process: many are sent to all processes of a run, which needs its workers to the end.
+    """Leave signals to the main process: many are sent to all processes of a run, which still needs its workers.
 
-    They are caught, and neither ignored nor blocked: programs that a dataset starts would inherit that.
+    The signals are caught, not ignored or blocked: programs that a dataset starts would inherit that.
     """
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
@@ -71,10 +71,10 @@ def _stop_all() -> None:
 
 
 def until_signal(items: Iterable[Any], control: Control) -> Iterator[Any]:
-    """Yield batches or windows. An error of their loader is their end once a signal has ended the run.
+    """Yield batches or windows; after a signal has ended the run, an error of their loader just ends them.
 
-    A signal often goes to all processes of a run, and kills the workers of a loader that is not ours. (Of windows, not
-    of the batches that they are made of: what there is of a window then would be taken for an epoch's short last one.)
+    A signal often goes to all processes of a run, and kills the workers of a loader that is not ours. (For training,
+    wrap the windows, not their batches: an incomplete window would be taken for the short last one of an epoch.)
     """
     try:
         yield from items

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: exact means, bounded memory, no effect on training."""
+"""Evaluation and prediction: exact means, bounded memory, no effect on the training."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ __all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating", "own_direc
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _LONG_S = 60.0
-"""Seconds after which an evaluation of unknown length is told of."""
+"""Seconds after which an evaluation of unknown length is reported."""
 
 
 class Inconclusive(Exception):
-    """What fails on the first batch of a set may be right on all of it, such as a ranking of one class."""
+    """A metric failed on the first batch of a set but may work on all of it, such as a ranking of one class."""
 
 
 Scores = TypeVar("Scores")
 
 
 class Predictions(NamedTuple):
-    """What `predict` returns.
+    """The result of `predict`.
 
     Attributes:
         predictions: Array (or tuple of arrays) of shape (samples, ...), in the dataset's order; ragged dimensions are
             padded with -100.
-        labels: The same for the labels, or None where the dataset has none.
-        metrics: `test_loss` and the metrics where there are labels, else empty.
+        labels: The labels in the same form, or None if the dataset has none.
+        metrics: `test_loss` and the metrics; empty without labels.
     """
 
     predictions: Any
@@ -58,20 +58,20 @@ class Predictions(NamedTuple):
 
     @property
     def label_ids(self) -> Any:
-        """Transformers' name of the labels."""
+        """The labels, by their name in transformers."""
         return self.labels
 
 
 @contextlib.contextmanager
 def evaluating(hooks: Hooks) -> Iterator[None]:
-    """Put the model into evaluation mode without gradients; modes and random numbers are as before afterwards.
+    """Put the model into evaluation mode without gradients; modes and random numbers are restored afterwards.
 
-    Random numbers inside start from the seed every time, so that an evaluation done again gives the same.
+    Random numbers inside start from the seed every time, so a repeated evaluation gives the same result.
     """
     training = [module for module in hooks.backend.wrapped.modules() if module.training]
     hooks.backend.wrapped.eval()
     try:
-        # no_grad, not inference_mode: what a model caches inside must be usable in training afterwards
+        # no_grad, not inference_mode: tensors that a model caches here must be usable in training
         with isolated_rng(hooks.device, seed=hooks.settings.seed), torch.no_grad():
             yield
     finally:
@@ -107,13 +107,13 @@ class Evaluation:
     """Runs the model over a dataset, for losses, metrics and predictions.
 
     Args:
-        hooks: How a batch is prepared and run.
-        feed: Weighs batches, and keeps the ranks in step.
+        hooks: Prepare and run a batch.
+        feed: Weighs batches, and gives all ranks equally many.
         scorer: Computes the metrics.
     """
 
     filler: int = IGNORED_LABEL
-    """What predictions of different lengths are filled up with to make one array."""
+    """The value that pads predictions of different lengths to one array."""
 
     def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer) -> None:
         self.hooks = hooks
@@ -165,19 +165,19 @@ class Evaluation:
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
-        """Return `<prefix>_loss` and the metrics of a loader, or of a dict of them; None if a signal cut it short.
+        """Return `<prefix>_loss` and the metrics of a loader or a dict of loaders; None if a signal interrupted it.
 
         Named sets give `<prefix>_<name>_loss` and so on; `<prefix>_loss`, and what else all of them have, is the mean
         over the sets.
 
         Args:
             loader: The loader, or loaders by name.
-            prefix: What the names of the results begin with.
-            is_interrupted: Asked before each batch, with its number, whether to end here.
-            only_first: Whether only the first batch of each set is evaluated.
+            prefix: The prefix of the names of the results.
+            is_interrupted: Called before each batch, with its number; True ends the evaluation.
+            only_first: Whether to evaluate only the first batch of each set.
 
         Raises:
-            Inconclusive: The first batch cannot be scored, and all of the set perhaps can.
+            Inconclusive: The first batch cannot be scored, but perhaps the whole set can.
         """
         if not isinstance(loader, Mapping):
             result = self._run(loader, is_interrupted, only_first=only_first)
@@ -197,8 +197,13 @@ class Evaluation:
         return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named}
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
+<<<<<<< HEAD
         """Return the predictions for every sample of a loader, in its order; None if a signal cut it short."""
         result = self._run(loader, is_interrupted, keeps_all=True, needs_loss=False)
+=======
+        """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""
+        result = self._run(loader, is_interrupted, keeps=True, needs_loss=False)
+>>>>>>> a215869 (Events, the run and data documented in plainer English)
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in result.metrics.items()}
@@ -206,20 +211,25 @@ class Evaluation:
         return Predictions(*self.hooks.ranks.share("the predictions of all samples", shared), metrics)
 
     def outside_run(self) -> AbstractContextManager[Any]:
-        """Return the context of an evaluation that does not belong to a run."""
+        """Return the context for an evaluation outside the run."""
         return contextlib.nullcontext()
 
     def output_of(self, batch: Any) -> StepOutput:
-        """Return what the model makes of a batch on the device, as metrics are to see it."""
+        """Return the model's output for a batch on the device, in the form for metrics."""
         output, preprocess = self.forward(batch), self.hooks.settings.preprocess_logits_for_metrics
         if preprocess is not None:
             output.outputs = preprocess(output.outputs, output.labels)
         return output
 
     def forward(self, batch: Any) -> StepOutput:
+<<<<<<< HEAD
         """Return what the model makes of a batch on the device."""
         run = self.hooks._forward if self._unit is None else functools.partial(run_unit, self._unit)
         return self.hooks.backend.forward(run, batch)
+=======
+        """Return the model's output for a batch on the device."""
+        return self.hooks.backend.forward(self.hooks._forward, batch)
+>>>>>>> a215869 (Events, the run and data documented in plainer English)
 
     def _run(
         self,
@@ -233,9 +243,15 @@ class Evaluation:
 
         Args:
             loader: The loader.
+<<<<<<< HEAD
             is_interrupted: Asked before each batch, with its number, whether to end here.
             keeps_all: Whether to keep outputs and labels as arrays though no metric needs them.
             needs_loss: Whether there must be a loss, and something to score where metrics are asked for.
+=======
+            is_interrupted: Called before each batch, with its number; True ends the evaluation.
+            keeps: Whether to keep outputs and labels as arrays.
+            needs_loss: Whether a loss is required, and something to score if metrics are asked for.
+>>>>>>> a215869 (Events, the run and data documented in plainer English)
             only_first: Whether to end after the first batch.
         """
         before = self.scorer, self._unit
@@ -263,8 +279,13 @@ class Evaluation:
                 ranks.moves += 1
                 if is_interrupted(number):
                     return None
+<<<<<<< HEAD
                 counts = samples > 0  # else it is a stand-in
                 weight = hooks._weigh(batch) if self._unit is None else count_samples(batch)
+=======
+                counts = samples > 0  # otherwise it is a stand-in
+                weight = hooks._weigh(batch)
+>>>>>>> a215869 (Events, the run and data documented in plainer English)
                 output = self._run_batch(batch, loader, number)
                 if counts:
                     weights += _add_loss(total, output, weight, needs_loss)
@@ -280,7 +301,7 @@ class Evaluation:
                     kept.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
             if is_interrupted(0):
                 return None
-            # inside, since a metric may draw random numbers too
+            # inside the context, since a metric may draw random numbers too
             states = scorer.states() if ranks.world_size > 1 else []
             sums: list[Any] = ranks.gather(
                 "the end of an evaluation", (total.item(), weights, has_labels, number >= 0, states)
@@ -305,7 +326,7 @@ class Evaluation:
         return Predictions(predictions, labels, metrics)
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
-        """Return the loss and outputs of a batch of a loader, whose samples an error names."""
+        """Return the loss and outputs of a batch; an error names its samples."""
         try:
             batch = self.hooks._prepare_batch(batch)
             with self.hooks._autocast():
@@ -334,7 +355,7 @@ class Evaluation:
         try:
             with ranks.at("metrics"):
                 return ranks.on_main("the metrics of an evaluation", lambda: _scored(loader, compute, *arrays))
-        except OmnitrainError:  # ours is of any number of batches
+        except OmnitrainError:  # our own errors do not depend on the number of batches
             raise
         except Exception as error:
             if only_first:
@@ -342,7 +363,7 @@ class Evaluation:
             raise
 
     def _nothing_to_score(self, named: str, batch: Any, output: StepOutput) -> DataError:
-        """Return the error for a set whose batches had nothing for the metrics, of which this is the last."""
+        """Return the error for a set whose batches had nothing for the metrics; `batch` is the last."""
         begin = f"`compute_metrics` has nothing to score in {named}: "
         if output.outputs is None and output.loss is not None:
             return DataError(
@@ -358,16 +379,16 @@ class Evaluation:
         )
 
     def _seen(self, output: StepOutput) -> tuple[Any, Any] | None:
-        """Return the outputs and labels of a batch as metrics that stream are to see them, if it has both."""
+        """Return the outputs and labels of a batch for streaming metrics, if it has both."""
         if output.labels is None or output.outputs is None:
             return None
-        if self.scorer.takes_whole_batches:  # a function of transformers' kind, which shifts for itself
+        if self.scorer.takes_whole_batches:  # a metric function for transformers, which shifts labels itself
             return output.outputs, output.labels
         has_classes = self.hooks.settings.preprocess_logits_for_metrics is not None
         return _aligned(output, self.feed.shifts_labels, has_classes)
 
     def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
-        """Return the batch of all ranks on the main one, in the order of the data and on the host; None on others."""
+        """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
         own = [] if seen is None else [to_numpy(seen)]
         if loader.deals_samples:
             own = [row for batch in own for row in _rows(batch)]
@@ -391,7 +412,7 @@ def _means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, floa
 
 
 def _told_if_long(batches: Iterable[Any], named: str) -> Iterator[Any]:
-    """Yield the batches of data of unknown length, which may have no end; say so once that may be the case."""
+    """Yield the batches of data of unknown length; log once if it takes so long that the data may have no end."""
     begin, limit = time.monotonic(), _LONG_S
     for number, batch in enumerate(batches):
         yield batch
@@ -413,7 +434,7 @@ def _nothing_to_evaluate(named: str, has_batches: bool) -> DataError:
 
 
 def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Scores:
-    """Return what a scorer makes of the data of a loader, whose name an error gets."""
+    """Return the scores of the data of a loader; an error names the loader."""
     try:
         return score(*arrays)
     except Exception as error:
@@ -422,7 +443,7 @@ def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Score
 
 
 def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss: bool) -> float:
-    """Add a batch's loss to `total`, on the device, and return how much it weighs there."""
+    """Add the loss of a batch to `total`, on the device, and return its weight there."""
     if output.loss is None:
         if needs_loss:
             raise DataError(
@@ -439,7 +460,7 @@ def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss
 
 
 def _check_rows(outputs: Any, samples: int) -> None:
-    """Refuse predictions of which a batch has more or fewer than samples."""
+    """Refuse a batch that does not have one prediction per sample."""
     rows = [len(one) for one in tensors_in(outputs) if one.ndim]
     if rows and samples not in rows:
         raise DataError(
@@ -460,18 +481,18 @@ def _rows(batch: Any) -> list[Any]:
 
 
 def _in_order(shares: list[list[Any]]) -> list[Any]:
-    """Return what the ranks have in the order of the data, which was dealt out to them in turns."""
+    """Return the items of all ranks in the order of the data, which were dealt to the ranks in turns."""
     dealt = itertools.zip_longest(*shares, fillvalue=None)
     return [batch for turn in dealt for batch in turn if batch is not None]
 
 
 def _aligned(output: StepOutput, shifted: bool, has_classes: bool) -> tuple[Any, Any]:
-    """Return scores and the labels they predict; a causal language model predicts each label one place before it.
+    """Return scores and the labels they predict; a causal language model predicts each label one position earlier.
 
     Args:
-        output: What came of the batch.
-        shifted: Whether the model is one.
-        has_classes: Whether there may be classes instead of scores.
+        output: The result of the batch.
+        shifted: Whether it is a causal language model.
+        has_classes: Whether there can be classes instead of scores.
     """
     scores, labels = output.outputs, output.labels
     tensors = isinstance(scores, torch.Tensor) and isinstance(labels, torch.Tensor)
@@ -481,7 +502,7 @@ def _aligned(output: StepOutput, shifted: bool, has_classes: bool) -> tuple[Any,
 
 
 def _join(parts: list[Any], filler: Callable[[], int] = lambda: IGNORED_LABEL) -> Any:
-    """Concatenate the batches' arrays along the first dimension, filling the others up to a common shape."""
+    """Concatenate the batches' arrays along the first dimension, padding the others to a common shape."""
     first = next((part for part in parts if part is not None), None)
     if first is None:
         return None

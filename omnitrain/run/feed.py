@@ -1,6 +1,6 @@
 """The feed: groups micro-batches into windows (one optimizer step each) whose weights all ranks know.
 
-Where batches come from is in `data/loaders.py`; what is done with a window, in `step.py`.
+Batches come from `data/loaders.py`; windows go to `step.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Weighed = tuple[Any, float, int, int]
 
 
 def _part(group: list[Weighed]) -> tuple[float, ...]:
-    """Return what is added up of a window over the ranks: weight, samples, tokens, micro-batches, and their square."""
+    """Return the numbers of a window to sum over ranks: weight, samples, tokens, micro-batches, and their square."""
     weight = samples = tokens = 0
     for one in group:
         weight, samples, tokens = weight + one[1], samples + one[2], tokens + one[3]
@@ -41,7 +41,7 @@ class Feed:
 
     Args:
         hooks: Weighs and prepares batches.
-        lifecycle: Knows whether a signal has come.
+        lifecycle: Knows whether a signal has arrived.
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
         accumulation: Micro-batches of a window on each rank.
@@ -55,23 +55,23 @@ class Feed:
         self._reduction = settings.grad_reduction
         self._label_names = settings.label_names or ()
         self._groups: Iterator[list[Weighed]] | None = None
-        """Where the next window comes from, if it may be read ahead."""
+        """The source of the next window, if it may be read ahead."""
         self._ahead: list[Weighed] | Exception | None = None
-        """The next window, or what its reading raised."""
+        """The next window, or the error from reading it."""
         self._totals_ahead: Sequence[float] = ()
-        """What `_part` of it is over all ranks."""
+        """Its `_part`, summed over all ranks."""
 
     # --- training
 
     def windows(self, loader: Loader, epoch: int, progress: Progress) -> Iterator[Window]:
-        """Yield the windows of an epoch from where a run is in it, weighed while they are on the host.
+        """Yield the windows of an epoch from the position of the run on, with weights computed on the host.
 
         Raises:
-            DataError: If the data end, and they were not as many samples as an epoch has.
+            DataError: If the data end with fewer or more samples than an epoch has.
         """
         done, size = progress.samples_in_epoch, self._size_of(loader)
         groups, last = windows(self.weighed(loader.rest(epoch, progress)), self.accumulation), None
-        # a sample's random numbers are its own, so only those of data by index may be read before their time
+        # only data by index may be read early: there each sample has random numbers of its own
         self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
         self._ahead, self._totals_ahead = None, ()
         ranks, progress = self._ranks, self._lifecycle.progress
@@ -94,56 +94,56 @@ class Feed:
                 if size not in (None, done):
                     raise _other_count(done, size)
                 return
-            if window.samples:  # else no rank has any left but stand-ins
+            if window.samples:  # otherwise all ranks have only stand-ins
                 done += window.samples
                 yield window
 
     def _size_of(self, loader: Loader) -> int | None:
-        """Return the samples that all ranks must find in an epoch; None of loaders of the user's own, one for each."""
+        """Return the samples that an epoch must have over all ranks; None if each rank has the user's own loader."""
         return None if isinstance(loader, GivenLoader) and self._ranks.world_size > 1 else loader.size
 
     def read_ahead(self) -> Sequence[float]:
-        """Read the next window at the end of a step, and return what the other ranks are to know of it."""
+        """Read the next window at the end of a step, and return what the other ranks need to know about it."""
         if self._groups is None or self._ahead is not None:
             return ()
         self._ranks.place = "data"
         try:
             self._ahead = next(self._groups, [])
-        except Exception as error:  # of the next step: what this one asked for comes first
+        except Exception as error:  # it belongs to the next step: the requests of this one come first
             self._ahead = error
         self._ranks.place = "step"
         return () if isinstance(self._ahead, Exception) else _part(self._ahead)
 
     def take_totals(self, totals: Sequence[float]) -> None:
-        """Take what `read_ahead` returned, added up over all ranks."""
+        """Take the results of `read_ahead`, summed over all ranks."""
         self._totals_ahead = totals or self._totals_ahead
 
     def window_of(self, group: list[Weighed], last: Weighed | None, totals: Sequence[float] = ()) -> Window | None:
-        """Return the window of these micro-batches and those of the other ranks; None if no rank has one.
+        """Return the window of these micro-batches and those of the other ranks; None if no rank has any.
 
         Args:
             group: The micro-batches.
-            last: One to repeat without weight where other ranks have more.
-            totals: What `_part` is over all ranks, if that is known already.
+            last: The one to repeat without weight if other ranks have more.
+            totals: `_part` summed over all ranks, if known already.
         """
         size = len(group)
         totals = totals or self._ranks.sum("the beginning of a step", *_part(group))
         weight, samples, tokens, sizes, squares = totals
         if not sizes:
             return None
-        if squares * self._ranks.world_size != sizes * sizes:  # then they are not all of one size
+        if squares * self._ranks.world_size != sizes * sizes:  # true if and only if the sizes differ
             group = group + self._stand_ins(size, last)
         batches, weights = [one[0] for one in group], [one[1] for one in group]
         return Window(batches, weights, weight, int(sizes), int(samples), int(tokens), self._divisor(weight))
 
     def _divisor(self, weight: float) -> float:
-        """Return what this rank's weighted losses are divided by; gradients are averaged over the ranks later."""
+        """Return the divisor of this rank's weighted losses; gradients are averaged over the ranks later."""
         if self._reduction == "sum":
             return 1.0 / self._ranks.world_size
         return weight / self._ranks.world_size or 1.0
 
     def _stand_ins(self, size: int, last: Weighed | None) -> list[Weighed]:
-        """Return what fills a window up to the micro-batches of the largest one: each forward needs all ranks."""
+        """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
         sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
         _refuse_empty(sizes)
         return [] if last is None else [(last[0], 0, 0, 0)] * (max(one or 0 for one in sizes) - size)
@@ -151,7 +151,7 @@ class Feed:
     # --- weights
 
     def weighed(self, batches: Iterable[Counted]) -> Iterator[Weighed]:
-        """Yield each batch with its weight, samples and tokens; on a GPU, while the next one is copied there."""
+        """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
         hooks = self._hooks
         pairs = ((one, one) for one in batches)
         if hooks.device.type == "cuda" and type(hooks)._prepare_batch is Hooks._prepare_batch:
@@ -164,13 +164,13 @@ class Feed:
                 yield ready, 0, 0, 0
 
     def weigh(self, batch: Any) -> float:
-        """Return how much a micro-batch (on the host) counts in its window: its labels that count, else its rows.
+        """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
 
-        They are what the mean that a loss is goes over: as many as the samples, unless a collator makes others of them.
+        The loss is a mean over these. There are as many rows as samples, unless a collator makes other rows.
         """
         if self._reduction == "sum":
             return 1
-        if isinstance(self._hooks.unit, ModelUnit):  # a unit of the user's own counts its targets, or means its samples
+        if isinstance(self._hooks.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
             weighted = sum_of_class_weights(self._hooks.unit.loss_fn, batch, self._label_names)
             if weighted is not None:
                 return weighted
@@ -183,20 +183,20 @@ class Feed:
 
     @cached_property
     def shifts_labels(self) -> bool:
-        """Whether the model predicts each label one place before it, as causal language models of transformers do."""
+        """Whether the model predicts each label one position earlier, as causal language models of transformers do."""
         return shifts_labels(unwrap(self._hooks.backend.model))
 
     # --- evaluations
 
     def in_step(self, loader: Loader, only_first: bool = False) -> Iterator[Counted]:
-        """Yield the batches of an evaluation, as many as any rank has: data that end earlier go on as stand-ins.
+        """Yield the batches of an evaluation, equally many on all ranks: stand-ins follow data that end earlier.
 
         Args:
             loader: The loader.
-            only_first: Whether to yield the first batch alone.
+            only_first: Whether to yield only the first batch.
         """
         batches, ranks = loader.first_batch() if only_first else loader.counted(0), self._ranks
-        if isinstance(loader, MapLoader):  # whose batches are as many by themselves
+        if isinstance(loader, MapLoader):  # which has equally many batches on all ranks anyway
             yield from self.until_signal(batches)
             return
         last, done, size = None, 0, None if only_first else self._size_of(loader)
@@ -219,9 +219,9 @@ class Feed:
                 yield Counted(last.batch, 0)
 
     def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Return batches or windows, which end where a signal has killed what loads them.
+        """Return batches or windows, which end if a signal has killed their loader's workers.
 
-        Several ranks would have to agree on that in the middle of a step; there it is an error.
+        Several ranks would have to agree on that in the middle of a step; with them it is an error.
         """
         return until_signal(items, self._lifecycle.control) if self._ranks.world_size == 1 else items
 

@@ -15,7 +15,7 @@ __all__ = ["FiniteGuard", "LossMeter", "read_on_cpu"]
 
 
 def read_on_cpu(scalar: torch.Tensor) -> float:
-    """Return the value of a scalar on the CPU, where there is nothing to wait for."""
+    """Return the value of a scalar on the CPU, where nothing has to wait."""
     scalar = scalar.detach()
     return float((scalar.float() if scalar.dtype is torch.bfloat16 else scalar).numpy())  # NumPy has no bfloat16
 
@@ -23,7 +23,7 @@ def read_on_cpu(scalar: torch.Tensor) -> float:
 class LossMeter:
     """The weighted sum of an epoch's losses, kept on the device and read only for logs.
 
-    On a CPU, where reading costs nothing, `sum` is a float.
+    On a CPU, where reading is free, `sum` is a float.
 
     >>> meter = LossMeter(torch.device("cpu"))
     >>> meter.add(torch.tensor(2.0), 3)
@@ -34,7 +34,7 @@ class LossMeter:
 
     def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
         self.ranks: Ranks = ranks or Ranks()
-        # In float64 the mean does not depend on how often it was read; Apple's devices have no float64.
+        # In float64, the mean does not depend on how often it is read; Apple's devices have no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.sum: float | torch.Tensor = 0.0
         if device.type != "cpu":
@@ -44,7 +44,7 @@ class LossMeter:
         self._before: tuple[float | torch.Tensor, float] = (0.0, 0.0)
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
-        """Add a micro-batch's loss; one of weight 0 had nothing to predict, and its NaN must not get in."""
+        """Add the loss of a micro-batch; with weight 0 it had nothing to predict, and its NaN must not be added."""
         if not weight:
             return
         self.weight += weight
@@ -63,34 +63,34 @@ class LossMeter:
         return total / weight if weight else math.nan
 
     def mean_since_last(self) -> float:
-        """Return the mean over all ranks since this was last asked; NaN if nothing was added."""
+        """Return the mean over all ranks since the last call; NaN if nothing was added."""
         now = self.read(), self.weight
         (last_total, last_weight), self._marked = self._marked, now
         total, weight = self.ranks.sum("the loss for a log", now[0] - last_total, now[1] - last_weight)
         return total / weight if weight else math.nan
 
     def begin_step(self) -> None:
-        """Note where a step begins that may turn out to be skipped."""
+        """Mark the beginning of a step that may turn out to be skipped."""
         self._before = self.mark()
 
     def undo_step(self) -> None:
-        """Take back what was added since `begin_step()`."""
+        """Remove what was added since `begin_step()`."""
         self.go_back(self._before)
 
     def mark(self) -> tuple[float | torch.Tensor, float]:
-        """Return sum and weight for `go_back`; nothing waits for the device."""
+        """Return sum and weight for `go_back`, without waiting for the device."""
         return (self.sum.clone() if isinstance(self.sum, torch.Tensor) else self.sum), self.weight
 
     def go_back(self, mark: tuple[float | torch.Tensor, float]) -> None:
-        """Take back what was added since `mark()`."""
+        """Remove what was added since `mark()`."""
         self._set(*mark)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sum, weight and what they were at the latest log."""
+        """Return sum and weight, now and at the latest log."""
         return {"sum": self.read(), "weight": self.weight, "marked": list(self._marked)}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take back what `state_dict()` returned on each process; if they are others now, the first has all of it."""
+        """Restore the states from `state_dict()` of each process; if their number differs, the first gets the total."""
         if len(states) != self.ranks.world_size:
             added: dict[str, Any] = {key: sum(one[key] for one in states) for key in ("sum", "weight")}
             added["marked"] = [sum(one["marked"][i] for one in states) for i in (0, 1)]
@@ -100,7 +100,7 @@ class LossMeter:
         self._marked = (state["marked"][0], state["marked"][1])
 
     def begin_epoch(self) -> None:
-        """Start the mean of a new epoch; what was added since the latest log still counts in the next."""
+        """Start the mean of a new epoch; what was added since the latest log still counts in the next log."""
         total, weight = self.read(), self.weight
         self._marked = (self._marked[0] - total, self._marked[1] - weight)
         self._set(0.0, 0.0)
@@ -114,20 +114,20 @@ class LossMeter:
 
 
 class FiniteGuard:
-    """Says before each optimizer step whether it may be taken.
+    """Decides before each optimizer step whether to take it.
 
-    Reading a number off a GPU in every step would hold the loop up. Where the optimizer can leave an update out on
-    the device itself (PyTorch's fused ones, by the `found_inf` that GradScaler uses too), the guard is *deferred*:
-    from the first bad step on the device updates nothing any more, and the host learns of it some steps later without
-    having waited. Otherwise the number is read, which on a CPU costs nothing.
+    Reading a number from a GPU in every step would slow the loop down. If the optimizer can skip an update on the
+    device itself (PyTorch's fused ones can, by the `found_inf` that GradScaler uses too), the guard is *deferred*:
+    from the first bad step on, the device makes no more updates, and the host learns of it some steps later without
+    waiting. Otherwise the number is read, which is free on a CPU.
 
     Args:
-        device: Where the evidence is.
+        device: The device of the evidence.
         optimizer: The optimizer whose steps are guarded.
-        deferred: Whether to leave updates out on the device and learn of it later.
+        deferred: Whether to skip updates on the device and learn of it later.
     """
 
-    _PENDING = 32  # steps that the host may be behind; past that it waits
+    _PENDING = 32  # how many steps the host may lag behind before it waits
 
     def __init__(self, device: torch.device, optimizer: Any, deferred: bool) -> None:
         self.deferred: bool = deferred
@@ -140,15 +140,15 @@ class FiniteGuard:
 
     @staticmethod
     def can_defer(device: torch.device, optimizer: Any) -> bool:
-        """Return whether reading would cost something and the optimizer can leave updates out on the device."""
+        """Return whether reading has a cost and the optimizer can skip updates on the device."""
         return device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def admits(self, evidence: float | torch.Tensor, where: Callable[[], Any]) -> bool:
-        """Return whether the step may be taken, as far as the host knows.
+        """Return whether to take the step, as far as the host knows.
 
         Args:
-            evidence: A scalar that is finite exactly if loss and gradients are.
-            where: Returns what `first_bad()` is to return if this step turns out bad.
+            evidence: A scalar that is finite if and only if loss and gradients are.
+            where: Returns the result of `first_bad()` if this step turns out to be bad.
         """
         if not self.deferred:
             return math.isfinite(evidence)  # waits for the device
@@ -167,8 +167,8 @@ class FiniteGuard:
         """Return the `where` of the first bad step that the device has reported, or None.
 
         Args:
-            wait: Whether to wait for all steps taken so far. Otherwise only the one that is 32 steps back is looked
-                at, which is done by now; looking at what happens to be done could differ between ranks.
+            wait: Whether to wait for all steps so far. Otherwise only the step 32 steps back is checked, which is done
+                by now; checking whatever happens to be done could differ between ranks.
         """
         while len(self._pending) >= (1 if wait else self._PENDING):
             slot, event, where = self._pending.popleft()
@@ -180,7 +180,7 @@ class FiniteGuard:
         return None
 
     def release(self, optimizer: Any) -> None:
-        """Give the optimizer back as it was."""
+        """Restore the optimizer as it was."""
         if self.deferred:
             del optimizer.found_inf, optimizer.grad_scale
             self.deferred = False

@@ -1,7 +1,6 @@
-"""Hooks: what a subclass of a trainer overrides. Each default is a line that delegates to a part of the run.
+"""Hooks: the methods that a subclass of a trainer overrides. Each default delegates to a part of the run in one line.
 
-When each of them is called is to be read in `step.py` and `loop.py`. What is declared here is also all that the parts
-of a run know of their trainer.
+`step.py` and `loop.py` show when each is called. The parts of a run know nothing else about their trainer.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ NEVER_CALLED = {
     "_capture_state": "a callback's `state_dict()`",
     "_restore_state": "a callback's `load_state_dict(state)`",
 }
-"""Methods of other trainers, and of earlier versions of this one, that nothing calls, and what to use instead."""
+"""Methods of other trainers and of earlier versions of ours that nothing calls, and what to use instead."""
 
 
 SEE_BATCHES = ("_train_epoch", "_train_step", "_weigh", "_prepare_batch", "_forward")
-"""The hooks that are handed batches, or read them."""
+"""The hooks that get batches or read them."""
 
 _STAGES = ["fit", "sanity_check", "epoch", "step", "batch", "eval"]
 _STAGES += [stage + part for stage in ("train", "validation", "test", "predict") for part in ("", "_epoch", "_batch")]
@@ -78,26 +77,26 @@ EVENTS_OF_TRAINERS = frozenset(
     ]
     + ["on_substep_end", "on_evaluate", "on_predict", "on_prediction_step", "on_save"]
 )
-"""Methods that one trainer or another calls: of its callbacks, or as Lightning does, of the model."""
+"""Methods that other trainers call, on callbacks or, as Lightning does, on the model."""
 _OURS = {
     "begin": "start", "train_epoch": "epoch", "validation_epoch": "eval", "validation": "eval", "evaluate": "eval_end",
     "train_batch": "step", "batch": "step", "pre_optimizer_step": "before_optimizer_step",
     "before_zero_grad": "before_optimizer_step", "after_backward": "before_optimizer_step",
 }  # fmt: skip
-"""What parts of their names are called here."""
+"""What parts of these names are called here."""
 _LIBRARIES = frozenset(
     ["accelerate", "builtins", "composer", "deepspeed", "keras", "lightning", "lightning_fabric", "omnitrain", "peft",
      "pytorch_lightning", "timm", "torch", "transformers"]
 )  # fmt: skip
-"""Packages whose base classes have such methods for whoever may call them; only a user's own are meant to be called."""
+"""Packages whose base classes have such methods anyway; only the user's own are an error."""
 
 
 def refuse_dead_methods(**parts: Any) -> None:
-    """Raise ConfigError for a method of a model, an optimizer, ... that is named as if it were called on an event."""
+    """Raise ConfigError for a method of a model, an optimizer, ... whose name suggests that an event calls it."""
     for argument, part in parts.items():
         kind = part if isinstance(part, type) else type(part)
         if issubclass(kind, Callback):
-            continue  # which may be an argument besides
+            continue  # a callback can also be the unit, for instance
         for one in kind.__mro__:
             if one.__module__.partition(".")[0] in _LIBRARIES:
                 continue
@@ -112,7 +111,7 @@ def refuse_dead_methods(**parts: Any) -> None:
 
 
 def members_of_user(cls: type) -> dict[str, Any]:
-    """Return what a subclass of a trainer and its mixins define, without what omnitrain does."""
+    """Return what a subclass of a trainer and its mixins define, without omnitrain's own classes."""
     found: dict[str, Any] = {}
     for one in reversed(cls.__mro__):
         if one is not object and not one.__module__.startswith("omnitrain."):
@@ -121,7 +120,7 @@ def members_of_user(cls: type) -> dict[str, Any]:
 
 
 class Hooks:
-    """The overridable pieces of a training run, and the objects that a trainer is made of."""
+    """The parts of a training run that can be overridden, and the objects that a trainer consists of."""
 
     settings: Settings
     backend: Backend
@@ -140,24 +139,24 @@ class Hooks:
     # --- setting up
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
-        """Return the device to train on: the one asked for, else the first there is of cuda, xpu, mps, cpu."""
+        """Return the device to train on: the one asked for, or the first available of cuda, xpu, mps, cpu."""
         return choose_device(device)
 
     def _setup_training_components(self) -> None:
-        """Put the model in place. `self.optimizer` is built afterwards, unless this sets it."""
+        """Put the model on its device and wrap it. `self.optimizer` is built afterwards, unless this sets it."""
         self.backend.place()
 
     def _seed(self) -> None:
-        """Seed the generators that training draws from; dropout on one rank must not repeat that of another."""
+        """Seed the generators that training draws from, differently on each rank, so that dropout masks differ."""
         rank = self.ranks.rank
         seed_everything(self.settings.seed if rank == 0 else derive_seed(self.settings.seed, rank) & 0x7FFFFFFF)
 
     # --- an epoch and a step
 
     def _train_epoch(self, epoch: int) -> float:
-        """Train on the data of an epoch, or the rest of it, and return its mean loss.
+        """Train on an epoch, or the rest of one after a resume, and return its mean loss.
 
-        Override it for a loop of your own: events of steps then do not fire, everything else stays as it is.
+        Override it for your own loop: then the events of steps are not emitted, and everything else stays the same.
         """
         return self._loop.train_epoch(epoch)
 
@@ -168,19 +167,19 @@ class Hooks:
     # --- a micro-batch
 
     def _weigh(self, batch: Any) -> float:
-        """Return how much a micro-batch (on the host) counts in its window's mean: its labels, or its samples."""
+        """Return the weight of a micro-batch (on the host) in its window's mean: its labels, or its samples."""
         return self._feed.weigh(batch)
 
     def _prepare_batch(self, batch: Any) -> Any:
-        """Return the batch as the model is to see it, on the device."""
+        """Return the batch for the model, on the device."""
         return move_to_device(batch, self.device, non_blocking=True)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of forward and loss."""
+        """Return the context for the forward pass and the loss."""
         return self.precision.autocast()
 
     def _accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch; `last` says that gradients are to be complete after it."""
+        """Return the context for one micro-batch; after the `last` one of a window, gradients must be complete."""
         return self.backend.accumulating(last)
 
     def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
@@ -188,7 +187,7 @@ class Hooks:
         return run_unit(self.unit, model, batch)
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
-        """Return a loss with zero gradients for a micro-batch without labels, if other ranks wait for a backward."""
+        """Return a loss with zero gradients for a micro-batch without labels, if other ranks wait for its backward."""
         return without_effect(output) if self.ranks.world_size > 1 else None
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -208,7 +207,7 @@ class Hooks:
         self.backend.scale_gradients(factor)
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that, on the device."""
+        """Clip the gradients to `max_grad_norm`, if set, and return their norm before clipping, on the device."""
         return self._step.clip_gradients()
 
     def _gradient_norm(self) -> torch.Tensor:
@@ -216,16 +215,16 @@ class Hooks:
         return self.backend.gradient_norm()
 
     def _apply_update(self) -> bool:
-        """Take the optimizer's step; return False if it was left out."""
+        """Step the optimizer; return False if the step was skipped."""
         return self.backend.update()
 
     # --- outside of steps
 
     def _leave_evaluation(self) -> None:
-        """Bring the model back from forward passes without a backward pass."""
+        """Clean up after forward passes without a backward pass."""
         self.backend.end_evaluation()
 
     def _backend_logs(self) -> dict[str, float]:
-        """Return what the backend adds to each row of logs."""
+        """Return the values that the backend adds to each row of logs."""
         scaler = self.backend.scaler
         return {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}

@@ -1,7 +1,7 @@
-"""The lifecycle of a run: fires its events, and keeps progress, requests, history and best.
+"""The lifecycle of a run: emits its events, and keeps progress, requests, history and the best evaluation.
 
 A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, saved, logged,
-end_train` in the order that `Event` prints. Nothing here trains, evaluates or saves, and nothing imports torch.
+end_train` in the order shown in `Event`. Nothing here trains, evaluates or saves, or imports torch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["Lifecycle"]
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _MANY_SKIPPED = 30
-"""Steps in a row that may be skipped while an epoch makes no update: a loss scale may have to fall that often."""
+"""The limit of skipped steps in a row in an epoch without updates: a loss scale may need to fall that often."""
 _MOST_SKIPPED = 10_000
-"""The same where no epoch ends."""
+"""The same if no epoch ends."""
 
 
 class Lifecycle:
-    """Fires events at callbacks in their order, counts progress, and keeps history and best.
+    """Sends events to callbacks in order, counts progress, and keeps the history and the best evaluation.
 
     Args:
-        trainer: Handed to every callback.
+        trainer: Passed to every callback.
         callbacks: Sorted by their `order`; those of equal order stay as given.
-        objective: Judges evaluations.
-        evaluates: Whether the run has evaluations.
+        objective: Decides which evaluation is best.
+        evaluates: Whether the run evaluates.
     """
 
     def __init__(
@@ -52,23 +52,23 @@ class Lifecycle:
         self.improved: bool = False
         """Whether the latest evaluation was the best so far."""
         self.evaluated_step: int = -1
-        """The step of the latest evaluation of the run; -1 before any."""
+        """The step of the run's latest evaluation; -1 before the first."""
         self.saved_at: tuple[int, int, int] | None = None
-        """The position of the latest checkpoint of the run; None before any."""
+        """The position of the run's latest checkpoint; None before the first."""
         self.saved_path: Path | None = None
         """The folder of the latest checkpoint of the run."""
         self.owes_evaluation = False
-        """Whether an evaluation is due that a signal cut short, or that comes before the first step."""
+        """Whether an evaluation is still due: one that a signal interrupted, or the one before the first step."""
         self.owes_save = False
         """Whether a checkpoint was due after that evaluation."""
         self.is_epoch_complete = True
-        """Whether the data of the running epoch ran out."""
+        """Whether the data of the current epoch were used up."""
         self.logged_at: tuple[int, float, int, int] = (0, 0.0, 0, 0)
-        """Steps, seconds, samples and tokens of the run at the latest log; evaluations and saves since then move the
-        seconds on, so that they are no part of the time in between."""
+        """Steps, seconds, samples and tokens of the run at the latest log; later evaluations and saves are added to the
+        seconds, so they are not part of the time between two logs."""
         self._is_aside = False
         self.stop: str = ""
-        """Why the run ends, once all ranks have agreed that it does."""
+        """Why the run ends, once all ranks have agreed."""
         self.signal: int = 0
         """The number of the signal that ended it."""
         self.is_closing = False
@@ -76,7 +76,7 @@ class Lifecycle:
         self.is_running: bool = False
         """Whether `train()` is at work."""
         self._epoch_from = -1
-        """The number of updates when the epoch began, if it began in this run."""
+        """The number of updates when the epoch began, if it began in this call of `train()`."""
         self._skipped_in_a_row = 0
         self._clock = time.perf_counter()
         self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
@@ -92,7 +92,7 @@ class Lifecycle:
                     "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
                 )
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
-        # Only methods that someone overrode are called: an event without listeners costs one dict look-up.
+        # Only overridden methods are called: an event without listeners costs one dict look-up.
         self._listeners = {event: [] for event in Event}
         for event in Event:
             name = f"on_{event}"
@@ -103,12 +103,12 @@ class Lifecycle:
 
     @property
     def asks_alone(self) -> bool:
-        """Whether a callback may request, in a step, what other ranks do not."""
+        """Whether a callback may request something in a step that other ranks do not."""
         events = (Event.STEP_START, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
         return any(callback.asks_alone for event in events for callback, _ in self._listeners[event])
 
     def emit(self, event: Event, *details: Any) -> None:
-        """Tell every callback that listens to `event`; a callback's error goes on, with the callback named."""
+        """Call every callback that listens to `event`; an error in a callback propagates, with the callback named."""
         for callback, handler in self._listeners[event]:
             try:
                 handler(self.trainer, *details)
@@ -128,12 +128,12 @@ class Lifecycle:
         self.emit(Event.TRAIN_START)
 
     def failed(self, error: BaseException) -> None:
-        """Tell the callbacks that the run is ending by `error`; their own errors cannot hide it."""
+        """Tell the callbacks that `error` ends the run; their own errors cannot hide it."""
         self.tick()
         self._emit_safely(Event.EXCEPTION, error)
 
     def end_train(self, failed: bool) -> None:
-        """Close the run: TRAIN_END always comes, and after a failure it cannot hide the failure."""
+        """Close the run: TRAIN_END is always emitted, and errors in it cannot hide an earlier failure."""
         self.tick()
         if self.stop:
             self.metrics["stop_reason"] = self.stop
@@ -155,14 +155,14 @@ class Lifecycle:
                 )
 
     def tick(self) -> None:
-        """Bring `progress.seconds` up to now."""
+        """Update `progress.seconds` to now."""
         now = time.perf_counter()
         self.progress.seconds += now - self._clock
         self._clock = now
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave what is done inside out of the time between two logs, which rates are computed from."""
+        """Exclude the work inside from the time between two logs, from which rates are computed."""
         if self._is_aside:
             yield
             return
@@ -192,16 +192,16 @@ class Lifecycle:
             self.emit(Event.BEFORE_OPTIMIZER_STEP)
 
     def end_step(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
-        """A window of so many samples, tokens and micro-batches (of all ranks) was trained on, or skipped."""
+        """A window was trained on or skipped; it had this many samples, tokens and micro-batches over all ranks."""
         self.progress.advance(samples, tokens, skipped, batches)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row >= _MOST_SKIPPED:  # on a stream, say, whose epoch has no end
+        if self._skipped_in_a_row >= _MOST_SKIPPED:  # for instance on a stream without an end
             raise self._without_update()
         self.tick()
         self.emit(Event.STEP_END)
 
     def end_epoch(self, complete: bool, row: Mapping[str, Any]) -> None:
-        """An epoch is over; it counts, and has its row in the history, only if its data ran out."""
+        """An epoch is over; it counts, and gets a row in the history, only if its data were used up."""
         self.progress.close_epoch(complete)
         if complete and self._epoch_from == self.progress.step and self._skipped_in_a_row >= _MANY_SKIPPED:
             raise self._without_update()
@@ -224,13 +224,13 @@ class Lifecycle:
         )
 
     def add_epoch_row(self, row: Mapping[str, Any]) -> None:
-        """Take the means of an epoch, or of a part of one that the run ended in, into the history."""
+        """Add the means of an epoch, or of the part before the run ended, to the history."""
         self.metrics.add_train({"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **row})
 
     # --- answers to requests
 
     def logged(self, logs: Mapping[str, float]) -> None:
-        """A row of logs is there."""
+        """A row of logs is ready."""
         self.emit(Event.LOG, logs)
 
     def begin_evaluation(self) -> None:
@@ -238,7 +238,7 @@ class Lifecycle:
         self.emit(Event.EVAL_START)
 
     def evaluated(self, metrics: Mapping[str, float], counts: bool = True) -> None:
-        """Take an evaluation into the history and judge it; `counts=False` leaves patience alone."""
+        """Add an evaluation to the history and compare it with the best; `counts=False` leaves patience alone."""
         self.evaluated_step = self.progress.step
         value = metrics[self.objective.key(metrics)]
         self.improved = self.objective.update(value, self.progress.step, counts)
@@ -257,7 +257,7 @@ class Lifecycle:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return progress, objective, how long the history is, and the callbacks' states."""
+        """Return the progress, the objective, the length of the history, and the callbacks' states."""
         self.tick()
         names = [type(callback).__qualname__ for callback in self.callbacks]
         states = [
@@ -273,11 +273,11 @@ class Lifecycle:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
-        """Take back what `state_dict()` returned, but for the callbacks' states.
+        """Restore the state from `state_dict()`, except for the callbacks' states.
 
         Args:
             state: The state.
-            resets_best: Whether the objective is another one now, so that the best so far means nothing.
+            resets_best: Whether the objective is a different one now, so the earlier best means nothing.
         """
         size = self.progress.epoch_size
         self.progress = Progress.from_state(state["progress"])
@@ -294,11 +294,11 @@ class Lifecycle:
         self.saved_at = self.progress.position
 
     def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Give each callback the state that one of its class has saved.
+        """Restore each callback's state from what a callback of its class has saved.
 
         Args:
-            entries: The name of a class and a state, of each that has one.
-            undo: Is told how to bring them back.
+            entries: The class name and the state of each callback that has a state.
+            undo: Gets functions that restore the present states.
 
         Raises:
             CheckpointError: If one of them refuses its state.
@@ -306,7 +306,7 @@ class Lifecycle:
         waiting = list(self.callbacks)
         for entry in entries:
             name = entry["callback"]
-            # those without a state have no entry, so that others of their class count on
+            # callbacks without a state have no entry, and are not counted among those of their class
             alike = [callback for callback in self.callbacks if type(callback).__qualname__ == name]
             heir = next((one for one in alike[entry.get("turn", 0) :] if one in waiting), None)
             if heir is None:
@@ -316,5 +316,5 @@ class Lifecycle:
             give_back(heir, entry["state"], undo)
 
     def loaded(self) -> None:
-        """A checkpoint was put back."""
+        """A checkpoint was restored."""
         self.emit(Event.CHECKPOINT_LOADED)

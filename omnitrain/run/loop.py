@@ -1,7 +1,6 @@
-"""The training loop: epochs, windows, and the answers to what callbacks request.
+"""The training loop: epochs, windows, and acting on the requests of callbacks.
 
-The order of events is printed in `Event`. What happens in a step is in `step.py`; what is saved, in
-`checkpoint/checkpointer.py`.
+`Event` shows the order of events. `step.py` has what happens in a step, `checkpoint/checkpointer.py` what is saved.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _REQUESTS = ("log", "evaluate", "save")
 
 
 class Loop:
-    """Calls the hooks of an epoch and a step, and the lifecycle after each of them.
+    """Calls the hooks of each epoch and step, and the lifecycle after each of them.
 
     Args:
         hooks: The trainer's epochs and steps, which a subclass may override.
-        lifecycle: Fires the events, and keeps what was requested.
+        lifecycle: Emits the events, and keeps the requests.
         sets: The data.
-        feed: Batches to windows.
-        step: Windows to updates.
+        feed: Turns batches into windows.
+        step: Turns windows into updates.
         evaluation: Runs evaluations.
         checkpointer: Saves checkpoints; None without a `save_dir`.
         ranks: The ranks of the run.
@@ -82,14 +81,14 @@ class Loop:
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
         self._sends_ahead = False
-        """Whether the ranks exchange before each step what they are to know at its end."""
+        """Whether the ranks exchange the requests of a step before it, while the step runs."""
         self._sent: Callable[[], tuple[Control, list[float]]] | None = None
-        """Waits for what was sent at the beginning of this step."""
+        """Waits for the exchange begun before this step."""
 
     # --- the run
 
     def run(self, resumed: tuple[Path, Mapping[str, Any]] | None) -> None:
-        """Train from where the run is until something ends it, and bring it to its end.
+        """Train from the current position until something ends the run, and close it.
 
         Args:
             resumed: The folder and omnitrain.json of the checkpoint that was restored; None for a fresh start.
@@ -97,7 +96,7 @@ class Loop:
         lifecycle = self.lifecycle
         lifecycle.begin_train()
         with lifecycle.aside():
-            self.checkpointer.identify()  # it reads data, which may take seconds: now a signal is heeded
+            self.checkpointer.identify()  # reads data, which can take seconds, so only now that signals are handled
         self._tell_of_batch_norm()
         self._sent = None
         (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
@@ -118,7 +117,7 @@ class Loop:
                 self.rehearse_evaluation()
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
-        if self.has_epoch_to_end:  # a checkpoint on an epoch's last step comes before the epoch's end
+        if self.has_epoch_to_end:  # a checkpoint on the last step of an epoch is saved before the epoch ends
             lifecycle.begin_epoch()
             lifecycle.is_epoch_complete = True
             self.end_epoch(self.step.loss.mean())
@@ -147,7 +146,7 @@ class Loop:
             self.answer()
 
     def train_epoch(self, epoch: int) -> float:
-        """Train on the data of an epoch, or the rest of it, and return its mean loss."""
+        """Train on an epoch, or the rest of one, and return its mean loss."""
         hooks, lifecycle = self.hooks, self.lifecycle
         self.step.begin_epoch()
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
@@ -162,10 +161,10 @@ class Loop:
         return self.finish_data()
 
     def finish_data(self) -> float:
-        """Decide whether the epoch is complete now that no more data come, and return its mean loss."""
+        """Decide whether the epoch is complete, now that its data have ended, and return its mean loss."""
         lifecycle = self.lifecycle
         if self.ranks.world_size == 1 and lifecycle.control.stop == "signal":
-            self.agree("the end of the data")  # which may have come with the signal
+            self.agree("the end of the data")  # the signal may have ended the data
         if lifecycle.stop:
             lifecycle.is_epoch_complete = self.has_epoch_to_end
         elif not lifecycle.progress.samples_in_epoch:
@@ -174,14 +173,14 @@ class Loop:
 
     @property
     def has_epoch_to_end(self) -> bool:
-        """Whether the data of the epoch are consumed, and nothing but its end is still to come.
+        """Whether the data of the epoch are consumed, and only the end of the epoch remains.
 
-        An evaluation that a signal cut short belongs before the epoch's end.
+        An evaluation that a signal interrupted belongs before the end of the epoch.
         """
         return self.lifecycle.progress.is_epoch_consumed and not self.lifecycle.owes_evaluation
 
     def end_epoch(self, train_loss: Any) -> None:
-        """End an epoch, or a part of one in which the run ends."""
+        """End an epoch, or the part of one in which the run ends."""
         hooks, lifecycle, meter = self.hooks, self.lifecycle, self.step.loss
         self.step.raise_if_bad(wait=True)
         if not isinstance(train_loss, (int, float)) and not hasattr(train_loss, "__float__"):
@@ -190,7 +189,7 @@ class Loop:
             )
         train_loss = self._mean_over_ranks(float(train_loss))
         if not meter.weight and math.isfinite(train_loss):
-            meter.add(torch.tensor(train_loss), 1)  # a loop of the user's own: its mean is what there is to log
+            meter.add(torch.tensor(train_loss), 1)  # the user's own loop: only its mean can be logged
         elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_own_epoch:
             raise NonFiniteError(f"{type(hooks).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
         row = self._epoch_row(train_loss)
@@ -202,14 +201,14 @@ class Loop:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether the run has ended as it was meant to, by its length."""
+        """Whether the run has reached its length."""
         return self.lifecycle.stop in ("epochs", "max_steps", "max_duration")
 
     def settle(self) -> None:
-        """Do the last evaluation of a run that has ended, and save its last checkpoint.
+        """Run the last evaluation of a run that has ended, and save its last checkpoint.
 
         An evaluation that falls on no interval is left out of the saved history, because a longer run would not have
-        done it; a run that is resumed here without being longer does it again.
+        it; a run that is resumed here and is no longer repeats it.
         """
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         if self.is_at_limit:
@@ -226,7 +225,7 @@ class Loop:
             checkpointer.await_background()
 
     def close(self) -> None:
-        """Bring a run that has ended to its end: the last evaluation, checkpoint and log, and the best weights."""
+        """Complete a run that has ended: the last evaluation, checkpoint and log, and the best weights."""
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         has_time = lifecycle.stop != "signal"
         if not lifecycle.is_closing:
@@ -243,7 +242,7 @@ class Loop:
     # --- answers to requests
 
     def answer(self) -> None:
-        """Do what callbacks have requested: the only place where a run logs, evaluates or saves."""
+        """Act on the requests of callbacks: the only place where a run logs, evaluates or saves."""
         if self.ranks.world_size == 1 and not self.has_requests:
             self.checkpointer.await_background(wait=False)
             return
@@ -262,7 +261,7 @@ class Loop:
         self._save(asked.save)
 
     def _save(self, is_asked: bool) -> None:
-        """Save what is asked for, unless it is saved, and a new best, which may be saved without a mark of it."""
+        """Save if requested and not yet saved here, or if a new best has to be saved."""
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
         if is_asked or checkpointer.owes_best:
@@ -278,17 +277,17 @@ class Loop:
         return self.lifecycle.asks_alone or not is_ours or bool(hooks.algorithms)
 
     def send_ahead(self) -> None:
-        """Start to tell the other ranks, before a step, what they are to know at its end, where that is known already.
+        """Start the exchange that ends a step before the step, if its content is known already.
 
-        The exchange then takes place during the step. What is requested later comes with that of the next step, but
-        intervals and limits, which need no exchange.
+        It then runs during the step. Later requests are sent with the next step, except intervals and limits, which
+        need no exchange.
         """
         if self._sends_ahead:
             asked, ahead = self.lifecycle.control.taken(*_REQUESTS), self.feed.read_ahead()
             self._sent = self.ranks.begin_agreeing("the end of a step", asked, *ahead)
 
     def _agree_after_step(self) -> Control:
-        """Return what is requested at the end of a step or an epoch."""
+        """Return the requests at the end of a step or an epoch."""
         if self._sent is None:
             return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
         (asked, totals), self._sent = self._sent(), None
@@ -302,9 +301,9 @@ class Loop:
         return self.lifecycle.control.is_pending
 
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
-        """Return which of these requests any rank has made, and note the end of the run if one requested it.
+        """Return which of these requests any rank has made, and record the end of the run if one requested it.
 
-        What is known of the next step goes along, as every exchange costs about as much as a small model's forward.
+        The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
         """
         lifecycle = self.lifecycle
         asked, totals = self.ranks.agree(where, lifecycle.control.taken(*requests), *ahead)
@@ -317,7 +316,7 @@ class Loop:
             self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
 
     def is_interrupted(self, batches: int) -> bool:
-        """Return whether a signal on any rank is to cut an evaluation short; asked before each of its batches."""
+        """Return whether a signal on any rank should interrupt an evaluation; called before each of its batches."""
         if self.ranks.world_size == 1:
             return self.lifecycle.control.stop == "signal"
         if batches % _BATCHES_BETWEEN_AGREEMENTS:
@@ -325,10 +324,10 @@ class Loop:
         return self.agree("a batch of an evaluation").stop == "signal"
 
     def outside(self, loader: Any, work: Callable[[Callable[[int], bool]], Result | None]) -> Result:
-        """Return what `work(is_interrupted)` returns for an evaluation outside of the run, and end its workers.
+        """Return the result of `work(is_interrupted)`, an evaluation outside the run, and end its workers.
 
         Raises:
-            KeyboardInterrupt: If a signal has cut it short.
+            KeyboardInterrupt: If a signal has interrupted it.
         """
         self.sets.check_sizes(loader)
         try:
@@ -341,7 +340,7 @@ class Loop:
         return result
 
     def evaluate(self, counts: bool = True) -> None:
-        """Evaluate as a part of the run; `counts=False` leaves patience alone."""
+        """Evaluate as part of the run; `counts=False` leaves patience alone."""
         hooks, lifecycle = self.hooks, self.lifecycle
         lifecycle.begin_evaluation()
         self.is_evaluating = True
@@ -357,7 +356,7 @@ class Loop:
             self.is_evaluating, self.evaluation.left_out = False, frozenset()
         lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:
-            return  # cut short by a signal: half an evaluation is none, and a resumed run does it again
+            return  # interrupted by a signal: a resumed run repeats the whole evaluation
         if self.settings.on_nonfinite == "raise":
             self._refuse_nonfinite(metrics)
         for algorithm in hooks.algorithms:
@@ -389,10 +388,10 @@ class Loop:
         return frozenset(found)
 
     def rehearse_evaluation(self) -> None:
-        """Evaluate the first batch of each set for what it raises, which would else come after hours of training.
+        """Evaluate the first batch of each set to find errors that would otherwise come after hours of training.
 
-        It leaves no trace: no event, no row, no random number, nothing for the best or for patience. What a batch does
-        not settle (a metric of a user's own may need all classes) is settled by the whole set.
+        It leaves no trace: no event, no row, no random number, nothing for the best or for patience. If one batch is
+        not enough (the user's own metric may need all classes), the whole set is evaluated.
         """
         evaluation, loader = self.evaluation, self.sets.eval
         try:
@@ -414,7 +413,7 @@ class Loop:
             raise
 
     def _check(self, metrics: Mapping[str, float] | None) -> None:
-        """Raise for metrics that a run could not go by; None are those of an evaluation that a signal cut short."""
+        """Raise if a run cannot use these metrics; None is an evaluation interrupted by a signal."""
         if metrics is None:
             return
         if self.settings.on_nonfinite == "raise":
@@ -423,25 +422,25 @@ class Loop:
             self.lifecycle.objective.key(metrics)
 
     def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:
-        """Raise for a set whose loss is not finite, with its samples named."""
+        """Raise if the loss of a set is not finite, and name the samples."""
         sets = self.sets.eval if isinstance(self.sets.eval, Mapping) else {"": self.sets.eval}
         for name, loader in sets.items():
             prefix = f"eval_{name}" if name else "eval"
-            loss = metrics.get(f"{prefix}_loss", 0.0)  # an evaluation of the user's own may have none
+            loss = metrics.get(f"{prefix}_loss", 0.0)  # the user's own evaluation may have none
             if not math.isfinite(loss):
                 folder = None if self.checkpointer.store is None else self.checkpointer.store.root
                 step = self.lifecycle.progress.step
                 raise evaluation_error(self.evaluation, loader, loss, step, folder)
 
     def log(self) -> None:
-        """Read the loss off the device, once per log, and send the row out."""
+        """Read the loss from the device, once per log, and emit the row."""
         lifecycle, progress = self.lifecycle, self.lifecycle.progress
         lifecycle.tick()
         self.step.raise_if_bad(wait=True)
         loss = self.step.loss.mean_since_last()
         step, seconds, samples, tokens = lifecycle.logged_at
         if math.isnan(loss) and progress.step == step:
-            return  # all steps since the latest log were skipped, so there is nothing to tell
+            return  # all steps since the latest log were skipped, so there is nothing to log
         passed = max(progress.seconds - seconds, 1e-9)
         logs: dict[str, Any] = {
             "step": progress.step,
@@ -450,7 +449,7 @@ class Loop:
             **self.learning_rates(),
             **self._grad_norm(),
         }
-        if progress.samples:  # a loop of the user's own counts none
+        if progress.samples:  # the user's own loop counts none
             logs["samples_per_second"] = (progress.samples - samples) / passed
         if progress.tokens:
             logs["tokens_per_second"] = (progress.tokens - tokens) / passed
@@ -461,7 +460,7 @@ class Loop:
         lifecycle.logged(logs)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of the latest update, and those of groups that differ from the first one."""
+        """Return the learning rate of the latest update, and the rates of groups that differ from the first."""
         groups = self.hooks.backend.optimizer.param_groups
         rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
         bases = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -478,17 +477,17 @@ class Loop:
     def _epoch_row(self, train_loss: float) -> dict[str, float]:
         return {"train_loss": train_loss, **self.learning_rates(), **self._grad_norm()}
 
-    # --- a loop of the user's own
+    # --- the user's own loop
 
     @property
     def has_own_epoch(self) -> bool:
-        """Whether the trainer's class has an epoch of its own."""
+        """Whether the trainer's class overrides `_train_epoch`."""
         return type(self.hooks)._train_epoch is not Hooks._train_epoch
 
     def _mean_over_ranks(self, train_loss: float) -> float:
-        """Return the mean of what the ranks returned, weighted by the samples that each took from `train_loader`.
+        """Return the mean of the ranks' losses, weighted by the samples that each took from `train_loader`.
 
-        The loop of ours has exchanged it already.
+        Our own loop has averaged them already.
         """
         if not self.has_own_epoch or self.ranks.world_size == 1:
             return train_loss
@@ -503,7 +502,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _counting_steps_of_others(self) -> Iterator[None]:
-        """Count the optimizer steps of a `_train_epoch` of the user's own, which does not count them itself."""
+        """Count the optimizer steps of the user's own `_train_epoch`, which does not count them itself."""
         if not self.has_own_epoch:
             yield
             return
@@ -538,6 +537,6 @@ class Loop:
 
 
 def _note_memory(error: Exception) -> None:
-    """Name the remedy where the memory of a device has ended in an evaluation."""
+    """Name the remedy if an evaluation ran out of device memory."""
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")

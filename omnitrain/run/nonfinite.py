@@ -1,4 +1,4 @@
-"""The report on a NaN or infinity: which samples it came from. Its detection is in `finite.py`."""
+"""The report on a NaN or infinity: the samples that it came from. `finite.py` detects it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Place", "evaluation_error", "nonfinite_error"]
 
 
 class Place(NamedTuple):
-    """Where in the run a window was: enough to name its samples later."""
+    """The position of a window in the run, from which its samples can be named later."""
 
     step: int
     epoch: int
@@ -28,15 +28,15 @@ class Place(NamedTuple):
 
 
 def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Place) -> NonFiniteError:
-    """Return the error for a window that is not finite, and leave `nonfinite.json` in `save_dir`.
+    """Return the error for a window that is not finite, and write `nonfinite.json` to `save_dir`.
 
     Args:
-        hooks: The trainer's, to run single samples forward.
+        hooks: The trainer's hooks, to run single samples.
         loader: The loader of the training set.
         save_dir: The folder of the run; None writes no file.
-        place: Where the window was.
+        place: The position of the window.
     """
-    # a gradient of sharded weights takes all ranks
+    # computing a gradient of sharded weights needs all ranks
     checks = (_is_bad, _has_bad_gradient) if hooks.backend.sharding is None else (_is_bad,)
     indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples, checks), hooks.ranks.rank
     _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
@@ -51,12 +51,12 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
 def evaluation_error(
     evaluation: Evaluation, loader: Any, loss: float, step: int, save_dir: Path | None
 ) -> NonFiniteError:
-    """Return the error for an evaluation whose loss is not finite, and leave `nonfinite.json` in `save_dir`.
+    """Return the error for an evaluation whose loss is not finite, and write `nonfinite.json` to `save_dir`.
 
     Args:
-        evaluation: What ran it; it goes through the set once more, up to the first batch that is bad.
+        evaluation: The evaluation, which goes through the set again up to the first bad batch.
         loader: The loader of the set.
-        loss: Its loss.
+        loss: The loss of the set.
         step: The step of the run.
         save_dir: The folder of the run; None writes no file.
     """
@@ -83,7 +83,7 @@ def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None
 
 
 def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
-    """Return the number, from 0 on, of the first batch whose loss is not finite on any rank."""
+    """Return the number, from 0, of the first batch whose loss is not finite on any rank."""
     hooks = evaluation.hooks
     with evaluating(hooks):
         for number, (batch, _) in enumerate(evaluation.feed.in_step(loader)):
@@ -96,16 +96,16 @@ def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
 def _suspects(
     hooks: Hooks, loader: Any, epoch: int, position: int, samples: int, checks: Sequence[Callable[[Hooks, Any], bool]]
 ) -> list[int]:
-    """Return the indices of the samples there that fail the first check that any of them fails, else of all."""
+    """Return the indices of the samples that fail the first check that any of them fails, or of all samples."""
     sampler, fetch = getattr(loader, "sampler", None), getattr(loader, "fetch", None)
     if sampler is None or fetch is None:
-        return []  # a stream or a user's own loader: its samples have no indices
+        return []  # samples of a stream or of the user's own loader have no indices
     window = sampler.samples(epoch, position, position + samples)
     for is_bad in checks:
         try:
             with evaluating(hooks):
                 bad = [int(index) for index in window if is_bad(hooks, fetch(epoch, np.array([index])))]
-        except Exception:  # a model that cannot take one sample by itself: then the whole window is named
+        except Exception:  # the model cannot process a single sample: name the whole window
             break
         if bad:
             return bad
@@ -120,10 +120,10 @@ def _is_bad(hooks: Hooks, batch: Any) -> bool:
 
 
 def _has_bad_gradient(hooks: Hooks, batch: Any) -> bool:
-    """Whether a gradient of a batch with a finite loss is not; all weights are on this rank."""
+    """Whether a batch with a finite loss has a gradient that is not finite; all weights must be on this rank."""
     batch = hooks._prepare_batch(batch)
     with torch.enable_grad(), hooks._autocast():
-        loss = hooks._forward(hooks.backend.model, batch).loss  # not DDP's, which waits for the backward pass of all
+        loss = hooks._forward(hooks.backend.model, batch).loss  # without DDP, which would wait for all ranks
     if loss is None or not loss.requires_grad:
         return False
     trained = [one for one in hooks.backend.model.parameters() if one.requires_grad]

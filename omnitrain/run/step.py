@@ -1,6 +1,6 @@
-"""One optimizer step: forward and backward of each micro-batch of a window, then one update.
+"""One optimizer step: forward and backward passes of each micro-batch of a window, then one update.
 
-Our loop takes a step whole, by `take`. transformers' loop takes the same step in its parts: `begin`, `loss_of` for each
+Our loop runs a whole step with `take`. transformers' loop runs the same step in parts: `begin`, `loss_of` for each
 micro-batch, `finish`, `conclude`.
 """
 
@@ -34,10 +34,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that its user has put into evaluation mode.
+    """Return the modules of a model that the user has put into evaluation mode.
 
-    A whole model in evaluation mode says nothing: so does `from_pretrained` leave it, of which training is expected.
-    The same goes for a part that has `from_pretrained`, unless all of it is frozen.
+    If the whole model is in evaluation mode, that means nothing: `from_pretrained` leaves models so, and the user
+    expects training. The same goes for a part that has `from_pretrained`, unless all of it is frozen.
     """
     found: list[nn.Module] = []
 
@@ -58,7 +58,7 @@ class Step:
     """Trains on one window at a time.
 
     Args:
-        hooks: What the trainer overrides of a step.
+        hooks: The trainer's hooks of a step.
         backend: How gradients are added up and weights updated.
         lifecycle: Counts, and calls the callbacks.
         ranks: The ranks of the run.
@@ -70,7 +70,7 @@ class Step:
         loss: The losses of the epoch so far.
         grad_norm: The norm of the latest gradients before clipping, on the device; None before the first step.
         rates: The learning rate of each group of the optimizer in the latest update; empty before the first one.
-        guard: Notices losses and gradients that are not finite.
+        guard: Detects losses and gradients that are not finite.
     """
 
     guard: FiniteGuard
@@ -96,28 +96,28 @@ class Step:
         self._error_at = error_at
         self._loader = loader
         self.weight: float = 0.0
-        """What the micro-batch that is run counts in the mean of its step."""
+        """The weight of the current micro-batch in the mean of its step."""
         self._window: Window
         self.turn: int = 0
-        """The number of micro-batches of this step that were run."""
+        """How many micro-batches of this step were run."""
         self._targets: int | None = None
-        """The targets of this window so far, where the unit counts them."""
+        """The targets of this window so far, if the unit counts them."""
         self._has_warned_of_empty = False
         self._may_undo = False
-        """Whether a step may turn out to be skipped, so that its loss has to be taken back."""
+        """Whether a step can turn out to be skipped, so that its loss has to be subtracted again."""
         self._is_first = True
-        """Whether this is the first step of a run, in which it is seen that something is trained at all."""
+        """Whether this is the first step of a run, which checks that anything is trained at all."""
         self._is_in_training = False
-        """Whether the model was put into training in this run."""
+        """Whether this run has put the model into training mode."""
         self._evaluating: list[nn.Module] = []
-        """The modules that the user has put into evaluation mode, and that stay in it."""
+        """The modules that the user has put into evaluation mode, which stay in it."""
         self._left_out: list[str] = []
-        """The parameters that require a gradient and are in no group of the optimizer, of which the user was told."""
+        """The parameters that require a gradient and are in no optimizer group, about which the user was warned."""
         self._tell_unit: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
 
     def prepare(self) -> None:
-        """Get ready for a run: no gradients, and a guard that fits the optimizer."""
+        """Prepare for a run: no gradients, and a guard that fits the optimizer."""
         optimizer, settings = self._backend.optimizer, self._settings
         if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.scaler.is_enabled():
             raise ConfigError(
@@ -137,7 +137,7 @@ class Step:
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
 
     def _tell_of_low_precision(self) -> None:
-        """Warn of weights that train in 16 bits, unless the backend updates a copy of 32 bits."""
+        """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
         kinds = {one.dtype for one in self._backend.parameters if one.dtype in (torch.bfloat16, torch.float16)}
         if kinds and not self._backend.keeps_masters and self._ranks.is_main:
             (kind, *_) = kinds
@@ -148,20 +148,20 @@ class Step:
             )  # fmt: skip
 
     def begin_epoch(self) -> None:
-        """Get ready for an epoch, between which a callback may have frozen or unfrozen layers."""
+        """Prepare for an epoch: a callback may have frozen or unfrozen layers since the last one."""
         self._put_into_training()
         self._backend.collect_parameters()
         self._tell_of_left_out()
 
     def _put_into_training(self) -> None:
-        """Put the model into training at the beginning of a run; later on its modes are the user's.
+        """Put the model into training mode at the beginning of a run; after that the user decides its modes.
 
-        Should the whole of it be in evaluation mode at the beginning of a later epoch, it is put back.
+        If the whole model is in evaluation mode at the beginning of a later epoch, it is put back into training mode.
         """
         model, wrapped = self._backend.model, self._backend.wrapped
         if self._is_in_training and wrapped.training and model.training:
             return
-        if not self._is_in_training:  # now, since a callback may have set modes when the run began
+        if not self._is_in_training:  # only now, since a callback may have set modes when the run began
             self._evaluating = kept_in_evaluation(model)
         wrapped.train()
         for module in self._evaluating:
@@ -175,7 +175,7 @@ class Step:
         self._is_in_training = True
 
     def _tell_of_left_out(self) -> None:
-        """Warn of parameters that require a gradient and are in no group of the optimizer, once."""
+        """Warn once about parameters that require a gradient and are in no optimizer group."""
         left_out = self._backend.parameters_without_group()
         if set(left_out) - set(self._left_out):
             logger.warning(
@@ -207,12 +207,12 @@ class Step:
         self.restart(window)
 
     def restart(self, window: Window) -> None:
-        """Go to the first micro-batch of a window, or of the same samples in other micro-batches."""
+        """Go to the first micro-batch of a window, which may be the same samples in other micro-batches."""
         self._window, self.turn, self._targets = window, 0, None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has anything to predict in this window."""
+        """Whether this window has nothing to predict on any rank."""
         return not self._window.weight
 
     @property
@@ -221,7 +221,7 @@ class Step:
         return self.turn == len(self._window.batches) - 1
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
-        """Run the next micro-batch forward; return its part of the window's loss, or None without a backward pass."""
+        """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
         turn, last = self.turn, self.is_last
         self.turn += 1
         self._ranks.moves += 1
@@ -235,7 +235,7 @@ class Step:
             raise
 
     def _too_few_to_normalize(self, turn: int) -> DataError:
-        """Return the error for a layer that normalizes over its batch, of which there is a single sample."""
+        """Return the error for a layer that normalizes over a batch of a single sample."""
         place, size = self._place(), self._lifecycle.progress.epoch_size
         is_rest = size is not None and place.position + place.samples >= size
         left = f", which is what the batches leave over of {size} samples" if is_rest else ""
@@ -261,16 +261,16 @@ class Step:
             if self._settings.grad_reduction == "per-token-mean" and not isinstance(hooks.unit, ModelUnit):
                 raise no_token_counts()
             self.loss.add(loss, weight)
-        else:  # the loss is the sum over targets, which only the forward could count
+        else:  # the loss is a sum over targets, which only the forward pass could count
             count = int(output.num_targets) if weight else 0
             self._targets = (self._targets or 0) + count
             self.loss.add(loss / max(count, 1), count)
             weight = 1.0 if count else 0.0
-        # a mean over nothing is NaN, and 0 x NaN is NaN
+        # the mean of nothing is NaN, and 0 x NaN is NaN
         divisor = window.divisor
         scaled = hooks._idle_loss(output) if not weight else loss if weight == divisor else loss * (weight / divisor)
         if last and self._ranks.world_size > 1 and scaled is not None:
-            # A loss that is not finite must be seen by all ranks: its gradients are, once they are averaged.
+            # All ranks must see a loss that is not finite: they see its gradients, once these are averaged.
             total = self.loss.sum
             if isinstance(total, torch.Tensor):
                 scaled = scaled * (total * 0 + 1).to(scaled.dtype)
@@ -279,7 +279,7 @@ class Step:
         return scaled
 
     def _name_samples(self, error: Exception, turn: int) -> None:
-        """Add to an error of a forward pass where it was, and which samples raise it."""
+        """Add to an error of a forward pass its step and rank, and the samples that raise it."""
         hooks, loader, place = self._hooks, self._loader(), self._place()
         if loader is not None:
             run, mode = functools.partial(self._backend.forward, hooks._forward), functools.partial(evaluating, hooks)
@@ -289,7 +289,7 @@ class Step:
         add_place(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
 
     def finish(self) -> bool:
-        """Make the gradients final, tell the callbacks, and return whether the update may be made."""
+        """Make the gradients final, tell the callbacks, and return whether to make the update."""
         if self.is_empty or not self._divide_by_targets():
             self._warn_of_empty()
             return False
@@ -313,7 +313,7 @@ class Step:
         """Step the schedule if the update was made, clear the gradients, and return `applied`."""
         hooks, backend = self._hooks, self._backend
         if applied:
-            # copied where they are tensors, which schedules change in place
+            # tensors are copied, because schedules change them in place
             self.rates = [
                 rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate
                 for group in backend.optimizer.param_groups
@@ -339,17 +339,17 @@ class Step:
             raise
 
     def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm`, if there is one, and return their norm before that."""
+        """Clip the gradients to `max_grad_norm`, if set, and return their norm before clipping."""
         norm = self._hooks._gradient_norm()
         limit = self._settings.max_grad_norm
-        # On a CPU the norm is read for free, and most steps need no clipping: the factor would be exactly 1.
+        # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
         if limit is None or (norm.device.type == "cpu" and read_on_cpu(norm) < limit * (1 - 1e-6) - 1e-6):
             return norm
         nn.utils.clip_grads_with_norm_(self._backend.parameters, limit, norm)
         return norm
 
     def _divide_by_targets(self) -> bool:
-        """Divide the gradients by the window's targets, where the forward passes counted them; False without any."""
+        """Divide the gradients by the window's targets, if the forward passes counted them; return False if none."""
         if self._targets is None or self._settings.grad_reduction == "sum":
             return True
         (targets,) = self._ranks.sum("the targets of a step", self._targets)
@@ -369,7 +369,7 @@ class Step:
     # --- losses and gradients that are not finite
 
     def _is_admitted(self, norm: torch.Tensor) -> bool:
-        """Return whether the update may be made, under the policy for numbers that are not finite."""
+        """Return whether to make the update, under the policy for numbers that are not finite."""
         if self.guard.admits(self._evidence(norm), self._place):
             if self.guard.deferred:
                 self.raise_if_bad()
@@ -385,26 +385,26 @@ class Step:
         return not skips
 
     def _place(self) -> Place:
-        """Return where the present step is."""
+        """Return the position of the current step."""
         progress = self._lifecycle.progress
         return Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
 
     def _evidence(self, norm: torch.Tensor) -> float | torch.Tensor:
-        """Return a number that is finite exactly if the losses so far and the gradients are."""
+        """Return a number that is finite if and only if the losses so far and the gradients are."""
         if self._backend.may_skip:
-            return self.loss.sum  # an infinite gradient is the scaler's to handle: it skips the step
+            return self.loss.sum  # the scaler handles an infinite gradient: it skips the step
         if self._ranks.world_size > 1:
             return norm
         return self.loss.sum + (read_on_cpu(norm) if isinstance(self.loss.sum, float) else norm)
 
     def raise_if_bad(self, wait: bool = False) -> None:
-        """Raise NonFiniteError for a step that the device has reported since; with `wait`, look at all steps so far."""
+        """Raise NonFiniteError for a bad step that the device has reported; with `wait`, check all steps so far."""
         place = self.guard.first_bad(wait)
         if place is not None:
             raise self._error_at(place)
 
     def _check_loss_scale(self) -> None:
-        """Refuse to go on where the gradients overflow whatever the scale."""
+        """Raise NonFiniteError if the gradients overflow at any loss scale."""
         scaler, least = self._backend.scaler, self._settings.fp16_loss_scale[1]
         if scaler.is_enabled() and scaler.get_scale() < least:
             raise NonFiniteError(
@@ -424,8 +424,8 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, on any number of ranks."""
+        """Restore the state from `state_dict`, on any number of ranks."""
         losses, norm = state["loss"], state["grad_norm"]
-        self.loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # as the first checkpoints have it
+        self.loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # one entry in old checkpoints
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
-        self.rates = list(state.get("learning_rates", []))  # the first checkpoints lack them
+        self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them

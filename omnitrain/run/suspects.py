@@ -1,4 +1,4 @@
-"""The samples behind a forward pass that failed: they are run again one by one, where that is possible.
+"""The samples behind a failed forward pass: they are run again one by one, if possible.
 
 Errors in the data name their samples where they are raised, in `data/`; a NaN is reported by `nonfinite.py`.
 """
@@ -32,18 +32,18 @@ def suspects(
     run: Callable[[Any], Any],
     mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> str:
-    """Return words for the samples of a micro-batch, and for those of them that fail alone.
+    """Name the samples of a micro-batch in words, and those that fail alone.
 
-    Empty where samples have no numbers. Nothing is run again after an error of the device, of its memory or of another
-    rank, nor where a forward pass needs all ranks.
+    The result is empty if samples have no index. Nothing is run again after an error of the device, of its memory or
+    of another rank, or if a forward pass needs all ranks.
 
     Args:
-        error: What the micro-batch has raised.
-        hooks: Of the trainer.
-        loader: Where the micro-batch is from.
-        place: The epoch, where in it the window begins, and which of its micro-batches it is.
-        run: What was called with it.
-        mode: The context in which that may be done again: without gradients, and without an effect on the run.
+        error: The error that the micro-batch raised.
+        hooks: The trainer's hooks.
+        loader: The loader of the micro-batch.
+        place: The epoch, the position in it where the window begins, and the number of the micro-batch in the window.
+        run: The function that failed, called with a batch.
+        mode: The context for running it again: without gradients, and without an effect on the run.
     """
     samples = loader.indices_at(*place)
     if not samples or is_of_connection(error):
@@ -64,7 +64,7 @@ def suspects(
 
 
 def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
-    """Add the remedy to an error of a forward pass, where the data are in another precision than the model."""
+    """Add the remedy to an error of a forward pass if the data have another dtype than the model."""
     if re.search(r"expected (scalar type|target dtype to be) Long", str(error)):
         error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
     if not isinstance(error, RuntimeError) or "dtype" not in str(error):
