@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation. Pages are Markdown; the reference is read from `omnitrain.__all__`."""
+"""How Sphinx builds the pages; the reference is read from `omnitrain.__all__`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ author = "The omnitrain authors"
 copyright = "2026, The omnitrain authors"  # the name that Sphinx reads
 release = version = omnitrain.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 exclude_patterns = ["_build"]
