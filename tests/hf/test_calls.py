@@ -57,8 +57,8 @@ def verdicts() -> dict[str, set[str]]:
     table = (
         PAGE.read_text(encoding="utf-8").split("\n## Every public name of transformers.Trainer\n")[1].split("\n## ")[0]
     )
-    same, engine = (re.search(rf"\n\| {words} \| (.*) \|", table) for words in ("the same", "through to the engine"))
-    another, absent = (re.split(rf"\n\| {words} \|", table)[1].split("\n\n")[0] for words in ("another", "not there"))
+    same, engine = (re.search(rf"\n\| {words} \| (.*) \|", table) for words in ("the same", "passed on to the engine"))
+    another, absent = (re.split(rf"\n\| {words} \|", table)[1].split("\n\n")[0] for words in ("different", "missing"))
     found = {"same": same[1], "engine": engine[1]}  # type: ignore[index]
     found |= {
         kind: " ".join(row.split(" | ")[0] for row in rows.splitlines()[2:])
