@@ -155,11 +155,7 @@ def is_disk_error(error: BaseException | None) -> bool:
         return False
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_TORCH):
         return True
-<<<<<<< HEAD
     return any(words in str(error) for words in _OF_RUST)
-=======
-    return "(os error " in str(error)  # from Rust code: safetensors, tokenizers
->>>>>>> a215869 (Events, the run and data documented in plainer English)
 
 
 class Tolerance:

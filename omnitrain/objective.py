@@ -227,31 +227,16 @@ class Objective:
             f"{did_you_mean(self.metric, known)}"
         )
 
-<<<<<<< HEAD
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a metric that cannot come, where the names of all results are known beforehand.
+        """Refuse a metric that no evaluation will have, given the names of all results.
 
         Args:
             names: The names, without "eval_".
-=======
-    def check(self, names: Iterable[str], sets: Iterable[str]) -> None:
-        """Refuse a metric that no evaluation will have, if the names of the metrics are known in advance.
-
-        Args:
-            names: The names of the metrics.
-            sets: The names of the evaluation sets, if they have names.
->>>>>>> a215869 (Events, the run and data documented in plainer English)
 
         Raises:
             ObjectiveError: If the metric is not among them.
         """
-<<<<<<< HEAD
         self.key(dict.fromkeys(f"eval_{name}" for name in names))
-=======
-        known, sets = ["loss", *names], list(sets)
-        plain = ["loss"] if sets else known  # only the loss is averaged over named sets
-        self.key(dict.fromkeys([f"eval_{name}" for name in plain] + [f"eval_{s}_{n}" for s in sets for n in known], 0))
->>>>>>> a215869 (Events, the run and data documented in plainer English)
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Return whether `value` is strictly better; one that is not finite never is, and any finite one beats it."""

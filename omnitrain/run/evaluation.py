@@ -197,13 +197,8 @@ class Evaluation:
         return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named}
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
-<<<<<<< HEAD
-        """Return the predictions for every sample of a loader, in its order; None if a signal cut it short."""
-        result = self._run(loader, is_interrupted, keeps_all=True, needs_loss=False)
-=======
         """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""
-        result = self._run(loader, is_interrupted, keeps=True, needs_loss=False)
->>>>>>> a215869 (Events, the run and data documented in plainer English)
+        result = self._run(loader, is_interrupted, keeps_all=True, needs_loss=False)
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in result.metrics.items()}
@@ -222,14 +217,9 @@ class Evaluation:
         return output
 
     def forward(self, batch: Any) -> StepOutput:
-<<<<<<< HEAD
-        """Return what the model makes of a batch on the device."""
+        """Return the model's output for a batch on the device."""
         run = self.hooks._forward if self._unit is None else functools.partial(run_unit, self._unit)
         return self.hooks.backend.forward(run, batch)
-=======
-        """Return the model's output for a batch on the device."""
-        return self.hooks.backend.forward(self.hooks._forward, batch)
->>>>>>> a215869 (Events, the run and data documented in plainer English)
 
     def _run(
         self,
@@ -243,15 +233,9 @@ class Evaluation:
 
         Args:
             loader: The loader.
-<<<<<<< HEAD
-            is_interrupted: Asked before each batch, with its number, whether to end here.
-            keeps_all: Whether to keep outputs and labels as arrays though no metric needs them.
-            needs_loss: Whether there must be a loss, and something to score where metrics are asked for.
-=======
             is_interrupted: Called before each batch, with its number; True ends the evaluation.
-            keeps: Whether to keep outputs and labels as arrays.
+            keeps_all: Whether to keep outputs and labels as arrays even if no metric needs them.
             needs_loss: Whether a loss is required, and something to score if metrics are asked for.
->>>>>>> a215869 (Events, the run and data documented in plainer English)
             only_first: Whether to end after the first batch.
         """
         before = self.scorer, self._unit
@@ -279,13 +263,8 @@ class Evaluation:
                 ranks.moves += 1
                 if is_interrupted(number):
                     return None
-<<<<<<< HEAD
-                counts = samples > 0  # else it is a stand-in
-                weight = hooks._weigh(batch) if self._unit is None else count_samples(batch)
-=======
                 counts = samples > 0  # otherwise it is a stand-in
-                weight = hooks._weigh(batch)
->>>>>>> a215869 (Events, the run and data documented in plainer English)
+                weight = hooks._weigh(batch) if self._unit is None else count_samples(batch)
                 output = self._run_batch(batch, loader, number)
                 if counts:
                     weights += _add_loss(total, output, weight, needs_loss)
