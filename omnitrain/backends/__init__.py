@@ -1,1 +1,1 @@
-"""Backends: where the weights are, how they are wrapped, and how they are updated."""
+"""Backends: where the weights are, how the model is wrapped, and how it is updated."""

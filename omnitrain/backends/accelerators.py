@@ -1,6 +1,6 @@
-"""Builds accelerate's `Accelerator` from the arguments and `accelerate launch`, and picks the backend.
+"""Builds accelerate's `Accelerator` from the arguments and `accelerate launch`, and chooses the backend.
 
-DeepSpeed's configuration is in `deepspeed.py`.
+`deepspeed.py` has the DeepSpeed configuration.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def make_accelerator(
     find_unused_parameters: bool = False,
     timeout: float | None = None,
 ) -> Any:
-    """Return accelerate's `Accelerator` for what was asked for here or by `accelerate launch`.
+    """Return accelerate's `Accelerator` for these arguments and those of `accelerate launch`.
 
-    Mixed precision is passed on to FSDP and DeepSpeed, which act on it when they wrap the model; autocast and loss
-    scaling are the trainer's own. accelerate's number of accumulation steps stays 1: windows are counted by the loop,
-    and accelerate would divide the last, short one by too much.
+    Mixed precision is passed on to FSDP and DeepSpeed, which use it when they wrap the model; the trainer itself does
+    autocast and loss scaling. accelerate's number of accumulation steps stays 1: the loop counts windows, and
+    accelerate would divide the last, short one by too much.
 
     Args:
         precision: "no", "fp16" or "bf16".
-        deepspeed_plugin: accelerate's, if DeepSpeed is to train.
-        fsdp_plugin: accelerate's, or None for what the launcher said.
-        parallelism_config: accelerate's.
-        find_unused_parameters: Whether DDP looks for parameters that a step did not use.
-        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
+        deepspeed_plugin: accelerate's `DeepSpeedPlugin`, to train with DeepSpeed.
+        fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin`, or None for the launcher's settings.
+        parallelism_config: accelerate's `ParallelismConfig`.
+        find_unused_parameters: Whether DDP searches for parameters that a step did not use.
+        timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
     """
     try:
         from accelerate import Accelerator
@@ -70,7 +70,7 @@ def make_accelerator(
 
     check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
     _check_dimensions(parallelism_config)
-    # One trainer after another, each with its own settings; the processes stay.
+    # Trainers may follow each other, each with its own settings, on the same processes.
     kind = PartialState._shared_state.get("distributed_type")
     AcceleratorState._reset_state(deepspeed_plugin is None and kind == DistributedType.DEEPSPEED)
     has_gpu = choose_device(None).type != "cpu" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
@@ -109,37 +109,37 @@ def make_accelerator(
             f"`parallelism_config` cannot be used here: {error} Its sizes multiply to the number of processes, which "
             "train on GPUs; leave it out elsewhere."
         ) from error
-    finally:  # accelerate leaves word there of what it made; a later trainer in this process may want something else
+    finally:  # accelerate records there what it created, and a later trainer in this process may need something else
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return accelerator
 
 
 def _meeting_of(init_method: str | None, is_zero_on_cpu: bool) -> Any:
-    """Return accelerate's options for forming the group of processes; DeepSpeed on a CPU gets one that is formed."""
+    """Return accelerate's options for forming the process group; for DeepSpeed on a CPU it is formed here."""
     from accelerate.utils import InitProcessGroupKwargs
 
     if not is_zero_on_cpu:
         return InitProcessGroupKwargs(init_method=init_method)
     if init_method is not None and not torch.distributed.is_initialized():
-        # before DeepSpeed compiles, as the processes would not hear of each other meanwhile
+        # before DeepSpeed compiles, during which the processes would not hear from each other
         torch.distributed.init_process_group("gloo", init_method=init_method)
-    return InitProcessGroupKwargs(backend="gloo", init_method=init_method)  # else accelerate believes in one process
+    return InitProcessGroupKwargs(backend="gloo", init_method=init_method)  # or accelerate assumes a single process
 
 
 def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
-    """Return the backend that an accelerator stands for.
+    """Return the backend for an accelerator.
 
-    Asked once, when the accelerator is new: its state is shared, and the next one to be made changes it.
+    Called once, when the accelerator is new: its state is shared, and the next accelerator changes it.
 
     Args:
-        accelerator: accelerate's `Accelerator`; None for one that is set before the model is put in place.
+        accelerator: accelerate's `Accelerator`; None if it is set before the model is put in place.
         settings: The arguments of the trainer.
         parts: The arguments of `Backend`.
 
     Raises:
-        ConfigError: If `async_save` is set for weights that are sharded.
-        DistributedError: If the ranks have been told to place the model in different ways.
+        ConfigError: If `async_save` is set for sharded weights.
+        DistributedError: If the settings for placing the model differ between ranks.
     """
     kind = None if accelerator is None else str(accelerator.distributed_type.value)
     ranks: Ranks = parts[-1]
@@ -154,13 +154,13 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     if kind == "DEEPSPEED":
         rates = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
         model, device, _, *rest = parts
-        scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed scales by itself
+        scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed has its own loss scaling
         return Zero(accelerator, settings.batch_size, settings.max_grad_norm, rates, model, device, scaler, *rest)
     return DDP(accelerator, *parts)
 
 
 def _described(accelerator: Any) -> dict[str, Any]:
-    """Return how an accelerator is to place the model, as JSON types."""
+    """Return how an accelerator will place the model, as JSON types."""
     state, handler = getattr(accelerator, "state", None), getattr(accelerator, "ddp_handler", None)
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     options = {} if fsdp is None else {f"fsdp_plugin.{name}": describe(one) for name, one in vars(fsdp).items()}
@@ -169,10 +169,10 @@ def _described(accelerator: Any) -> dict[str, Any]:
 
 
 def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:
-    """Have FSDP 2 on processors without a GPU, for development and tests.
+    """Enable FSDP 2 on CPUs, for development and tests.
 
-    accelerate 1.15 knows FSDP on GPUs only, and gives DDP in silence otherwise. What it does with a model depends on
-    these two entries of its state alone, so setting them is enough; `fully_shard` itself runs on any device.
+    accelerate 1.15 supports FSDP only on GPUs, and silently uses DDP otherwise. What it does with a model depends only
+    on these two entries of its state, so setting them is enough; `fully_shard` itself runs on any device.
     """
     from accelerate.utils import DistributedType
 
@@ -186,14 +186,14 @@ def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:
 
 
 def adopt_precision(given: dict[str, Any]) -> None:
-    """Take over the precision that `accelerate launch` or its config file named, where the program names none."""
+    """Take over the precision of `accelerate launch` or its config file, if the program sets none."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if given.get("autocast") is None and precision != "no":
         given["autocast"] = precision
 
 
 def is_set(name: str) -> bool:
-    """Return whether a variable of the environment says yes."""
+    """Return whether an environment variable is set to true."""
     return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 
@@ -216,16 +216,16 @@ def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
 
     Args:
         accelerator: accelerate's `Accelerator`.
-        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
+        timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
     """
     return Ranks() if accelerator.num_processes == 1 else connected_ranks(timeout)
 
 
 def refuse_lost_processes(world_size: int) -> None:
-    """Tell a user who started several processes, and whose trainer sees only itself.
+    """Report it if several processes were started but the trainer sees only itself.
 
     Raises:
-        DistributedError: If the environment was set for more processes than there are in the run.
+        DistributedError: If the environment is set for more processes than the run has.
     """
     for name in ("WORLD_SIZE", "OMNITRAIN_NUM_PROCESSES"):
         asked = os.environ.get(name, "")
@@ -243,7 +243,7 @@ def refuse_lost_processes(world_size: int) -> None:
 
 
 def _asked_of_launcher() -> int:
-    """Return how many processes the command line of the `accelerate launch` above us asks for, where it can be read."""
+    """Return how many processes the command line of our parent `accelerate launch` asks for; 1 if unknown."""
     try:
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
             words = file.read().decode(errors="replace").split("\0")

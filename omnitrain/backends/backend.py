@@ -1,7 +1,7 @@
-"""The backend of one device, which is plain PyTorch, and the base of the others.
+"""The backend for one device, which is plain PyTorch, and the base class of the others.
 
-A backend owns the model, its wrapper, the optimizer and the loss scaler, and answers for everything about a step that
-depends on where the weights are. When it is called is decided in `run/step.py`.
+A backend owns the model, its wrapper, the optimizer and the loss scaler, and is responsible for everything in a step
+that depends on where the weights are. `run/step.py` decides when to call it.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Backend:
-    """One device. The loss scaler is PyTorch's null object (`enabled=False`) unless the precision is fp16.
+    """One device. The loss scaler is disabled (`enabled=False`) unless the precision is fp16.
 
     Args:
         model: The user's model.
-        device: Where the model is to be.
+        device: The device to put the model on.
         scaler: The loss scaler.
         build_optimizer: Returns the optimizer; called once the model is in place.
         ranks: The ranks of the run.
 
     Attributes:
         model: The user's module, on every backend.
-        wrapped: What runs in a forward pass: the model itself, or what DDP, `torch.compile` or DeepSpeed made of it.
-        optimizers: Several by name, the first of which is `optimizer`, where a loop of the user's own has them.
-        parameters: Every parameter whose gradient a step clears: those of the model and those of the optimizer.
+        wrapped: The module that runs in a forward pass: the model, or its wrapper by DDP, `torch.compile` or DeepSpeed.
+        optimizers: Several optimizers by name, if the user's own loop has them; the first is `optimizer`.
+        parameters: Every parameter whose gradient a step clears: those of the model and of the optimizer.
     """
 
     sharding: ClassVar[str | None] = None
-    """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None where each rank has all of them."""
+    """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None if each rank has all of them."""
     keeps_masters: ClassVar[bool] = False
-    """Whether weights of 16 bits are updated in a copy of 32 bits."""
+    """Whether 16-bit weights are updated in a 32-bit copy."""
     takes_optimizers: ClassVar[bool] = True
-    """Whether a loop of the user's own may have several optimizers."""
+    """Whether the user's own loop may have several optimizers."""
     _compile_options: Mapping[str, Any] | None = None
-    """Those of `torch.compile`; None where nothing is compiled."""
+    """The options of `torch.compile`; None if nothing is compiled."""
     accelerator: Any = None
-    """accelerate's `Accelerator`, where there is one."""
+    """accelerate's `Accelerator`, if there is one."""
 
     def __init__(
         self,
@@ -69,19 +69,19 @@ class Backend:
         self.ranks = ranks
         self.parameters: list[nn.Parameter] = []
         self._are_alike = False
-        """Whether they are all plain parameters of one device and dtype."""
+        """Whether all parameters are plain tensors of the same device and dtype."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
     def compile_by(self, options: bool | Mapping[str, Any] | None) -> None:
-        """Have what runs compiled by `torch.compile`; called before `place`.
+        """Compile the module that runs with `torch.compile`; call this before `place`.
 
         Args:
-            options: Its options; True for none, None and False to compile nothing.
+            options: Its options; True uses none, None and False compile nothing.
 
         Raises:
-            ConfigError: If the model is compiled already, or an option is wrong.
+            ConfigError: If the model is already compiled, or an option is wrong.
         """
         if options is None or options is False:
             return
@@ -89,7 +89,7 @@ class Backend:
         self.compiled(self.model)
 
     def compiled(self, model: nn.Module) -> nn.Module:
-        """Return what is to run of a model: compiled, if that is asked for; nothing is until it first runs."""
+        """Return the module to run: compiled, if asked for; compilation takes place in its first run."""
         if self._compile_options is None:
             return model
         if hasattr(model, "_orig_mod"):
@@ -110,13 +110,13 @@ class Backend:
         self.model, self.wrapped = self._wrap()
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
-        """Return the model in its place, and what runs in a forward pass."""
+        """Return the model on its device, and the module that runs in a forward pass."""
         model = self.model.to(self.device)
         return model, self.compiled(model)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, built when it is first used, so that the model is in place by then."""
+        """The optimizer, built on first use, after the model is in place."""
         if self._optimizer is None:
             self._optimizer = self._build_optimizer()
         return self._optimizer
@@ -132,24 +132,24 @@ class Backend:
 
     @property
     def may_skip(self) -> bool:
-        """Whether a loss scaler may leave updates out."""
+        """Whether a loss scaler may skip updates."""
         return self.scaler.is_enabled()
 
     def reset_optimizer(self) -> None:
-        """Start over with an optimizer that has no state."""
-        self._optimizer = None  # built when it is next used
+        """Start over with an optimizer without state."""
+        self._optimizer = None  # built on its next use
 
     def release(self) -> None:
-        """Free what would keep the model in memory."""
+        """Release everything that would keep the model in memory."""
 
     # --- a step
 
     def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
-        """Return `run(model, batch)`, called so that the gradients of whatever it runs are averaged over the ranks."""
+        """Return `run(model, batch)`, called in a way that averages its gradients over the ranks."""
         return run(self.wrapped, batch)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch's forward and backward; `last` ones complete the gradients."""
+        """Return the context for forward and backward of one micro-batch; the `last` one completes the gradients."""
         return _NOTHING
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -163,18 +163,18 @@ class Backend:
                 parameter.grad.mul_(factor)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the L2 norm of all gradients together: a scalar on the device."""
+        """Return the L2 norm of all gradients together, a scalar on the device."""
         gradients = [one.grad for one in self.parameters if one.grad is not None]
         if not gradients or not self._are_alike:
             return nn.utils.get_total_norm(gradients)
-        # what get_total_norm does, which first sorts the gradients by device and dtype: for a small model half its time
+        # get_total_norm first sorts the gradients by device and dtype, which takes half its time for a small model
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # pyright: ignore
 
     def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
         """Unscale and clip the gradients; return their norm before clipping.
 
         Args:
-            clip: Clips them and returns that norm.
+            clip: Clips them, and returns the norm before clipping.
             announce: Tells the callbacks that the gradients are final.
         """
         self.scaler.unscale_(self.optimizer)
@@ -183,14 +183,14 @@ class Backend:
         return norm
 
     def update(self) -> bool:
-        """Take the optimizer's step; return False if the loss scaler skipped it."""
+        """Step the optimizer; return False if the loss scaler skipped the step."""
         if not self.may_skip:
             self.optimizer.step()
             return True
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() >= scale  # the scale is lowered after a skipped step only
+        return self.scaler.get_scale() >= scale  # the scale falls only after a skipped step
 
     def check_reduced(self) -> None:
         """Refuse an update with gradients that were not averaged over the ranks."""
@@ -201,9 +201,9 @@ class Backend:
             parameter.grad = None
 
     def collect_parameters(self) -> None:
-        """List the parameters, once per epoch: walking through the modules in every step would be slow.
+        """List the parameters, once per epoch: going through the modules in every step would be slow.
 
-        Those that the optimizer does not hold are listed too, or their gradients would pile up.
+        The list includes parameters that the optimizer does not hold, or their gradients would accumulate.
         """
         listed = {id(parameter): parameter for parameter in self.model.parameters()}
         for group in self.groups:
@@ -217,12 +217,12 @@ class Backend:
         return any(one.grad is not None for group in self.optimizer.param_groups for one in group["params"])
 
     def parameters_without_group(self) -> list[str]:
-        """Return the names of the model's parameters that require a gradient and that the optimizer does not hold."""
+        """Return the names of the model's parameters that require a gradient but are not in the optimizer."""
         held = {id(one) for group in self.groups for one in group["params"]}
         return [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in held]
 
     def end_evaluation(self) -> None:
-        """Undo what forward passes without a backward pass leave behind."""
+        """Clean up after forward passes without a backward pass."""
 
     # --- checkpoints
 
@@ -238,17 +238,17 @@ class Backend:
         """Copy this rank's part of the weights to the host.
 
         Args:
-            kept: An earlier copy, whose memory is taken; empty for the first one.
+            kept: An earlier copy, whose memory is reused; empty for the first one.
         """
         for name, tensor in self.model_tensors().items():
             kept[name] = host_copy(self._own_part(tensor), kept.get(name))
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
-        """Copy what `keep_weights` kept, and what `checkpoint.state.extra_state` returned, back into the model."""
+        """Copy the weights from `keep_weights` and the state from `checkpoint.state.extra_state` back to the model."""
         self.load_weights(kept, "the weights on the host", extra)
 
     def _own_part(self, tensor: Any) -> torch.Tensor:
-        """Return what of an entry of `model_tensors` this rank is to keep."""
+        """Return this rank's part of an entry of `model_tensors`."""
         return tensor.detach()
 
     def load_weights(
@@ -258,12 +258,12 @@ class Backend:
 
         Args:
             tensors: What `model_tensors` returned.
-            where: What an error calls them.
+            where: Their name in errors.
             extra: What `checkpoint.state.extra_state` returned.
-            absent: Names of weights that were left out, and stay as they are.
+            absent: Names of weights that were left out, and stay unchanged.
 
         Raises:
-            CheckpointError: If they are not this model's.
+            CheckpointError: If they do not fit this model.
         """
         state.load_weights(self.model, tensors, where, extra, absent)
 
@@ -272,7 +272,7 @@ class Backend:
         return state.optimizer_state(self.optimizer, self.model)
 
     def check_groups(self, saved: Any, where: str) -> None:
-        """Raise a CheckpointError if the optimizer's groups hold other parameters than those that were saved."""
+        """Raise a CheckpointError if the optimizer's groups hold other parameters than the saved ones."""
         now = state.names_by_group(self.optimizer, self.model)
         state.check_groups(now, [group["params"] for group in saved["groups"]], where)
 
@@ -281,10 +281,10 @@ class Backend:
         state.check_optimizer(self.optimizer, self.model, tensors, saved, where)
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
-        """Put back what `optimizer_state` returned.
+        """Restore what `optimizer_state` returned.
 
         Raises:
-            CheckpointError: If it is of an optimizer with other parameters or groups, or a tensor in it is not what
-                this one holds for its parameter; nothing is changed then.
+            CheckpointError: If it is from an optimizer with other parameters or groups, or a tensor in it is not what
+                this optimizer holds for the parameter; then nothing is changed.
         """
         state.restore_optimizer(self.optimizer, self.model, tensors, saved, where)

@@ -1,6 +1,6 @@
 """DDP: each rank has all of the weights, and gradients are averaged over the ranks in the backward pass.
 
-A single process under accelerate is the same with nothing to average.
+With a single process under accelerate, there is just nothing to average.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Runner(nn.Module):
-    """The module that DDP or DeepSpeed wraps: calls the model, or runs a whole forward pass of a step.
+    """The module that DDP or DeepSpeed wraps: calls the model, or runs the whole forward pass of a unit.
 
-    They do their part of a step only if the forward pass goes through their own `forward`. A unit that holds the user's
-    model calls that one directly, so it is the call of the unit that has to go through them.
+    The wrappers do their part of a step only if the forward pass goes through their own `forward`. A unit that holds
+    the user's model calls that directly, so the call of the unit must go through the wrapper.
 
     Args:
-        model: The user's model, or what `torch.compile` made of it.
+        model: The user's model, compiled or not.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._orig_mod = model  # the name that torch.compile uses, so that unwrapping finds it
-        self.config: Any = getattr(model, "config", None)  # accelerate fills "auto" values of DeepSpeed from it
+        self._orig_mod = model  # torch.compile's name for it, so that unwrapping works
+        self.config: Any = getattr(model, "config", None)  # accelerate fills in DeepSpeed's "auto" values from it
         self.has_run: bool = False
         """Whether there was a forward pass with gradients since this was last set to False."""
 
     def forward(self, *args: Any, run_step: Callable[[nn.Module], Any] | None = None, **kwargs: Any) -> Any:
-        """Return `model(*args, **kwargs)`, or `run_step(model)` as a dict, in which DDP and DeepSpeed find tensors."""
+        """Return `model(*args, **kwargs)`, or `run_step(model)` as a dict, where DDP and DeepSpeed find the tensors."""
         self.has_run |= torch.is_grad_enabled()
         if run_step is None:
             return self._orig_mod(*args, **kwargs)
@@ -57,13 +57,13 @@ class Runner(nn.Module):
 
 
 def run_through(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
-    """Return `run(model, batch)`, called inside the forward pass of what wraps a Runner."""
+    """Return `run(model, batch)`, called inside the forward pass of a Runner's wrapper."""
     output = wrapper(run_step=lambda model: run(model, batch))
     return StepOutput(**output) if isinstance(output, dict) else output  # type: ignore[return-value]
 
 
 class DDP(Backend):
-    """accelerate places the model; with several ranks, PyTorch's DistributedDataParallel wraps it.
+    """accelerate puts the model on its device; with several ranks, PyTorch's DistributedDataParallel wraps it.
 
     Args:
         accelerator: accelerate's `Accelerator`; None if it is set before `place`.
@@ -106,7 +106,7 @@ class DDP(Backend):
         return super().update()
 
     def check_reduced(self) -> None:
-        """Raise DistributedError if no forward pass since the latest update went through DDP."""
+        """Raise DistributedError if no forward pass has gone through DDP since the latest update."""
         if self._ddp is None:
             return
         if not self._ddp.module.has_run:
@@ -119,10 +119,10 @@ class DDP(Backend):
 
 
 def start_from_main(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the weights of the main one, as DDP does when it wraps a model.
+    """Copy the weights of the main rank to every rank, as DDP does when it wraps a model.
 
     Raises:
-        ConfigError: If it is the main rank whose weights are on the meta device.
+        ConfigError: If the main rank has weights on the meta device.
         DistributedError: If the models of the ranks differ.
     """
     if not fill_from_main(model, ranks):
@@ -132,16 +132,16 @@ def start_from_main(model: nn.Module, ranks: Ranks) -> None:
 
 
 def fill_from_main(model: nn.Module, ranks: Ranks) -> bool:
-    """Give all ranks the weights and buffers of the main one, if any rank has some on the meta device.
+    """Copy the weights and buffers of the main rank to all ranks, if any rank has some on the meta device.
 
-    That has no memory: one process a machine need read a model's files. What each rank sees of its own model decides
-    nothing, or some would wait for others.
+    The meta device uses no memory, so only one process per machine has to read a model's files. All ranks decide
+    together, or some would wait for others.
 
     Returns:
-        Whether they were given.
+        Whether the weights were copied.
 
     Raises:
-        ConfigError: If it is the main rank whose weights are on the meta device.
+        ConfigError: If the main rank has weights on the meta device.
         DistributedError: If the models of the ranks differ.
     """
     held = [*model.named_parameters(), *model.named_buffers()]
@@ -157,7 +157,7 @@ def fill_from_main(model: nn.Module, ranks: Ranks) -> bool:
         )
     for _, tensor in held:
         if tensor.device.type == "meta":
-            # swapped, so that whoever holds the parameter, an optimizer for instance, holds the filled one
+            # swapped in place, so that every reference to the parameter, such as an optimizer's, gets the filled one
             torch.utils.swap_tensors(tensor, _like(tensor))
         if tensor.numel():
             _take_from_main(tensor, ranks)

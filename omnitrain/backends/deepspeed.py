@@ -1,6 +1,6 @@
-"""The DeepSpeed configuration: reading it, matching it with the trainer's arguments, and filling in its "auto" values.
+"""The DeepSpeed configuration: reading it, matching it with the trainer's arguments, and filling in "auto" values.
 
-What DeepSpeed does with the model is in `zero.py`.
+`zero.py` has what DeepSpeed does with the model.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _ENTRIES = {
     "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "sparse_attention", "tensorboard", "timers",
     "wandb", "weight_quantization", "zero_optimization",
 }  # fmt: skip
-"""Entries of a configuration that are not among DeepSpeed's constants."""
+"""Valid entries of a configuration that are not among DeepSpeed's constants."""
 _COMPILES_S = 600.0
-"""Seconds that compiling may take."""
+"""The longest time, in seconds, that compiling may take."""
 
 
 def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
-    """Return accelerate's plugin for a DeepSpeed configuration, or for what the launcher said; None without either.
+    """Return accelerate's plugin for a DeepSpeed configuration, or for the launcher's settings; None without either.
 
     Args:
-        config: A path, a dict (`{}` is ZeRO 2 with its defaults), or None for the launcher's.
+        config: A path, a dict (`{}` is ZeRO 2 with its defaults), or None for the launcher's settings.
 
     Raises:
         ConfigError: If the file cannot be read.
@@ -48,7 +48,7 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
     if config is None and not from_launcher:
         return None
     if choose_device(None).type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks at it when it is imported
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it on import
     try:
         import deepspeed  # noqa: F401
         from accelerate.utils import DeepSpeedPlugin
@@ -62,13 +62,13 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"`deepspeed_config={str(config)!r}` cannot be read: {error}.") from error
-    content = json.loads(json.dumps(config))  # a copy, which DeepSpeed may write into
+    content = json.loads(json.dumps(config))  # a copy, which DeepSpeed may modify
     content.setdefault("zero_optimization", {"stage": 2})
     return DeepSpeedPlugin(hf_ds_config=content)
 
 
 def tell_of_locks() -> None:
-    """Warn of locks on what DeepSpeed compiles, left by programs that were killed: it would wait for them forever."""
+    """Warn about locks on DeepSpeed's compiled code left by killed programs: DeepSpeed would wait for them forever."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -83,7 +83,7 @@ def tell_of_locks() -> None:
 
 
 def _refuse_misspelt(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an entry that is nearly one of DeepSpeed's, which ignores those that it does not know."""
+    """Raise ConfigError for an entry that resembles one of DeepSpeed's, which ignores unknown entries."""
     from deepspeed.runtime import constants
 
     known = _ENTRIES | {value for value in vars(constants).values() if isinstance(value, str)}
@@ -94,16 +94,16 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
 
 
 def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
-    """Bring the DeepSpeed configuration and the trainer's arguments to one word.
+    """Reconcile the DeepSpeed configuration with the trainer's arguments.
 
     Values set only in the configuration become the trainer's arguments; values set in both must be equal.
 
     Args:
-        plugin: accelerate's, with the configuration.
-        given: The keyword arguments that the user gave; filled.
+        plugin: accelerate's `DeepSpeedPlugin`, with the configuration.
+        given: The keyword arguments that the user passed; missing ones are filled in.
 
     Raises:
-        ConfigError: If they contradict each other; both values are named.
+        ConfigError: If they contradict each other; the message names both values.
     """
     config = plugin.deepspeed_config
     _refuse_misspelt(config)
@@ -126,7 +126,7 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
     for key, name in names.items():
         says = config.get(key, "auto")
         if says == "auto" or (key == "gradient_accumulation_steps" and says == 1):
-            continue  # accelerate writes a 1 where nothing was said
+            continue  # accelerate writes a 1 if nothing was set
         wanted = given.get(name, says)
         wanted = 0.0 if wanted is None and key == "gradient_clipping" else wanted
         if wanted is not None and wanted != says:
@@ -152,7 +152,7 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
 
 def fill_config(plugin: Any, batch_size: int, max_grad_norm: float | None, world_size: int) -> None:
     """Put the trainer's settings into the DeepSpeed configuration, "auto" or not."""
-    # Windows are the loop's: it says at each micro-batch whether it is a step's last.
+    # The loop counts windows: it tells DeepSpeed at each micro-batch whether it is the last of a step.
     plugin.deepspeed_config |= {
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": 1,
@@ -165,8 +165,8 @@ def schedule_of(content: Mapping[str, Any], **automatic: Any) -> Any:
     """Return the 'scheduler' of a DeepSpeed configuration as a callable of the optimizer.
 
     Args:
-        content: Its type and params.
-        automatic: What stands for "auto" among the params.
+        content: The type and params of the scheduler.
+        automatic: The values for params that are "auto".
 
     Raises:
         ConfigError: If DeepSpeed has no such schedule.

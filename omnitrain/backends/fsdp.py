@@ -1,4 +1,4 @@
-"""FSDP 2: each rank has a part of every weight, gradient and moment; PyTorch gathers weights layer by layer."""
+"""FSDP 2: each rank has a part of every weight, gradient and moment; PyTorch gathers the weights layer by layer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _NOTHING = contextlib.nullcontext()
 
 
 class FSDP(DDP):
-    """accelerate shards the model in place, so that any call of it, also by a unit that holds it, is a sharded one."""
+    """accelerate shards the model in place, so every call of it is a sharded one, even by a unit that holds it."""
 
     sharding: ClassVar[str | None] = "FSDP"
     takes_optimizers = False
     _reduces = True
-    """Whether backward passes average gradients at present."""
+    """Whether backward passes currently average the gradients."""
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         start_from_main(self.model, self.ranks)  # before it is sharded
         model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
         self.optimizer = prepared.optimizer
-        bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
+        bare = getattr(model, "_orig_mod", model)  # accelerate's own settings may have it compiled
         if self.ranks.is_main:
             _warn_if_undivided(bare)
         return bare, self.compiled(model)
@@ -54,7 +54,7 @@ class FSDP(DDP):
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if not isinstance(self.model, FSDPModule):
             return _NOTHING if last else self.accelerator.no_sync(self.model)
-        # accelerate's no_sync asks a state that on a CPU has forgotten FSDP, and then does nothing
+        # on a CPU accelerate's no_sync does nothing, because its state there has no FSDP
         if last is not self._reduces:
             self.model.set_requires_gradient_sync(last)
             self._reduces = last
@@ -67,11 +67,11 @@ class FSDP(DDP):
     def end_evaluation(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # as backward does: until then the model's parameters are not the optimizer's
+                module.reshard()  # as backward does: before that, the parameters are not those of the optimizer
 
 
 def _warn_if_undivided(model: nn.Module) -> None:
-    """Log a warning if a model that is made of layers is one unit, whose weights are all gathered at once."""
+    """Log a warning if a model made of layers is a single unit, whose weights are all gathered at once."""
     layers = sorted({type(block).__name__ for block in blocks_in(model)})
     if layers and sum(isinstance(module, FSDPModule) for module in model.modules()) == 1:
         logger.warning(

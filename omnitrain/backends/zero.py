@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO: its engine runs backward, clips and steps by itself, on tensors sharded in buffers of its own.
+"""DeepSpeed ZeRO: its engine runs backward, clips and steps by itself, on tensors sharded in its own buffers.
 
-Weights and optimizer state are read and written by parameter, so that a checkpoint holds what any other backend would
-have written. Its configuration is in `deepspeed.py`.
+Weights and optimizer state are read and written per parameter, so a checkpoint holds what any other backend would
+have written. `deepspeed.py` has the configuration.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ class Zero(DDP):
         accelerator: accelerate's `Accelerator` with that plugin.
         batch_size: Samples of a micro-batch.
         max_grad_norm: The norm that DeepSpeed clips to, or None.
-        optimizer_options: `lr` and `weight_decay` of an optimizer that the DeepSpeed configuration names.
-        parts: The arguments of `Backend`. An optimizer that they build keeps its options (the learning rate among
-            them), which stay in force.
+        optimizer_options: `lr` and `weight_decay` for an optimizer named in the DeepSpeed configuration.
+        parts: The arguments of `Backend`. An optimizer built from them keeps its options, including the learning rate.
     """
 
     sharding: ClassVar[str | None] = "DEEPSPEED"
@@ -87,9 +86,9 @@ class Zero(DDP):
         # DeepSpeed leaves groups without parameters out
         self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
         if self._compile_options is not None:
-            self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces what modules keep parameters in
+            self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
         engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
-        self._zero = prepared.optimizer  # DeepSpeed's, inside accelerate's, whose `step` does nothing
+        self._zero = prepared.optimizer  # DeepSpeed's optimizer, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
         self.optimizer = getattr(self._zero, "optimizer", self._zero)
         self._options = [
@@ -98,14 +97,14 @@ class Zero(DDP):
         return self.model, engine
 
     def _placeholder(self) -> Any:
-        """Return what accelerate wants where DeepSpeed makes the optimizer from its own configuration."""
+        """Return accelerate's placeholder for an optimizer that DeepSpeed creates from its configuration."""
         from accelerate.utils import DummyOptim
 
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return DummyOptim(trainable, **self._optimizer_options)  # type: ignore[arg-type]
 
     def release(self) -> None:
-        """Destroy DeepSpeed's engine, which would hold the model for as long as the program runs."""
+        """Destroy DeepSpeed's engine, which would keep the model until the program ends."""
         if self.wrapped is not self.model:
             self.wrapped.destroy()  # type: ignore[operator]
 
@@ -136,11 +135,11 @@ class Zero(DDP):
         self._factor = factor  # applied when the next step unscales
 
     def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
-        """Have DeepSpeed clip, check and update, all at once; return the norm before clipping."""
+        """Let DeepSpeed clip, check and update, all at once; return the norm before clipping."""
         announce()
         engine: Any = self.wrapped
         engine.set_gradient_accumulation_boundary(True)
-        # Where gradients are differs between stages and offloads, but all of them divide by the scale of the loss.
+        # Stages and offloads keep gradients in different places, but all of them divide by the loss scale.
         scaler = getattr(self._zero, "loss_scaler", None)
         if scaler is not None:
             scaler.cur_scale /= self._factor
@@ -154,19 +153,19 @@ class Zero(DDP):
         return torch.tensor(float("nan") if norm is None else float(norm), dtype=torch.float64)
 
     def has_gradients(self) -> bool:
-        return True  # they are in DeepSpeed's buffers
+        return True  # gradients are in DeepSpeed's buffers
 
     def parameters_without_group(self) -> list[str]:
         held = {name for group in self._groups for name in group}
         return [name for name, one in self._parameters().items() if one.requires_grad and name not in held]
 
     def update(self) -> bool:
-        return self._was_applied  # `finish_gradients` made it
+        return self._was_applied  # `finish_gradients` made the update
 
     # --- checkpoints
 
     def model_tensors(self) -> dict[str, Any]:
-        """Return the weights in full precision, each gathered from all ranks when it is read."""
+        """Return the weights in full precision, each gathered from all ranks on reading."""
         parameters, found = self._parameters(), dict[str, Any]()
         tied = {bare_name(name) for name, _ in unwrap(self.model).named_parameters(remove_duplicate=False)}
         for raw, value in unwrap(self.model).state_dict().items():
@@ -186,7 +185,7 @@ class Zero(DDP):
     def load_weights(
         self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any], absent: Collection[str] = ()
     ) -> None:
-        """Copy weights one at a time into the parameters and their copies in full precision."""
+        """Copy weights one at a time into the parameters and their full-precision copies."""
         self.check_weights(tensors, where, absent)
         present, parameters = [name for name in self.model_tensors() if name in tensors], self._parameters()
         buffers = {name: tensors[name] for name in present if name not in parameters}
@@ -203,17 +202,17 @@ class Zero(DDP):
                 _set(one, value)
 
     def _own_part(self, tensor: Any) -> torch.Tensor:
-        # DeepSpeed's buffers differ between stages: the whole is kept, as it is written into a checkpoint
+        # DeepSpeed's buffers differ between stages, so the whole weight is kept, as in a checkpoint
         return tensor.read() if isinstance(tensor, Gathered) else tensor.detach()
 
     def optimizer_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what the same optimizer has on one device, each tensor gathered from all ranks when it is read."""
+        """Return the state of the same optimizer on one device, each tensor gathered from all ranks on reading."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         tensors: dict[str, Any] = {}
         numbers, vectors = self._entries()
         if vectors:
-            self._link()  # DeepSpeed does it after the first step of the first group, when the others have no state
+            self._link()  # DeepSpeed links after the first step of the first group, when other groups have no state
         parameters = self._parameters()
         for name in (name for group in self._groups for name in group):
             one = parameters[name]
@@ -232,10 +231,10 @@ class Zero(DDP):
         check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
 
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
-        """Refuse what the same optimizer does not have on one device; ZeRO keeps all of it in full precision."""
+        """Refuse a state that the same optimizer would not have on one device; ZeRO keeps it in full precision."""
         self.check_groups(saved, where)
         check_options(self.optimizer, saved["groups"], where)
-        flat = state_specs(self.optimizer)  # of its own tensors, in which parameters lie one after the other
+        flat = state_specs(self.optimizer)  # for its flat tensors, in which parameters follow each other
         entries = {key.rpartition("/")[2]: spec_of(tensors, key)[0] for key in tensors}
         parameters, wanted = self._parameters(), dict[str, Held]()
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
@@ -307,7 +306,7 @@ class Zero(DDP):
         return {}, []
 
     def _partitions(self) -> list[torch.Tensor]:
-        """Return this rank's flat full-precision tensors, by which the optimizer's state is keyed."""
+        """Return this rank's flat full-precision tensors, which are the keys of the optimizer's state."""
         flat = getattr(self._zero, "single_partition_of_fp32_groups", None)
         return list(self._zero.fp32_partitioned_groups_flat if flat is None else flat)
 
@@ -321,7 +320,7 @@ def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
         set_full = utils.safe_set_full_optimizer_state if entry else utils.safe_set_full_fp32_param
         set_full(parameter, value, *entry)
         return
-    # stage 3's own call for the whole fails where the parts are padded
+    # DeepSpeed's own function for stage 3 fails if the parts are padded
     size = parameter.ds_tensor.numel()
     part = value.new_zeros(size)
     own = value.flatten()[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
@@ -339,10 +338,10 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _own(parameter: Any) -> torch.Tensor:
-    """Return this rank's part of a parameter, which stage 3 has in a tensor of its own."""
+    """Return this rank's part of a parameter, which stage 3 keeps in a separate tensor."""
     return getattr(parameter, "ds_tensor", parameter)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype to save in: the full precision that ZeRO keeps of what it trains."""
+    """Return the dtype to save in: full precision, as ZeRO keeps it for what it trains."""
     return torch.float32 if parameter.requires_grad else parameter.dtype

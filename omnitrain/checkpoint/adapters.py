@@ -1,6 +1,6 @@
-"""Adapters of PEFT: which weights of a model are theirs, and folders in PEFT's own form.
+"""PEFT adapters: which weights of a model belong to them, and folders in PEFT's format.
 
-`PeftModel.from_pretrained` opens these. Which weights a checkpoint holds is in `frozen.py`.
+`PeftModel.from_pretrained` opens these folders. `frozen.py` decides which weights a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ __all__ = ["ADAPTER", "BASE", "CONFIG", "adapter_names", "has_adapters", "save_m
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 BASE = "base_model"
-"""The folder in a checkpoint for the config of what the adapters are on: beside the weights, transformers would take
-these for those of the base."""
+"""The folder in a checkpoint for the config of the adapters' base model: next to the weights, transformers would take
+these for the weights of the base model."""
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether a model has adapters of PEFT: from `get_peft_model`, or from `add_adapter` of transformers."""
-    bare, peft = unwrap(model), sys.modules.get("peft")  # loaded if there are any
+    """Return whether a model has PEFT adapters: from `get_peft_model`, or from `add_adapter` of transformers."""
+    bare, peft = unwrap(model), sys.modules.get("peft")  # imported if there are any
     return peft is not None and (isinstance(bare, peft.PeftModel) or getattr(bare, "_hf_peft_config_loaded", False))
 
 
 def adapter_names(model: nn.Module, tensors: Mapping[str, Any]) -> set[str]:
-    """Return the names of the weights that are in the files of a model's adapters, active or not, or stand behind them.
+    """Return the names of the weights in the files of a model's adapters, active or not, and of layers behind copies.
 
-    A layer that is trained as a copy may have been made at random, as a new head is: then nobody has it again.
+    A layer that is trained as a copy may have been initialized at random, such as a new head: then only the checkpoint
+    has it.
 
     Args:
-        model: With adapters.
-        tensors: Its weights by name, of which nothing but shapes is looked at.
+        model: A model with adapters.
+        tensors: Its weights by name; only their shapes are used.
     """
     from peft.utils import ModulesToSaveWrapper
 
@@ -69,8 +70,8 @@ def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Lite
 
 
 def _raw_names(bare: nn.Module) -> dict[str, str]:
-    """Return the names under which PEFT looks for tensors: with what wraps modules inside the model."""
-    # of modules themselves, not of their state dict, from which activation checkpointing takes its prefix away
+    """Return the names under which PEFT looks for tensors, by bare name: they include wrappers inside the model."""
+    # the names of the modules, not of the state dict, from which activation checkpointing removes its prefix
     named = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
     return {bare_name(name): name for name, _ in named}
 
@@ -80,18 +81,18 @@ def _folder_of(folder: Path, adapter: str) -> Path:
 
 
 def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write all adapters of a model into a folder in PEFT's own form: the one called "default" is at the top.
+    """Write all adapters of a model to a folder in PEFT's format; the one named "default" is at the top.
 
     Args:
-        model: With adapters.
-        folder: Made if it is not there.
-        tensors: Weights by name, those of `adapter_names` among them; others are not read.
+        model: A model with adapters.
+        folder: Created if needed.
+        tensors: Weights by name, including those of `adapter_names`; others are not read.
     """
     import peft
 
     bare: Any = unwrap(model)
     names = _names(model, tensors, "auto")
-    has_embeddings = names != _names(model, tensors, False)  # PEFT may ask the Hub: that was once
+    has_embeddings = names != _names(model, tensors, False)  # so that PEFT does not ask the Hub again
     raw = _raw_names(bare)
     held = {raw.get(name, name): tensors[name] for name in tensors if name in names}
     if isinstance(bare, peft.PeftModel):
@@ -100,7 +101,7 @@ def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.T
         place = _folder_of(folder, adapter)
         if isinstance(bare, peft.PeftModel):
             written = load_tensors(place / ADAPTER)
-        else:  # transformers' own way takes one active adapter alone
+        else:  # transformers itself writes only the active adapter
             place.mkdir(parents=True, exist_ok=True)
             config.save_pretrained(str(place))
             found = peft.get_peft_model_state_dict(
@@ -120,15 +121,15 @@ def save_model(
     ranks: Ranks,
     beside: Iterable[Any] = (),
 ) -> Path:
-    """Write a folder that `from_pretrained` opens: weights and config, or of a model with adapters these alone.
+    """Write a folder that `from_pretrained` opens: weights and config, or only the adapters if the model has any.
 
     Args:
         model: The model, wrapped or not.
-        folder: Made if it is not there.
-        overwrite: Whether to replace what is there.
+        folder: Created if needed.
+        overwrite: Whether to replace an earlier model.
         tensors: Its weights by name. Sharded ones are gathered; all ranks call this.
         ranks: The ranks that have the weights; the main one writes.
-        beside: What else is saved there by its `save_pretrained`, such as a tokenizer.
+        beside: Other objects to save there by their `save_pretrained`, such as a tokenizer.
 
     Raises:
         ConfigError: If there are weights already and `overwrite` is False, or `folder` is a file.
@@ -170,12 +171,12 @@ def _check_place(model: nn.Module, folder: Path, overwrite: bool) -> None:
 
 
 def write_model_files(model: nn.Module, folder: Path, is_whole: bool) -> None:
-    """Write what opens the weights in the folder of a checkpoint: the model's config, or adapters in PEFT's own form.
+    """Write the files with which the weights of a checkpoint can be opened: the model's config, or PEFT's adapters.
 
     Args:
         model: The model, wrapped or not.
-        folder: With the weights in it.
-        is_whole: Whether these are all that the model has; without its frozen ones no config makes them open.
+        folder: The folder with the weights.
+        is_whole: Whether the folder has all weights of the model; without the frozen ones no config can open it.
     """
     if has_adapters(model):
         write_adapters(model, folder, TensorFile(folder / WEIGHTS))

@@ -1,6 +1,6 @@
-"""Settings that decide the numbers of a run, and which of them differ from those of a checkpoint.
+"""The settings that determine the numbers of a run, and which of them differ from those of a checkpoint.
 
-What follows from a change (an error, or a new value in force) is in `checkpointer.py` and `contents.py`.
+`checkpointer.py` and `contents.py` decide what follows from a change: an error, or the new value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DECIDING = (
     "shuffle",
     "samples_per_epoch",
 )
-"""The settings that decide the numbers of a run: changing one on the way is an error unless it is allowed by name."""
+"""The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name."""
 
 _MOVING = frozenset(
     [
@@ -59,19 +59,19 @@ _MOVING = frozenset(
         "_is_initial",
     ]
 )
-"""What PyTorch's schedules keep of how far they have come, and of rates, which are settings of the optimizer."""
+"""The attributes of PyTorch's schedules that hold their position, and rates, which are settings of the optimizer."""
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the deciding settings that are others now: (then, now) by name.
+    """Return the deciding settings that have changed: (then, now) by name.
 
     Args:
         then: The resolved settings of a checkpoint.
-        now: Those of the run that resumes from it.
+        now: The settings of the run that resumes from it.
     """
     changed = {name: (then.get(name), now.get(name)) for name in DECIDING if then.get(name) != now.get(name)}
     for name in ("learning_rate", "weight_decay", "optimizer_groups"):
-        changed.pop(name, None)  # with an optimizer of the user's own only its groups have the word
+        changed.pop(name, None)  # with the user's own optimizer, only its groups count
     if "optimizer" not in changed:
         changed |= _changed_groups(then["optimizer_groups"] or [], now["optimizer_groups"] or [])
     if "lr_scheduler" in changed:
@@ -80,7 +80,7 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs between the options of two optimizers, by the name of the setting."""
+    """Return the differences between the options of two optimizers, by the name of the setting."""
     changed = {}
     for option, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         old, new = ([group.get(option) for group in groups] for groups in (then, now))
@@ -97,29 +97,29 @@ def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> di
 
 @dataclass(slots=True)
 class InitialOptions:
-    """The options of optimizer and schedule as the run began, before any schedule moved them.
+    """The options of optimizer and schedule at the beginning of the run, before any schedule changed them.
 
     Attributes:
-        optimizer: Those of each group.
-        schedule: Those of a schedule of the user's own; None for a named one, which the settings describe.
+        optimizer: The options of each group.
+        schedule: The options of the user's own schedule; None for a named one, which the settings describe.
     """
 
     optimizer: list[dict[str, Any]] | None = None
     schedule: dict[str, Any] | None = None
 
     def note_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Note the options of the groups, unless that was done; called before a schedule changes them."""
+        """Record the options of the groups, unless already recorded; called before a schedule changes them."""
         if self.optimizer is None:
             self.optimizer = options_of(groups)
 
     def note_schedule(self, scheduler: Any) -> None:
-        """Note what a schedule of the user's own was made with, unless that was done."""
+        """Record the options of the user's own schedule, unless already recorded."""
         if self.schedule is None:
             self.schedule = _schedule_options(scheduler)
 
 
 def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options with which groups began, as JSON types, but for those that say how they are computed."""
+    """Return the initial options of the groups as JSON types, without those of the implementation."""
     found = []
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}
@@ -129,7 +129,7 @@ def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _schedule_options(scheduler: Any) -> dict[str, Any]:
-    """Return what a schedule was made with as JSON types, and nothing of how far it has come."""
+    """Return the options of a schedule as JSON types, without its position."""
 
     def options(value: Any) -> Any:
         if isinstance(value, Mapping):

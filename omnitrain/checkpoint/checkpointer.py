@@ -1,7 +1,6 @@
-"""Saving and loading during a run: intervals, targets, resume, and the policy for a failing disk.
+"""Saving and loading during a run: when and where to save, resume, and what to do if the disk fails.
 
-What is in a checkpoint is in `contents.py`; how tensors are written, in `tensors.py`; folders and manifests are in
-`store.py`.
+`contents.py` has the contents of a checkpoint, `tensors.py` writes tensors, `store.py` has folders and manifests.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Checkpointer:
-    """Saves the state of a run at any step boundary, and brings a run back to it.
+    """Saves the state of a run at any step boundary, and restores it.
 
     Args:
         run: The trainer.
-        lifecycle: Of the run.
-        contents: What a checkpoint holds.
-        store: Where checkpoints are; None saves nothing.
-        write_beside: Writes further files into a checkpoint's folder, on the main rank; they get into the manifest.
+        lifecycle: The lifecycle of the run.
+        contents: Captures and restores what a checkpoint holds.
+        store: The checkpoints of the run; None saves nothing.
+        write_beside: Writes further files to a checkpoint's folder, on the main rank; the manifest includes them.
 
     Attributes:
-        weights_from: Where in the run the weights are from, if they are not those of the last step.
-        resumed: The folder and omnitrain.json of the checkpoint that the run goes on from; None for a fresh start.
+        weights_from: The position in the run of the present weights, if they are not those of the last step.
+        resumed: The folder and omnitrain.json of the checkpoint from which the run resumed; None for a fresh start.
     """
 
     def __init__(
@@ -67,32 +66,32 @@ class Checkpointer:
         self._contents = contents
         self._write_beside = write_beside
         self._credited_step = -1
-        """The best evaluation that has a checkpoint; later checkpoints without a new evaluation are not the best."""
+        """The step of the best evaluation that has a checkpoint; later saves without a new evaluation are not best."""
         self._scored = (-1, -1)
-        """(evaluation step, checkpoint step) of the latest evaluation whose score a checkpoint has."""
+        """(evaluation step, checkpoint step) of the latest evaluation whose score is in a checkpoint."""
         self._asked_step = -1
-        """The step of the latest checkpoint that was saved for more than being the best."""
+        """The step of the latest checkpoint saved for another reason than being the best."""
         self._has_failed = False
-        """Whether the disk refused the latest checkpoint."""
+        """Whether the disk failed at the latest checkpoint."""
         self._best: dict[str, torch.Tensor] = {}
-        """The weights of the best evaluation, on the host: this rank's part of them. Without a `save_dir` only."""
+        """This rank's part of the weights of the best evaluation, on the host; used only without a `save_dir`."""
         self._best_extra: dict[str, Any] = {}
         self._best_progress: Progress | None = None
-        """Where in the run those are from; None without any."""
+        """The position of those weights in the run, or None."""
         self._lines = Lines()
         self._background: ThreadPoolExecutor | None = None
         self._host_copies: dict[str, torch.Tensor] = {}
-        """What was written in the background the last time, whose memory the next copy takes."""
+        """The copy last written in the background, whose memory the next copy reuses."""
         self._in_flight: tuple[Snapshot, Future[Path] | None] | None = None
 
     # --- saving
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs out of `save_dir` inside.
+        """Lock `save_dir` against other runs inside.
 
         Raises:
-            CheckpointError: If another run is there; on all ranks.
+            CheckpointError: If another run uses it; raised on all ranks.
             ConfigError: If nothing can be written there.
         """
         store, ranks = self.store, self._run.ranks
@@ -112,10 +111,10 @@ class Checkpointer:
                 store.lock.release()
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
-        """Save during a run; a disk that fails costs this checkpoint, not the run, unless `save_required`.
+        """Save during a run; a failing disk costs this checkpoint, not the run, unless `save_required`.
 
         Args:
-            history: The lifecycle's state to keep instead of the present one.
+            history: The lifecycle's state to save instead of the present one.
             for_best: Whether a new best is the only reason.
         """
         if self.store is not None:
@@ -127,7 +126,7 @@ class Checkpointer:
         lifecycle, ranks = self._lifecycle, self._run.ranks
         lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
         snapshot = self._snapshot(history)
-        snapshot.payload["for_best"] = for_best and snapshot.step != self._asked_step  # it may replace one of this step
+        snapshot.payload["for_best"] = for_best and snapshot.step != self._asked_step  # may replace one of this step
         if not for_best:
             self._asked_step = snapshot.step
         lifecycle.saved_at = lifecycle.progress.position
@@ -145,11 +144,11 @@ class Checkpointer:
             self._committed(snapshot, path)
 
     def save_now(self) -> Path:
-        """Save the present state, and return the folder of the checkpoint.
+        """Save the current state, and return the folder of the checkpoint.
 
         Raises:
             ConfigError: If there is no `save_dir`.
-            CheckpointError: If it cannot be written; earlier ones are untouched.
+            CheckpointError: If it cannot be written; earlier checkpoints are untouched.
         """
         if self.store is None:
             raise ConfigError("There is no place for a checkpoint. Pass `save_dir` to the constructor.")
@@ -165,7 +164,7 @@ class Checkpointer:
 
     @property
     def owes_best(self) -> bool:
-        """Whether a new best was found at this very step that is to be saved, and is not."""
+        """Whether this step has a new best that must be saved and is not yet."""
         if self.store is None or not self._run.settings.keep_best or not self.has_unsaved_best:
             return False
         evaluated = self._lifecycle.evaluated_step
@@ -174,10 +173,10 @@ class Checkpointer:
         return evaluated == self._lifecycle.progress.step and not is_saved_soon
 
     def check_save_dir(self) -> None:
-        """Refuse to start afresh among the checkpoints of another run.
+        """Refuse a fresh start among the checkpoints of another run.
 
         Raises:
-            ConfigError: If `save_dir` holds some, and `overwrite` is False.
+            ConfigError: If `save_dir` has checkpoints, and `overwrite` is False.
         """
         if self.store is None:
             return
@@ -200,14 +199,14 @@ class Checkpointer:
             ) from error
 
     def check_optimizers(self, attributes: Mapping[str, Any], resumes: bool) -> None:
-        """Say that a trainer has optimizers of its own which no checkpoint holds, and refuse to resume it.
+        """Warn about optimizers among a trainer's attributes that no checkpoint holds, and refuse to resume then.
 
         Args:
-            attributes: What the trainer holds.
+            attributes: The attributes of the trainer.
             resumes: Whether a checkpoint is about to be restored.
 
         Raises:
-            CheckpointError: If it is.
+            CheckpointError: If there are such optimizers, and a checkpoint is about to be restored.
         """
         backend = self._run.backend
         held = [id(backend.optimizer), *map(id, backend.optimizers.values())]
@@ -223,12 +222,12 @@ class Checkpointer:
         logger.warning("The trainer has optimizers whose state is in no checkpoint: %s. %s", named, remedy)
 
     def identify(self) -> None:
-        """Take the fingerprints of data and code that each checkpoint of the run is to hold."""
+        """Compute the fingerprints of data and code for the checkpoints of the run."""
         if self.store is not None:
             self._contents.identify()
 
     def check_disk(self) -> None:
-        """Find out before the first step what could not be saved, and whether there is room for the rest."""
+        """Check before the first step that everything can be saved, and that the disk has room for it."""
         if self.store is None:
             return
         files, _ = self._contents.capture_tensors()
@@ -236,25 +235,25 @@ class Checkpointer:
         if not self._run.ranks.is_main:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
-        needed = (1 if self._run.settings.save_only_model else 3) * sum(sizes)  # with the two moments of Adam
+        needed = (1 if self._run.settings.save_only_model else 3) * sum(sizes)  # with Adam's two moments
         with Tolerance("The free space of the disk", "It is not known whether there is room for checkpoints."):
             warning = check_free_space(self.store.root, self.store.newest_size() or needed)
             if warning:
                 logger.warning("%s", warning)
 
     def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:
-        """Return the present state, as references to the live tensors."""
+        """Return the current state, as references to the live tensors."""
         lifecycle = self._lifecycle
         step, evaluated, credited = lifecycle.progress.step, lifecycle.evaluated_step, self._credited_step
         name = f"checkpoint-{step}"
         best = self.has_unsaved_best or (
-            # an epoch's last step is saved again after the epoch's end
+            # the last step of an epoch is saved again after the epoch ends
             credited == evaluated >= 0 and _step_of(lifecycle.metrics.get("best_checkpoint")) == step
         )
-        # one checkpoint per evaluation, or the few best would be the same one under several names
+        # one checkpoint per evaluation, or the few best would be the same weights under several names
         scored = evaluated, step
         score = None if evaluated == self._scored[0] and scored != self._scored else lifecycle.objective.latest
-        is_final = history is None and not lifecycle.owes_evaluation  # else a resumed run may save this step again
+        is_final = history is None and not lifecycle.owes_evaluation  # otherwise a resume may save this step again
         history = history or lifecycle.state_dict()
         if best and is_final:
             history["metrics"]["best_checkpoint"], credited = name, evaluated
@@ -269,7 +268,7 @@ class Checkpointer:
         return Snapshot(files, payload, step, score, best, evaluated, rows)
 
     def _write(self, store: Store, snapshot: Snapshot) -> Path:
-        """Write a checkpoint, to which all ranks give their parts; only the main one touches the disk."""
+        """Write a checkpoint; all ranks contribute their parts, and only the main one touches the disk."""
         files = [snapshot.files[file] for file in snapshot.by_size]
         return state.written_by_main(self._run.ranks, files, lambda gather: self._write_here(store, snapshot, gather))
 
@@ -277,7 +276,7 @@ class Checkpointer:
         digests: dict[str, Future[str]] = {}
 
         def write(folder: Path) -> None:
-            # hashing takes longer than writing, so it begins with the largest, and before that is written
+            # hashing takes longer than writing, so it starts with the largest file, before that is written
             for file in snapshot.by_size:
                 tensors, path = snapshot.files[file], folder / file
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +286,7 @@ class Checkpointer:
                     digests[file].set_result(hasher.hexdigest())
                     continue
                 ready = state.host_tensors(tensors)
-                with contextlib.suppress(RuntimeError):  # the interpreter is closing: the file is read back
+                with contextlib.suppress(RuntimeError):  # at interpreter exit: the file is read back and hashed
                     digests[file] = pool.submit(state.digest, ready)
                 state.save_tensors(ready, path)
             text, digest = snapshot.rows
@@ -325,7 +324,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
-        """Write checkpoints in a thread inside, if `async_save` is set; on the way out it has finished."""
+        """Write checkpoints in a thread inside, if `async_save` is set; wait for it at the end."""
         if self.store is None or not self._run.settings.async_save:
             yield
             return
@@ -334,12 +333,12 @@ class Checkpointer:
                 yield
             finally:
                 self._background, self._host_copies = None, {}
-                (_, future), self._in_flight = self._in_flight or (None, None), None  # after an error: else awaited
+                (_, future), self._in_flight = self._in_flight or (None, None), None  # left only after an error
                 if future is not None and (error := future.exception()) is not None:
                     logger.error("%s", error)
 
     def await_background(self, wait: bool = True) -> None:
-        """Take note of a checkpoint that the background has finished; with `wait`, of one that is still written."""
+        """Handle a checkpoint that the background thread has finished; with `wait`, wait for an unfinished one."""
         if self._in_flight is None:
             return
         ranks = self._run.ranks
@@ -361,11 +360,11 @@ class Checkpointer:
 
         Args:
             which: A path, "last", "best" or "auto".
-            weights_suffice: Whether one that was saved with `save_only_model` will do.
+            weights_suffice: Whether to accept a checkpoint saved with `save_only_model`.
 
         Raises:
-            ConfigError: If it is to be looked for in a `save_dir` that was not given.
-            CheckpointError: If it is missing or damaged, or holds weights alone.
+            ConfigError: If the search needs a `save_dir`, and none was given.
+            CheckpointError: If it is missing or damaged, or holds only weights.
         """
         if self.store is None and str(which) in ("auto", "last", "best"):
             raise ConfigError(
@@ -394,15 +393,15 @@ class Checkpointer:
         return found
 
     def resume(self, folder: Path, content: Mapping[str, Any], allow_change: Collection[str]) -> None:
-        """Restore a checkpoint for a run that goes on from it; its random numbers are restored separately.
+        """Restore a checkpoint for a run that resumes from it; its random numbers are restored separately.
 
         Args:
             folder: The folder of the checkpoint.
             content: Its omnitrain.json.
-            allow_change: Settings, data and functions that may differ, by argument.
+            allow_change: Names of arguments (settings, data, functions) that may differ.
 
         Raises:
-            CheckpointError: If a setting, the data or a function differs, or it is of another model or optimizer.
+            CheckpointError: If a setting, the data or a function differs, or it is from another model or optimizer.
         """
         changed = changed_settings(content["settings"], self._run.resolved_config())
         refused = {name: pair for name, pair in changed.items() if name not in allow_change}
@@ -428,35 +427,35 @@ class Checkpointer:
         logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
-        """Put the run back to a checkpoint, but for its random numbers."""
+        """Restore a checkpoint, except for its random numbers."""
         with self._run.ranks.at("load"):
             self._contents.restore(folder, content, changed)
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self._credited_step = -1 if resets_best else content["credited_step"]
         self._asked_step = -1 if content.get("for_best") else content["step"]
-        # the first checkpoints of format 1 lack it: each of them has the score of the evaluation before it
+        # missing in the first checkpoints of format 1: each of them has the score of the evaluation before it
         evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
         self._scored = evaluated, step
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Put the generators that training draws from back to a checkpoint."""
+        """Restore the random number generators of training from a checkpoint."""
         self._contents.restore_random_numbers(folder, content)
 
     @property
     def loads_best(self) -> bool:
-        """Whether the model is to have the best weights at the end of the run."""
+        """Whether the model gets the best weights at the end of the run."""
         wanted = self._run.settings.load_best_at_end
         return self._lifecycle.evaluates and wanted is not False
 
     def keep_best(self) -> None:
-        """Keep the weights of the best evaluation so far on the host, where there is no folder for a checkpoint."""
+        """Keep the weights of the best evaluation so far on the host, if there is no folder for checkpoints."""
         if self.store is None and self.loads_best:
             self._run.backend.keep_weights(self._best)
             self._best_extra = state.extra_state(self._run.backend.model)
             self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
 
     def load_best(self) -> None:
-        """Put the best weights into the model, if there are any; all else stays as it is.
+        """Load the best weights into the model, if there are any; nothing else changes.
 
         They are on the host, or in the checkpoint that was saved as the best.
         """
@@ -475,8 +474,8 @@ class Checkpointer:
                 "The best evaluation, that of step %s, has no checkpoint: %r is the best of those that have one. "
                 "`keep_best=1` saves each new best.", lifecycle.objective.best_step, name,
             )  # fmt: skip
-        # by name first: the pointer may stand for an evaluation that closed a shorter run
-        # where it was resumed from need not be the `save_dir`
+        # by name first: the link `best` may stand for an evaluation that closed a shorter run;
+        # the folder from which the run resumed may be another than `save_dir`
         roots = [] if self.store is None else [self.store.root]
         roots += [] if self.resumed is None else [self.resumed[0].parent]
         places = [*(root / name for root in roots), *(root / "best" for root in roots)]
@@ -493,20 +492,20 @@ class Checkpointer:
             folder, content = place
             with ranks.at("load"):
                 self._contents.restore_weights(folder, content)
-        except (CheckpointError, OSError) as error:  # the run itself has ended well
+        except (CheckpointError, OSError) as error:  # not raised: the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return
         self.weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
 
     def tell_last(self, reason: str) -> None:
-        """Say that the model ends with its last weights although there were evaluations."""
+        """Log that the model ends with its last weights although there were evaluations."""
         step = self._lifecycle.progress.step
         logger.info("The model keeps its last weights, those of step %d: %s.", step, reason)
 
 
 def check_allowed(names: Collection[str]) -> None:
-    """Raise ConfigError for a name in `allow_change` that is no setting which decides the numbers of a run."""
+    """Raise ConfigError for a name in `allow_change` that does not determine the numbers of a run."""
     known = (*DECIDING, *IDENTITIES, FROZEN)
     unknown = sorted(set(names) - set(known))
     if unknown:
@@ -514,7 +513,7 @@ def check_allowed(names: Collection[str]) -> None:
 
 
 def _step_of(name: str | None) -> int:
-    """Return the step that the folder of a checkpoint is named after; -1 without any."""
+    """Return the step in the name of a checkpoint's folder; -1 for None."""
     return -1 if name is None else int(name.rpartition("-")[2])
 
 

@@ -1,7 +1,7 @@
-"""Contents of a checkpoint: each part of a run, captured and restored side by side.
+"""Contents of a checkpoint: for each part of a run, capture and restore side by side.
 
-Weights and optimizer state are read and written by the backend; folders and manifests are in `store.py`, and when a
-checkpoint is saved is decided in `checkpointer.py`.
+The backend reads and writes weights and optimizer state; `store.py` has folders and manifests, and `checkpointer.py`
+decides when to save.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 OPTIMIZER = "optimizer/state.safetensors"
 
 RNG = "rng/state.safetensors"
-"""The random number generators of all ranks; the first checkpoints have a file for each."""
+"""The random number generators of all ranks; the first checkpoints have one file per rank."""
 STATES = "states.safetensors"
 """The tensors in the states of callbacks and algorithms."""
 
@@ -61,7 +61,7 @@ def optimizer_file(name: str) -> str:
 
 
 class Run(Protocol):
-    """What a checkpoint uses of a trainer."""
+    """The part of a trainer that a checkpoint uses."""
 
     settings: Settings
     backend: Backend
@@ -72,24 +72,24 @@ class Run(Protocol):
     scheduler_interval: str
 
     def resolved_config(self) -> dict[str, Any]:
-        """Return every setting as it is in force, as JSON types."""
+        """Return every setting in force, as JSON types."""
         ...
 
 
 class Stateful(Protocol):
-    """A part of a run that says by itself what of it is kept."""
+    """A part of a run with its own state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, as JSON types."""
+        """Return the state, as JSON types."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
         ...
 
 
 class Lifecycle(Protocol):
-    """What a checkpoint uses of the lifecycle of a run."""
+    """The part of a run's lifecycle that a checkpoint uses."""
 
     progress: Progress
     objective: Objective
@@ -107,19 +107,19 @@ class Lifecycle(Protocol):
         ...
 
     def load_callbacks(self, entries: list[dict[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Give the callbacks back their states; `undo` gives them their present ones."""
+        """Restore the callbacks' states; `undo` restores the present ones."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
-        """Take back the rest of what `state_dict` returned."""
+        """Restore the rest of the state from `state_dict`."""
         ...
 
     def loaded(self) -> None:
-        """Tell the callbacks that a checkpoint was put back."""
+        """Tell the callbacks that a checkpoint was restored."""
         ...
 
     def saved(self, path: Path) -> None:
-        """Note that a checkpoint is complete, and tell the callbacks."""
+        """Record that a checkpoint is complete, and tell the callbacks."""
         ...
 
 
@@ -134,7 +134,7 @@ class Snapshot:
     best: bool
     evaluated_step: int
     rows: tuple[bytes, str]
-    """The history as lines of JSON, and the sha256 of these."""
+    """The history as lines of JSON, and their sha256."""
 
     @property
     def by_size(self) -> list[str]:
@@ -146,10 +146,10 @@ class Snapshot:
         return sorted(self.files, key=lambda file: (-size(file), file))
 
     def on_host(self, kept: dict[str, torch.Tensor]) -> Snapshot:
-        """Return a copy that further training cannot change, in the host memory of the copy before it.
+        """Return a copy that further training cannot change, in the host memory of the previous copy.
 
         Args:
-            kept: The tensors of the copy before it, no longer in use; filled for the next one.
+            kept: The tensors of the previous copy, no longer in use; filled for the next one.
         """
         files: Files = {}
         for file, tensors in self.files.items():
@@ -166,9 +166,9 @@ class Contents:
     Args:
         run: The trainer: model, optimizer, schedule, scaler, algorithms, settings.
         lifecycle: Progress, objective, history, and the states of the callbacks.
-        step: Losses and norm of the running epoch.
+        step: Losses and norm of the current epoch.
         sets: The data.
-        initial: The options of optimizer and schedule as the run began.
+        initial: The options of optimizer and schedule at the beginning of the run.
     """
 
     def __init__(self, run: Run, lifecycle: Lifecycle, step: Stateful, sets: Sets, initial: InitialOptions) -> None:
@@ -181,13 +181,13 @@ class Contents:
         self._frozen = Frozen(run)
 
     def identify(self) -> None:
-        """Take the fingerprints of data and code, which each checkpoint of the run then holds."""
+        """Compute the fingerprints of data and code, which each checkpoint of the run then holds."""
         take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
         with self._run.ranks.at("data"):
             self._identity = self._run.ranks.on_main("the fingerprints of data and code", take)
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
-        """Return what of data and code is not what a checkpoint was trained with; nothing if it does not say so."""
+        """Return where data and code differ from those of a checkpoint; nothing if it has no fingerprints."""
         then = content.get("identity")
         if then is None:
             return []
@@ -199,7 +199,7 @@ class Contents:
         """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.
 
         Args:
-            history: The lifecycle's state to keep instead of the present one.
+            history: The lifecycle's state to save instead of the present one.
         """
         files, payload = self.capture_tensors()
         if self._identity is None:  # outside of train()
@@ -210,7 +210,7 @@ class Contents:
             files[STATES] = tensors
         payload |= self._capture_history(history) | states
         payload |= {
-            # where it is saved is no setting of the run: the folder can be moved
+            # the folder is not a setting of the run: it can be moved
             "settings": {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"},
             "identity": self._identity,
             "world_size": self._run.ranks.world_size,
@@ -220,7 +220,7 @@ class Contents:
         return files, payload
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
-        """Return weights, optimizer, schedule, scaler, random numbers and data: what is not counted."""
+        """Return weights, optimizer, schedule, scaler, random numbers and data."""
         only_model = self._run.settings.save_only_model
         files, payload = self._capture_weights()
         payload["only_model"] = only_model
@@ -234,12 +234,12 @@ class Contents:
         return files, payload
 
     def check(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that no run can have written, or one whose parts do not fit each other.
+        """Refuse a checkpoint that no run can have written, or one whose parts do not fit together.
 
-        Whether it is of this run is another question, which `restore` asks. Called on the main rank alone.
+        Whether it fits this run is checked by `restore`. Called only on the main rank.
 
         Raises:
-            CheckpointError: Naming what is wrong; nothing has changed.
+            CheckpointError: It says what is wrong; nothing has changed.
         """
         where, files = repr(str(folder)), content["files"]
         validate(content, where)
@@ -266,7 +266,7 @@ class Contents:
             self._check_names(folder, content)
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
-            return  # of another model, for which `restore` refuses it
+            return  # from another model, so `restore` will refuse it
         backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
         for name, saved in _others(content).items():
             self._check_other(folder, name, saved)
@@ -276,35 +276,35 @@ class Contents:
             state.check_numbers(TensorFile(folder / file), one, repr(str(folder / file)))
 
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
-        """Refuse where a stream was, if the same kind of dataset cannot be put back there."""
+        """Refuse the position of a stream if a dataset of the same kind cannot be restored to it."""
         loader, mark = self._sets.train, content.get("stream")
         then, now = content["settings"], self._run.resolved_config()
         if mark is not None and isinstance(loader, StreamLoader) and then.get("train_dataset") == now["train_dataset"]:
             check_state(loader.dataset, state.from_json(mark["state"]), where)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
-        """Put the run back to a checkpoint, but for its random numbers; one that is refused leaves it as it was.
+        """Restore a checkpoint, except for its random numbers; if it is refused, the run stays as it was.
 
         Args:
             folder: The folder of the checkpoint.
             content: Its omnitrain.json.
-            changed: Settings that were allowed to change; of these the new value stays.
+            changed: Settings that were allowed to change; they keep their new values.
 
         Raises:
-            CheckpointError: If the checkpoint is of another model or optimizer, or damaged.
+            CheckpointError: If the checkpoint is damaged, or from another model or optimizer.
         """
         scheduler = self._run.lr_scheduler
         is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
-            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # warm-up alone makes a schedule too
+            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up alone is a schedule too
         self._run.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
-        self._frozen.left_out()  # before a whole checkpoint brings its own: the user's model has these
+        self._frozen.left_out()  # of the user's model, before a whole checkpoint loads other frozen weights
         if FROZEN not in changed:
             self._frozen.check(_absent(content), repr(str(folder)))
         states = TensorFile(folder / STATES, self._run.ranks) if STATES in content["files"] else {}
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
-            # what only its own code can judge comes first
+            # first the states that only the objects' own code can check
             self._lifecycle.load_callbacks(state.from_json(content["callbacks"], states), undo)
             self._restore_algorithms(content, changed, states, undo)
             if scheduler is not None and "lr_scheduler" not in changed:
@@ -318,7 +318,7 @@ class Contents:
         self._restore_data(content)
 
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Refuse a checkpoint that is not of this run."""
+        """Refuse a checkpoint that does not fit this run."""
         where, run = repr(str(folder)), self._run
         run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where, _absent(content))
         if "optimizer" not in changed:
@@ -365,7 +365,7 @@ class Contents:
         return {state.WEIGHTS: tensors}, {"extra_state": state.extra_state(backend.model), "frozen": frozen}
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Copy the weights of a checkpoint into the model, and nothing else; what it has left out stays as it is."""
+        """Copy only the weights of a checkpoint into the model; weights that it left out are unchanged."""
         tensors = TensorFile(folder / state.WEIGHTS, self._run.ranks)
         self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _absent(content))
 
@@ -377,7 +377,7 @@ class Contents:
         files, others = {OPTIMIZER: tensors}, {}
         for name, optimizer in backend.optimizers.items():
             if optimizer is backend.optimizer:
-                others[name] = None  # it is `optimizer`
+                others[name] = None  # saved as `optimizer`
             else:
                 files[optimizer_file(name)], others[name] = state.optimizer_state(optimizer, backend.model)
         return files, {"optimizer": rest, "optimizers": others}
@@ -397,13 +397,13 @@ class Contents:
         for group, new, now, then in zip(backend.groups, fresh, after, before, strict=True):
             if "lr_scheduler" in changed:
                 group |= {key: new[key] for key in ("lr", "initial_lr") if key in new}
-            elif now["lr"] != then["lr"]:  # allowed to change: the rate of this moment changes in proportion
+            elif now["lr"] != then["lr"]:  # allowed to change: the current rate changes in proportion
                 group["lr"] = group["lr"] * (now["lr"] / then["lr"]) if then["lr"] else now["lr"]
                 group |= {"initial_lr": now["lr"]} if "initial_lr" in group else {}
             group |= {key: new[key] for key in now.keys() - {"lr"} if now[key] != then.get(key)}
 
     def _check_names(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of other optimizers, and a run with some that no checkpoint holds."""
+        """Refuse a checkpoint of other optimizers, and a run with optimizers that the checkpoint lacks."""
         saved, backend = content.get("optimizers", {}), self._run.backend
         then = {name: one is None for name, one in saved.items()}
         now = {name: one is backend.optimizer for name, one in backend.optimizers.items()}
@@ -415,7 +415,7 @@ class Contents:
             )
 
     def _check_other(self, folder: Path, name: str, saved: Any) -> None:
-        """Refuse what was saved of one of several optimizers, if it is not what this one holds."""
+        """Refuse the saved state of one of several optimizers if it does not fit the optimizer."""
         backend, tensors = self._run.backend, TensorFile(folder / optimizer_file(name))
         state.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
@@ -426,7 +426,7 @@ class Contents:
         return {"scheduler": None if scheduler is None else state.to_json(scheduler.state_dict(), "scheduler")}
 
     def _fresh_schedule(self) -> tuple[dict[str, Any], list[Any]]:
-        """Return what the schedule is now, and the rates that it and its parts begin with."""
+        """Return the state of the schedule now, and the initial rates of it and its parts."""
         scheduler = self._run.lr_scheduler
         parts = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
         return dict(vars(scheduler)) if parts else {}, [getattr(one, "base_lrs", None) for one in parts]
@@ -434,13 +434,13 @@ class Contents:
     def _restore_schedule(
         self, content: Mapping[str, Any], changed: Collection[str], fresh: dict[str, Any], fresh_rates: list[Any]
     ) -> None:
-        """Bring a schedule that was put back to what has changed; a named one goes on from the same step of the new.
+        """Apply the changed settings to a restored schedule; a named one continues at the same step of the new one.
 
         Args:
             content: The checkpoint's omnitrain.json.
             changed: Settings that were allowed to change.
-            fresh: What the schedule was before it was put back.
-            fresh_rates: The rates that it and its parts began with.
+            fresh: The state of the schedule before it was restored.
+            fresh_rates: The initial rates of it and its parts.
         """
         scheduler = self._run.lr_scheduler
         if scheduler is None:
@@ -486,7 +486,7 @@ class Contents:
         return {RNG: tensors}, {"rng": [rest for _, rest in generators]}
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Put the generators that training draws from back to a checkpoint."""
+        """Restore the random number generators of training from a checkpoint."""
         ranks, seed = self._run.ranks, self._run.settings.seed
         if content["settings"]["seed"] != seed:
             return  # it was allowed to change
@@ -498,8 +498,8 @@ class Contents:
 
     @staticmethod
     def _generators(folder: Path, content: Mapping[str, Any]) -> list[tuple[dict[str, torch.Tensor], Any]]:
-        """Return the state of the generators of each rank, as `state.rng_tensors` does."""
-        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # older: one entry
+        """Return the state of the generators of each rank, in the form of `state.rng_tensors`."""
+        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # old checkpoints: one entry
         if RNG not in content["files"]:
             return [(load_tensors(folder / _rng_file(rank)), rest) for rank, rest in enumerate(saved)]
         of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in saved]
@@ -512,10 +512,10 @@ class Contents:
     # --- progress, history, best, callbacks, losses
 
     def capture_states(self, callbacks: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return what callbacks and algorithms keep: its tensors, and the rest as JSON types.
+        """Return the states of callbacks and algorithms: the tensors in them, and the rest as JSON types.
 
         Raises:
-            CheckpointError: If one keeps something that has no place in a checkpoint; it is named, and the key.
+            CheckpointError: If a state has something that cannot be saved; the message names the object and the key.
         """
         tensors: dict[str, torch.Tensor] = {}
         entries = []
@@ -532,16 +532,16 @@ class Contents:
         }
 
     def check_states(self) -> None:
-        """Find out before the first step what of callbacks and algorithms could not be saved.
+        """Check before the first step that the states of callbacks and algorithms can be saved.
 
         Raises:
-            CheckpointError: Of `capture_states`.
+            CheckpointError: As for `capture_states`.
         """
         try:
             self.capture_states(self._lifecycle.state_dict()["callbacks"])
         except CheckpointError:
             raise
-        except Exception:  # one that can tell only once the run has begun: the first save asks again
+        except Exception:  # a state that exists only once the run has begun: the first save tries again
             logger.debug("There is no state before the run.", exc_info=True)
 
     def _capture_history(self, history: dict[str, Any]) -> dict[str, Any]:
@@ -584,7 +584,7 @@ class Contents:
     # --- data
 
     def _capture_data(self) -> dict[str, Any]:
-        """Return of the data what they draw from, how they are ordered, and where a stream can be put back to."""
+        """Return the state of the data: the generators drawn from, the kind of order, and the position of a stream."""
         loader = self._sets.train
         is_keyed = isinstance(loader, MapLoader) and loader.sampler.is_keyed
         own = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
@@ -595,9 +595,9 @@ class Contents:
         loader = self._sets.train
         if isinstance(loader, MapLoader):
             loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
-            loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew any order as a whole
+            loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew every order as a whole
         elif isinstance(loader, StreamLoader):
-            mark = state.from_json(content.get("stream"))  # the first checkpoints of format 1 lack it
+            mark = state.from_json(content.get("stream"))  # missing in the first checkpoints of format 1
             loader.start_from(None if mark is None else Mark(**mark))
 
     def _stream_mark(self) -> Any:
@@ -613,22 +613,22 @@ class Contents:
 
 
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint has of each of several optimizers, but for the one that is there as `optimizer`."""
+    """Return a checkpoint's entries for several optimizers, without the one saved as `optimizer`."""
     return {name: saved for name, saved in content.get("optimizers", {}).items() if saved is not None}
 
 
 def _absent(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fingerprints of the weights that a checkpoint has left out; the first checkpoints are whole."""
+    """Return the fingerprints of the weights that a checkpoint left out; the first checkpoints are whole."""
     return content.get("frozen") or {}
 
 
 def _rng_file(rank: int) -> str:
-    """Return the name of the file that the first checkpoints have for the generators of a rank."""
+    """Return the name of the first checkpoints' file for the generators of a rank."""
     return f"rng/rank-{rank:05d}.safetensors"
 
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Return the versions of what a checkpoint was written with."""
+    """Return the versions of the software that writes a checkpoint."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {"omnitrain": __version__, "python": platform.python_version(), **packages}

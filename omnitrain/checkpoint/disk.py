@@ -1,7 +1,7 @@
 """File operations of checkpoints: every change to the disk goes through here.
 
-A test stops a save at any operation by handing in another `FileSystem`. Checkpoints, and what is in their files, do
-not belong here.
+A test can stop a save at any operation by passing another `FileSystem`. Checkpoints and the contents of their files
+do not belong here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FileSystem:
     """
 
     def mkdir(self, path: Path) -> None:
-        """Make one folder; its parent must be there, it must not."""
+        """Create one folder; its parent must exist, and it must not."""
         path.mkdir()
 
     def write(self, path: Path, data: bytes) -> None:
@@ -45,11 +45,11 @@ class FileSystem:
         path.write_bytes(data)
 
     def link(self, path: Path, name: str) -> None:
-        """Make a link to what lies beside it under a name; some file systems have none."""
+        """Create a link to `name` in the same folder; some file systems have no links."""
         path.symlink_to(name)
 
     def sync(self, path: Path) -> None:
-        """Return when the content of this file, or the list of names in this folder, is on the disk."""
+        """Wait until the content of this file, or the list of names in this folder, is on the disk."""
         is_folder = path.is_dir()
         if is_folder and os.name == "nt":
             return
@@ -57,14 +57,14 @@ class FileSystem:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems cannot sync a folder; its names are then as safe as they make them.
+            # Some network file systems cannot sync a folder; then it is up to them how safe its names are.
             if not (is_folder and error.errno in (errno.EINVAL, errno.ENOTSUP)):
                 raise
         finally:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or a folder in one instant; a file replaces the one that had the name."""
+        """Rename a file or a folder atomically; a file replaces an existing one of that name."""
         os.replace(source, target)
 
     def unlink(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class FileSystem:
         path.rmdir()
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all that is in it; a link is removed, what it points to is not."""
+        """Remove a file, or a folder with everything in it; a link is removed, but not its target."""
         if path.is_symlink() or not path.is_dir():
             self.unlink(path)
             return
@@ -99,12 +99,12 @@ def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | N
 
 
 def check_writable(root: Path) -> None:
-    """Refuse a run folder (which need not exist yet) in which nothing may be written; nothing is tried.
+    """Refuse a run folder (which need not exist yet) that is not writable, without writing anything.
 
     Raises:
-        ConfigError: If it, or the folder that it would be made in, is read-only or a file.
+        ConfigError: If it, or the folder in which it would be created, is read-only or a file.
     """
-    root = folder_path(root, "save_dir")  # a file may have come there since it was first looked at
+    root = folder_path(root, "save_dir")  # a file may have appeared there since the first check
     there = next(path for path in (root, *root.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -127,7 +127,7 @@ def listing(folder: Path) -> tuple[list[Path], list[Path]]:
 
 @contextlib.contextmanager
 def hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
-    """Yield the digests of files in order; large ones are hashed in the background (hashlib lets go of the GIL)."""
+    """Yield the digests of files in order; large ones are hashed in threads (hashlib releases the GIL)."""
     files = list(files)
     if sum(file.stat().st_size for file in files) < _WORTH_A_THREAD:
         yield map(_digest, files)
@@ -136,7 +136,7 @@ def hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
     try:
         try:
             digests = pool.map(_digest, files)
-        except RuntimeError:  # the interpreter is closing and starts no more threads: an asynchronous save ends here
+        except RuntimeError:  # at interpreter exit no threads can start: an asynchronous save ends here
             digests = map(_digest, files)
         yield digests
     finally:

@@ -1,4 +1,4 @@
-"""Weights that do not train: which of them a checkpoint leaves out, and how they are known again."""
+"""Weights that are not trained: which of them a checkpoint leaves out, and how a resume recognizes them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from omnitrain.settings import Settings
 __all__ = ["FROZEN", "Frozen", "check_fingerprints"]
 
 FROZEN = "frozen_weights"
-"""What `allow_change` calls them."""
+"""Their name in `allow_change`."""
 
 
 class Holder(Protocol):
-    """What is used of a trainer."""
+    """The part of a trainer that is used here."""
 
     settings: Settings
     backend: Backend
@@ -28,7 +28,7 @@ class Holder(Protocol):
 
 
 class Frozen:
-    """The frozen weights of a run: their fingerprints are taken once, and again of those that were written to.
+    """The frozen weights of a run: fingerprints are computed once, and again for weights that were written to.
 
     Args:
         run: The trainer.
@@ -37,14 +37,14 @@ class Frozen:
     def __init__(self, run: Holder) -> None:
         self._run = run
         self._known: dict[str, tuple[Any, str]] = {}
-        """Mark and fingerprint of a weight, by name."""
+        """Mark and fingerprint of each weight, by name."""
         self._left_out: dict[str, str] | None = None
 
     def left_out(self) -> dict[str, str]:
-        """Return the fingerprints, by name, of the weights that a checkpoint of this moment leaves out.
+        """Return the fingerprints, by name, of the weights that a checkpoint leaves out now.
 
-        They are as they were when this was first called, and have not trained at any checkpoint since: whoever builds
-        the model of the run has them. All ranks call it.
+        They have not changed since the first call and were not trained at any checkpoint since, so they are there
+        again when the model of the run is built anew. All ranks call it.
         """
         run = self._run
         model = run.backend.model
@@ -61,10 +61,10 @@ class Frozen:
         return self._left_out
 
     def fingerprints(self, names: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, str]:
-        """Return the fingerprints of weights as they are; all ranks call it.
+        """Return the fingerprints of weights as they are now; all ranks call it.
 
         Args:
-            names: Of which.
+            names: The names of these weights.
             tensors: All weights by name.
         """
         names = list(names)
@@ -79,14 +79,14 @@ class Frozen:
         return {name: self._known[name][1] for name in names}
 
     def check(self, then: Mapping[str, str], where: str) -> None:
-        """Refuse a checkpoint that has left out other weights than these; all ranks call it.
+        """Refuse a checkpoint that left out other weights than the present ones; all ranks call it.
 
         Args:
             then: The fingerprints in it.
-            where: What an error calls it.
+            where: The name of the checkpoint in errors.
 
         Raises:
-            CheckpointError: Naming the first that is another one.
+            CheckpointError: It names the first weight that differs.
         """
         check_fingerprints(
             then,
@@ -98,12 +98,12 @@ class Frozen:
 
 
 def check_fingerprints(then: Mapping[str, str], now: Mapping[str, str], where: str, remedy: str) -> None:
-    """Raise CheckpointError if weights that a checkpoint has left out are others now; the first is named.
+    """Raise CheckpointError if weights that a checkpoint left out differ now, and name the first.
 
     Args:
         then: The fingerprints in the checkpoint.
-        now: Those of the present weights.
-        where: What the error calls the checkpoint.
+        now: The fingerprints of the present weights.
+        where: The name of the checkpoint in the error.
         remedy: What to do about it.
     """
     others = [name for name in then if now[name] != then[name]]
@@ -115,7 +115,7 @@ def check_fingerprints(then: Mapping[str, str], now: Mapping[str, str], where: s
 
 
 def _frozen(model: Any, tensors: Mapping[str, Any]) -> list[str]:
-    """Return the names of the weights that do not train; buffers may change all the same, and are none of them."""
+    """Return the names of the weights that are not trained; without buffers, which may change anyway."""
     kept = _trained(model) | {bare_name(name) for name, _ in unwrap(model).named_buffers(remove_duplicate=False)}
     if has_adapters(model):
         kept |= adapter_names(model, tensors)

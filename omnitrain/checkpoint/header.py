@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors are in it, and where. Reading these is in `tensors.py`. No torch."""
+"""The header of a safetensors file: its tensors and their places. `tensors.py` reads the tensors. No torch here."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ SIZES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
-"""Bytes of one entry of a tensor, by what safetensors files call its type."""
+"""Bytes of one entry of a tensor, by the name of its type in safetensors files."""
 
-_LARGEST_HEADER = 100_000_000  # as the safetensors package has it
+_LARGEST_HEADER = 100_000_000  # the limit of the safetensors package
 _LARGEST_DIMENSION = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a header says of one tensor, and where in the file it begins."""
+    """A header's entry for one tensor, and where in the file the tensor begins."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,30 +49,30 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """The bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * SIZES[self.dtype]
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading if it is one: a pipe would be waited for without end, and a device may do anything.
+    """Open a regular file for reading: opening a pipe could block forever, and a device may do anything.
 
     Raises:
-        OSError: If it is missing, cannot be read, or is no file.
+        OSError: If it is missing, cannot be read, or is not a regular file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError("it is not a regular file")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in between
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in the meantime
         os.close(descriptor)
         raise OSError("it is not a regular file")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return what tensors a safetensors file holds, after checking that all of them lie in it.
+    """Return the entries of a safetensors file, after checking that all tensors lie within it.
 
     Raises:
-        CheckpointError: If it is missing, or is no safetensors file.
+        CheckpointError: If it is missing or not a safetensors file.
     """
     try:
         with open_regular(path) as file:

@@ -1,6 +1,6 @@
-"""The history of a run beside omnitrain.json: a line of JSON for each row, encoded once and for all. No torch.
+"""The history of a run, next to omnitrain.json: a line of JSON for each row, encoded only once. No torch.
 
-In omnitrain.json it would be encoded again by every save of a run, whose time would grow with its evaluations.
+In omnitrain.json, every save would encode it again, and the time of a save would grow with the evaluations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HISTORY = "history.jsonl"
 
 
 class Lines:
-    r"""The rows of a history as lines of JSON; those that were there the last time are not encoded again.
+    r"""The rows of a history as lines of JSON; rows of the previous call are not encoded again.
 
     >>> lines, metrics = Lines(), MetricsDict()
     >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.5})
@@ -43,14 +43,14 @@ class Lines:
         """Return the first rows of each table as text, and its sha256.
 
         Args:
-            counts: How many rows of each table; none that was there the last time may have changed.
+            counts: How many rows of each table; those of the previous call must not have changed.
             metrics: The history.
         """
         tables = {name: dict.__getitem__(metrics, name) for name in counts}
         if any(
             self._tables.get(name) is not tables[name] or self._counts[name] > counts[name] for name in self._counts
         ):
-            self._forget()  # another history: that of a checkpoint that was loaded
+            self._forget()  # a different history: a checkpoint was loaded
         new = bytearray()
         for name, count in counts.items():
             for entry in tables[name][self._counts.get(name, 0) : count]:
@@ -62,14 +62,14 @@ class Lines:
 
 
 def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint has under `metrics`, with the rows of its history.
+    """Return the `metrics` of a checkpoint, with the rows of its history.
 
     Args:
-        folder: Of the checkpoint.
+        folder: The folder of the checkpoint.
         content: Its omnitrain.json; the first checkpoints have the rows in it.
 
     Raises:
-        CheckpointError: If the file of the rows is not what a run writes.
+        CheckpointError: If the file of the rows is not in the form that a run writes.
     """
     facts = {name: value for name, value in content["metrics"].items() if name != "rows"}
     counts = content["metrics"].get("rows")

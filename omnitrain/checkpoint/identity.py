@@ -1,6 +1,6 @@
-"""Fingerprints of the data and of the user's code, by which a resumed run sees that they are those it was trained with.
+"""Fingerprints of the data and the user's code, by which a resumed run detects changes.
 
-Settings are compared in `changes.py`, by name; here it is what stands behind the names.
+`changes.py` compares settings by name; this module compares the objects behind the names.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from omnitrain.settings import Settings
 __all__ = ["IDENTITIES", "Identity", "code_of", "content_of", "data_of"]
 
 IDENTITIES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics")
-"""What `allow_change` may name besides the settings: what has a fingerprint alone."""
+"""The names in `allow_change` besides the settings: objects known only by fingerprint."""
 
 _SAMPLES = 32
 _LIMIT_S = 2.0
-"""How long samples of one set are read for a fingerprint; slow data get one of fewer samples."""
+"""How long to read samples of one set for a fingerprint; slow data get one from fewer samples."""
 _PYTHON = ".".join(map(str, sys.version_info[:2]))
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -49,7 +49,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def content_of(value: Any) -> str | None:
-    """Return a digest of a value made of tensors, arrays, text, numbers, lists and dicts; None of anything else.
+    """Return a digest of a value made of tensors, arrays, text, numbers, lists and dicts; None for anything else.
 
     >>> content_of({"x": [1, 2.5], "y": "a"}) == content_of({"y": "a", "x": [1, 2.5]}), content_of(object())
     (True, None)
@@ -59,7 +59,7 @@ def content_of(value: Any) -> str | None:
 
 
 def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
-    """Feed a value to a hash, and return whether all of it has a content that lasts."""
+    """Feed a value to a hash, and return whether all of its content is stable."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
         update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -74,10 +74,10 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
     elif isinstance(value, (list, tuple, np.ndarray)):
         update(f"list{len(value)}".encode())
         if {type(entry) for entry in value} <= _PLAIN:
-            update(repr(list(value)).encode())  # a hundred times as fast, for lists of tokens
+            update(repr(list(value)).encode())  # a hundred times faster, for lists of tokens
             return True
         return all(_digest(entry, update) for entry in value)
-    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of PIL
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
         update(f"{value.mode}{value.size}".encode() + value.tobytes())
     else:
         return False
@@ -85,7 +85,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
 
 
 def _parts_of(sample: Any) -> dict[str, str]:
-    """Return the digest of each part of a sample that has one: by key, by place, or of all of it as ""."""
+    """Return the digest of each part of a sample that has one: by key, by position, or "" for the whole sample."""
     if isinstance(sample, Mapping):
         parts = {str(key): value for key, value in sample.items()}
     else:
@@ -99,7 +99,7 @@ def _only(samples: Sequence[Any]) -> Any:
 
 
 class _Digests(Dataset[tuple[int, dict[str, str]]]):
-    """The digests of some samples, where a sample is the same each time it is read; here or in a worker process."""
+    """The digests of samples that are the same each time they are read, here or in a worker process."""
 
     def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
         self.fetch = Fetch(dataset, _only, seed=0)
@@ -112,20 +112,20 @@ class _Digests(Dataset[tuple[int, dict[str, str]]]):
         index = self.indices[turn]
         try:
             first, second = (_parts_of(self.fetch(0, np.array([index]))) for _ in range(2))
-        except Exception:  # training finds out, and says so at its time
+        except Exception:  # training will raise it
             return index, {}
         return index, {name: digest for name, digest in first.items() if second.get(name) == digest}
 
 
 def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
-    """Return the size of a loader's dataset, and digests of some samples by index; None of what has no indices.
+    """Return the size of a loader's dataset, and digests of some samples by index; None for data without indices.
 
-    Reading draws no random number of the run's, and takes place in a worker process where the loader has some: what a
-    dataset opens when it is first read is then not shared with them.
+    Reading draws none of the run's random numbers. If the loader has workers, it takes place in a worker process, so
+    files that the dataset opens on first use are not shared with the workers.
 
     Args:
-        loader: Any loader of ours.
-        indices: Which samples; None chooses them.
+        loader: Any of our loaders.
+        indices: The samples; None chooses some.
     """
     if isinstance(loader, MapLoader):
         dataset, workers = loader.dataset, loader.has_workers
@@ -154,7 +154,7 @@ def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any]
 
 
 def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
-    """Return what is different in the data of a loader, in words; empty if nothing is seen to be."""
+    """Return in words how the data of a loader differ; empty if no difference is found."""
     now = data_of(loader, map(int, then["samples"]))
     if now is None:
         return ""
@@ -177,10 +177,10 @@ def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
 
 
 def code_of(value: Any) -> str | None:
-    """Return a digest of the code of a function, or of an object's class, and of what it was made with.
+    """Return a digest of the code of a function or of an object's class, and of the object's attributes.
 
-    Comments, docstrings and formatting do not count. Of what is installed, as PyTorch's own losses are, the name
-    counts, and the options; of a model, its `forward` and that of its parts. None where there is nothing to tell.
+    Comments, docstrings and formatting do not count. For installed code, such as PyTorch's losses, the name and the
+    options count; for a model, its `forward` and those of its parts. None if there is nothing to compare.
 
     >>> code_of(nn.CrossEntropyLoss(label_smoothing=0.1)) == code_of(nn.CrossEntropyLoss())
     False
@@ -200,7 +200,7 @@ def _code_parts(value: Any) -> list[str]:
     if isinstance(value, FunctionType):
         return [_source(value), *_held(value)]
     if not hasattr(value, "__dict__") or isinstance(value, type):
-        return [_name_of(value)]  # built in, or a class
+        return [_name_of(value)]  # a built-in, or a class
     options = {}
     if isinstance(value, nn.Module):
         options = {name: getattr(value, name, None) for name in getattr(value, "__constants__", ())}
@@ -212,7 +212,7 @@ def _code_parts(value: Any) -> list[str]:
 
 
 def _held(function: FunctionType) -> list[str]:
-    """Return what a function closes over and has for defaults, where that cannot change by itself."""
+    """Return the closure and the defaults of a function, as far as they cannot change by themselves."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     lasting = [one for one in (*cells, *(function.__defaults__ or ())) if isinstance(one, (str, int, float, tuple))]
     tensors = [one for one in cells if isinstance(one, torch.Tensor) and not one.requires_grad]
@@ -233,12 +233,12 @@ def _name_of(value: Any) -> str:
 
 
 def _source(value: Any) -> str:
-    """Return the code of a function or class of the user's as a normal form; the name of what is installed."""
+    """Return the code of the user's function or class in a normal form; for installed code its name."""
     module = sys.modules.get(value.__module__)
     file = getattr(module, "__file__", None) or ""
     if file.startswith(_INSTALLED) or value.__module__.partition(".")[0] in ("builtins", "omnitrain"):
         return _name_of(value)
-    if getattr(value, "__name__", "") != "<lambda>":  # whose source is the whole statement that it stands in
+    if getattr(value, "__name__", "") != "<lambda>":  # whose source is the whole statement around it
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
         except (OSError, TypeError, SyntaxError, ValueError):
@@ -250,7 +250,7 @@ def _source(value: Any) -> str:
 
 
 def _compiled(code: Any) -> str:
-    """Return byte code and what it names, in a form without addresses."""
+    """Return byte code and the names in it, in a form without addresses."""
     constants = [_compiled(one) if hasattr(one, "co_code") else _constant(one) for one in code.co_consts]
     return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
 
@@ -260,7 +260,7 @@ def _constant(value: Any) -> str:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes docstrings away."""
+    """Removes docstrings."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -280,10 +280,10 @@ def _model_code(model: nn.Module) -> str | None:
 
 
 class Difference(NamedTuple):
-    """Something that is not what it was.
+    """A difference from a checkpoint.
 
     Attributes:
-        name: By which it may be allowed to change.
+        name: The name in `allow_change` that allows it.
         words: What differs.
     """
 
@@ -297,7 +297,7 @@ class Difference(NamedTuple):
 
 
 class Identity:
-    """What a run is trained on and with, as digests.
+    """The data and code of a run, as digests.
 
     Args:
         settings: The arguments of the trainer.
@@ -316,18 +316,18 @@ class Identity:
         return {"python": _PYTHON, "data": data, "code": self._code()}
 
     def differences(self, then: Mapping[str, Any]) -> list[Difference]:
-        """Return what differs from the digests of a checkpoint, of that which both have."""
+        """Return the differences from the digests of a checkpoint, where both have digests."""
         found = []
         for name, sets in self._loaders().items():
             for key, loader in sets.items():
                 before = then["data"].get(name, {}).get(key)
                 if before is not None and name == "train_dataset" and loader.size != before["size"]:
-                    continue  # the settings tell that
+                    continue  # the settings show that
                 words = "" if before is None else _changed_data(before, loader)
                 if words:
                     found.append(Difference(name, words))
         if then["python"] != _PYTHON:
-            return found  # whose form of the same code is another one
+            return found  # in which the same code has another form
         now = self._code()
         for name, parts in then["code"].items():
             for part, digest in parts.items():
@@ -343,7 +343,7 @@ class Identity:
         return {"train_dataset": {"": train}, "eval_dataset": named}
 
     def _code(self) -> dict[str, dict[str, str]]:
-        """Return digests by argument, and under it by name where there may be several."""
+        """Return digests by argument, and then by name if there can be several."""
         settings = self._settings
         names = ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics")
         single = {name: code_of(getattr(settings, name)) for name in names}

@@ -1,10 +1,10 @@
-"""The lock of a run folder: one run at a time writes into it.
+"""The lock of a run folder: only one run at a time writes to it.
 
-It is the file `run.lock`, which names its owner. On one machine the operating system says whether the owner lives: it
-holds the file by `flock`, which ends with the process however that ends. Where that says nothing (another machine, a
-file system without such locks) the owner's sign of life does, the file's time of change, which is only ever compared
-with itself or with another time of the same file system: no two clocks need agree. What is written into the folder
-does not belong here.
+The lock is the file `run.lock`, which names its owner. On one machine the operating system knows whether the owner is
+alive: the owner holds the file by `flock`, which ends with the process in any case. Otherwise (another machine, a file
+system without such locks) the owner's sign of life counts: the modification time of the file. It is compared only with
+itself or with other times of the same file system, so no two clocks need to agree. What is written to the folder does
+not belong here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LOCK = "run.lock"
 BEAT_S = 20.0
 """Seconds between two signs of life."""
 WATCH_S = 90.0
-"""Seconds without a sign of life after which the owner is gone, if there was none for `STALE_S` before either."""
+"""Seconds to watch for a sign of life, at least, before the owner counts as gone; `STALE_S` in all."""
 STALE_S = 300.0
 LEAVE_S = 5.0
-"""Seconds that an owner on this machine has to end: it may be writing its last checkpoint, or be dying."""
+"""Seconds that an owner on this machine has to exit: it may be writing its last checkpoint, or be dying."""
 SETTLE_S = 1.0
-"""Seconds after which a taker looks whether another one came in between, where nothing else keeps two apart."""
+"""Seconds after which a new owner checks that no other took the lock too, on file systems without `flock`."""
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
 
@@ -53,13 +53,13 @@ Owner = dict[str, Any]
 
 
 class Lock:
-    """Keeps other runs out of a folder while it is held. A disk that fails is no reason not to run.
+    """Keeps other runs out of a folder while it is held. A failing disk does not prevent a run.
 
     Args:
-        folder: Of the run; it must be there when the lock is taken.
+        folder: The folder of the run; it must exist when the lock is taken.
 
     Attributes:
-        token: A name for this writer that no other has.
+        token: A unique name for this writer.
 
     >>> import tempfile
     >>> lock = Lock(Path(tempfile.mkdtemp()))
@@ -82,7 +82,7 @@ class Lock:
 
     @property
     def is_wanting(self) -> bool:
-        """Whether it should be held, and the disk did not let it be taken: others are not kept out then."""
+        """Whether it should be held but could not be taken because of the disk: then others are not kept out."""
         return self._depth > 0 and self._descriptor is None
 
     @property
@@ -92,7 +92,7 @@ class Lock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock inside; within another `held` of the same object this changes nothing."""
+        """Hold the lock inside; calls on the same object can be nested."""
         self.take()
         try:
             yield
@@ -100,10 +100,10 @@ class Lock:
             self.release()
 
     def take(self) -> None:
-        """Take the lock, once more if it is held already.
+        """Take the lock; if it is already held, count one more holder.
 
         Raises:
-            CheckpointError: Another run has it; the message names it.
+            CheckpointError: Another run has it; the message names that run.
         """
         with self._changing:
             if self._depth == 0:
@@ -118,7 +118,7 @@ class Lock:
             self._depth += 1
 
     def release(self) -> None:
-        """Give the lock back, if this is the last `release` that belongs to a `take`."""
+        """Release the lock, once there was a `release` for each `take`."""
         if self._process != os.getpid():
             return
         with self._changing:
@@ -132,14 +132,14 @@ class Lock:
             self._let_go()
 
     def check(self) -> None:
-        """Make sure that a lock that should be held is held still; called before anything is changed in the folder.
+        """Make sure that a lock that should be held still is; called before any change in the folder.
 
         Raises:
             CheckpointError: Another run has taken it.
         """
         if not self._depth or self._process != os.getpid():
             return
-        with self._changing, contextlib.suppress(OSError):  # of which whoever writes next will tell
+        with self._changing, contextlib.suppress(OSError):  # the next write will report it
             if self._descriptor is not None and self._is_at_path(self._descriptor):
                 if self._found_token() in (self.token, None):
                     return
@@ -147,14 +147,14 @@ class Lock:
             was_held = self._descriptor is not None
             self._let_go()
             try:
-                self._take(0.0)  # the folder was emptied, or the disk did not let it be locked before
+                self._take(0.0)  # the folder was emptied, or the disk prevented the lock earlier
             except CheckpointError as error:
                 raise self._loss(None) if was_held else error from error
 
     # --- taking
 
     def _take(self, patience: float) -> None:
-        """Take the file, waiting so many seconds for an owner on this machine to leave."""
+        """Take the file, waiting up to `patience` seconds for an owner on this machine to exit."""
         end = time.monotonic() + patience
         while True:
             descriptor, is_new = self._open()
@@ -170,20 +170,20 @@ class Lock:
         self._ends = threading.Event()
         file = descriptor if os.utime in os.supports_fd else self.path
         beat = threading.Thread(target=_beat, args=(file, self._ends), name="omnitrain-lock", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter is closing: there is no time to be taken for dead
+        with contextlib.suppress(RuntimeError):  # at interpreter exit, where no sign of life is needed any more
             beat.start()
             self._beat = beat
 
     def _open(self) -> tuple[int, bool]:
-        """Return the open file, and whether it was not there before."""
+        """Return the open file, and whether it is new."""
         while True:
             with contextlib.suppress(FileExistsError):
                 return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
-            with contextlib.suppress(FileNotFoundError):  # it was given back in between
+            with contextlib.suppress(FileNotFoundError):  # it was released in the meantime
                 return os.open(self.path, os.O_RDWR), False
 
     def _has_taken(self, descriptor: int, is_new: bool, end: float) -> bool:
-        """Return whether the lock is ours now; False is to try again."""
+        """Return whether the lock is ours now; False means try again."""
         is_exclusive = _flock(descriptor)
         if is_exclusive is False:
             if time.monotonic() < end:
@@ -221,7 +221,7 @@ class Lock:
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         text = json.dumps(owner).encode()
-        with contextlib.suppress(OSError):  # a full disk: the file says nothing then, and is held all the same
+        with contextlib.suppress(OSError):  # on a full disk the file stays empty, and is held anyway
             os.lseek(descriptor, 0, os.SEEK_SET)
             os.write(descriptor, text)
             os.ftruncate(descriptor, len(text))
@@ -229,10 +229,10 @@ class Lock:
             os.utime(descriptor if os.utime in os.supports_fd else self.path)
 
     def _shows_life(self, descriptor: int, owner: Owner | None) -> bool:
-        """Watch the file until it changes, or has not for so long that nobody can be there."""
+        """Watch the file until it changes, or has not changed for so long that its owner must be gone."""
         first = os.fstat(descriptor).st_mtime_ns
         age = self._seconds_since(first)
-        # a clock that was set back says nothing about the time before
+        # with a clock that was set back, the age is unknown
         patience = STALE_S if age < 0 else min(STALE_S, max(WATCH_S, STALE_S - age))
         logger.warning(
             "%r is locked by %s. Waiting for a sign of life, %.0f s at most.",
@@ -253,7 +253,7 @@ class Lock:
         return False
 
     def _seconds_since(self, moment_ns: int) -> float:
-        """Return how long ago this was by the clock that gives files their times; -1 if that cannot be told."""
+        """Return how long ago this was by the clock of the file system; -1 if unknown."""
         probe = self.path.with_name(f"{LOCK}.{self.token}")
         try:
             probe.touch(exist_ok=False)
@@ -286,7 +286,7 @@ class Lock:
     # --- what is there
 
     def _is_at_path(self, descriptor: int) -> bool:
-        """Return whether the open file is the one that has the name: it may have been given back and made anew."""
+        """Return whether the open file still has the name: it may have been released and created anew."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
         except FileNotFoundError:
@@ -301,10 +301,10 @@ class Lock:
         return None if owner is None else owner["token"]
 
     def _let_go(self) -> None:
-        """Close the file, by which the system's lock ends too."""
+        """Close the file, which ends the system's lock too."""
         self._ends.set()
         if self._beat is not None:
-            self._beat.join(1.0)  # it must not touch a file that gets the number of this one
+            self._beat.join(1.0)  # it must not touch a file that reuses this descriptor
         _held.discard(self)
         descriptor, self._descriptor, self._beat = self._descriptor, None, None
         if descriptor is not None:
@@ -317,7 +317,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    # A worker of a loader may outlive the run by seconds, and would hold its lock.
+    # A loader's worker may outlive the run by seconds, and would hold its lock.
     for lock in list(_held):
         lock._let_go()
         lock._depth, lock._changing = 0, threading.Lock()
@@ -328,14 +328,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def _beat(file: int | Path, ends: threading.Event) -> None:
-    """Show that the run lives, however long a step takes."""
+    """Show that the run is alive, however long a step takes."""
     while not ends.wait(BEAT_S):
         with contextlib.suppress(OSError):
             os.utime(file)
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Take the system's lock; False if another has it, None if there are none on this file system."""
+    """Take the system's lock; False if another process has it, None if this file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -350,7 +350,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Return what the file says of its owner; None if it says nothing that can be read."""
+    """Return the owner that the file names; None if it cannot be read."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         owner = json.loads(os.read(descriptor, 1 << 14))
@@ -365,10 +365,10 @@ def _read(descriptor: int) -> Owner | None:
 def _state_of(
     owner: Mapping[str, Any], descriptor: int, is_exclusive: bool
 ) -> Literal["gone", "copy", "alive", "unknown"]:
-    """Return what became of an owner.
+    """Return the state of an owner.
 
     Args:
-        owner: What the file says of it.
+        owner: The owner that the file names.
         descriptor: The file.
         is_exclusive: Whether the system's lock on the file is ours.
     """

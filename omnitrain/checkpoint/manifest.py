@@ -2,7 +2,7 @@
 
 It holds "format_version", "sha256" (of its own text, with zeros in place of these 64 digits), "step", "sequence",
 "score", "best", the caller's payload, and "files": size and sha256 of every other file by its path in the folder.
-Nothing here changes the disk, and nothing knows where checkpoints lie or how many there are: that is `store.py`.
+Nothing here changes the disk or knows where checkpoints are, or how many: that is in `store.py`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ __all__ = [
 FORMAT_VERSION = 1
 MANIFEST = "omnitrain.json"
 LARGEST_MANIFEST = 1 << 28
-"""Bytes of omnitrain.json that are read at most."""
+"""The most bytes of omnitrain.json that are read."""
 
 _OWN_KEYS = ("format_version", "sha256", "step", "sequence", "score", "best", "files")
 _ZEROS = "0" * 64
 
 
 class FileEntry(TypedDict):
-    """What omnitrain.json says about one other file of the checkpoint."""
+    """The entry in omnitrain.json for one other file of the checkpoint."""
 
     size: int
     sha256: str
 
 
 def check_payload(payload: Mapping[str, Any]) -> None:
-    """Refuse a payload that omnitrain.json could not hold, or would give back as something else."""
+    """Refuse a payload that omnitrain.json cannot hold, or would not return unchanged."""
     taken = [key for key in _OWN_KEYS if key in payload]
     if taken:
         raise CheckpointError(f"The payload of a checkpoint may not have the keys {taken}: the store writes them.")
@@ -59,7 +59,7 @@ def check_payload(payload: Mapping[str, Any]) -> None:
 
 
 def _check_json(value: object, where: str) -> None:
-    """Refuse what JSON would turn down, or would give back as something else: keys that are not strings."""
+    """Refuse what JSON cannot hold, or would not return unchanged, such as keys that are not strings."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -82,7 +82,7 @@ def encode(content: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of omnitrain.json if it is as it was written, which is known before it is parsed."""
+    """Return the content of omnitrain.json if it is unchanged since it was written; that is checked before parsing."""
     name = repr(str(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{name} does not exist.")
@@ -141,7 +141,7 @@ _check_own = record(
 
 
 def inspect(folder: Path, hashes: bool) -> dict[str, Any]:
-    """Return the content of omnitrain.json if all that it lists is there and as it was written."""
+    """Return the content of omnitrain.json if all files that it lists are there and unchanged."""
     content = read_manifest(folder)
     files: dict[str, FileEntry] = content["files"]
     check_sizes(folder, files)
@@ -159,11 +159,11 @@ def inspect(folder: Path, hashes: bool) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Raise a CheckpointError that names the first file that is missing, is none, or has another size."""
+    """Raise a CheckpointError that names the first file that is missing, not a file, or of another size."""
     for name, entry in files.items():
         try:
             found = (folder / name).stat()
-        except (OSError, ValueError):  # a name that no file can have
+        except (OSError, ValueError):  # ValueError: a name that no file can have
             raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is not a regular file.")

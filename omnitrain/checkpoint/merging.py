@@ -1,4 +1,4 @@
-"""Whole models from checkpoints that hold a part: adapters merged into their base, and what trained beside the rest."""
+"""Whole models from partial checkpoints: adapters merged into their base, or trained weights joined with the rest."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["adapters_in", "write_merged"]
 
 
 def adapters_in(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the folders of the adapters in a checkpoint by name; that of "default" is the checkpoint's own."""
+    """Return the folders of the adapters in a checkpoint by name; "default" is in the checkpoint's own folder."""
     found = [Path(file).parent.as_posix() for file in content["files"] if Path(file).name == CONFIG]
     return {"default" if folder == "." else folder: folder for folder in found}
 
 
 def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, adapter: str | None, out: Path) -> str:
-    """Write the whole model that a checkpoint is a part of, and return in words what was done.
+    """Write the whole model to which a checkpoint belongs, and return in words what was done.
 
     Args:
         folder: A verified checkpoint.
         content: Its omnitrain.json.
-        base: The folder of the weights that did not train; None if the checkpoint has them.
-        adapter: Which of several adapters is merged.
+        base: The folder of the weights that were not trained; None if the checkpoint has them.
+        adapter: Which of several adapters to merge.
         out: A new folder.
 
     Raises:
-        CheckpointError: If the base is not that of the run.
+        CheckpointError: If the base is not the one of the run.
         ConfigError: If there is nothing to merge, the base is needed, or the adapters cannot be merged.
         MissingExtraError: If PEFT or transformers is not installed.
     """
@@ -75,7 +75,7 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
 
 
 def _adapted(folder: Path, content: Mapping[str, Any], adapters: Mapping[str, str], base: Path | None) -> Any:
-    """Return the model of a checkpoint, as PEFT's own."""
+    """Return the model of a checkpoint, as a PeftModel."""
     from peft import PeftModel
 
     model: Any = None
@@ -86,10 +86,10 @@ def _adapted(folder: Path, content: Mapping[str, Any], adapters: Mapping[str, st
             model.load_adapter(str(folder / place), name)
     tensors, frozen = load_tensors(folder / WEIGHTS), content.get("frozen") or {}
     prefix = "base_model.model."
-    if not any(name.startswith(prefix) for name in [*tensors, *frozen]):  # of `add_adapter`
+    if not any(name.startswith(prefix) for name in [*tensors, *frozen]):  # adapters from `add_adapter`
         tensors = {prefix + name: one for name, one in tensors.items()}
         frozen = {prefix + name: one for name, one in frozen.items()}
-    for name, one in model.named_parameters():  # PEFT makes new ones in fp32
+    for name, one in model.named_parameters():  # PEFT creates new ones in fp32
         if name in tensors:
             one.data = one.data.to(tensors[name].dtype)
     load_weights(model, tensors, repr(str(folder)), absent=frozen)
@@ -100,7 +100,7 @@ def _adapted(folder: Path, content: Mapping[str, Any], adapters: Mapping[str, st
 
 
 def _base(folder: Path, content: Mapping[str, Any], base: Path | None) -> Any:
-    """Return the model that the adapters are for: its weights, or room for those of a checkpoint that has them."""
+    """Return the adapters' base model: with its weights, or uninitialized if the checkpoint has them."""
     import transformers
 
     file = f"{BASE}/config.json"
@@ -126,7 +126,7 @@ def _base(folder: Path, content: Mapping[str, Any], base: Path | None) -> Any:
     config = kind.from_pretrained(folder / BASE)
     if base is None:
         return cls(config)
-    # a new head is of another size than the base's: it is in the checkpoint, and all else is compared
+    # a new head differs in size from the base's: the checkpoint has it, and everything else is compared
     return cls.from_pretrained(base, config=config, dtype="auto", ignore_mismatched_sizes=True)
 
 
@@ -135,7 +135,7 @@ def _is_quantised(base: Path) -> bool:
     return config.is_file() and bool(json.loads(config.read_text()).get("quantization_config"))
 
 
-# --- weights that did not train
+# --- weights that were not trained
 
 
 def _joined(folder: Path, frozen: Mapping[str, str], base: Path, out: Path) -> str:
@@ -153,7 +153,7 @@ def _joined(folder: Path, frozen: Mapping[str, str], base: Path, out: Path) -> s
 
 
 def _weights_in(base: Path, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return tensors of a model folder, which may have them in several files."""
+    """Return tensors from a model folder, which may have them in several files."""
     index = base / f"{WEIGHTS}.index.json"
     files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
     found: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints stay and which may go. Decides only; `store.py` does the deleting."""
+"""Retention: decides which checkpoints to keep and which to delete; `store.py` deletes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Kept", "to_delete"]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What retention knows about a checkpoint.
+    """The facts about a checkpoint that retention uses.
 
     >>> to_delete([Kept(10, score=0.9), Kept(20, score=0.5), Kept(30, score=0.7)], keep_last=1)
     [20]
@@ -20,13 +20,13 @@ class Kept:
 
     step: int
     score: float | None = None
-    """The value of the objective's metric at this step; None if there was no evaluation, or a non-finite one."""
+    """The value of the metric to optimize at this step; None if there was no evaluation, or it was not finite."""
     sequence: int = 0
-    """Counts the saves into this folder. A run that went back to an earlier step saves lower steps later on."""
+    """The number of the save in this folder. A run that went back to an earlier step saves lower steps later."""
     best: bool = False
     """Whether it was the best so far when it was saved."""
     for_best: bool = False
-    """Whether that was the only reason to save it: it goes when `keep_best` others are better."""
+    """Whether that was the only reason to save it: it is deleted once `keep_best` others are better."""
 
 
 def to_delete(
@@ -36,14 +36,14 @@ def to_delete(
     keep_every: int | None = None,
     direction: Literal["max", "min"] = "max",
 ) -> list[int]:
-    """Return the steps that may go, the earliest save first; the newest and the best are never among them.
+    """Return the steps to delete, the earliest save first; the newest and the best are never among them.
 
     Args:
         checkpoints: All complete ones, in any order.
-        keep_last: How many of the newest stay, those apart that were saved for being the best; None keeps everything
-            but these.
-        keep_best: How many of the best stay. Ties go to the earlier step; without a finite score there is no best.
-        keep_every: Steps divisible by this stay.
+        keep_last: How many of the newest to keep, not counting those saved only for being the best; None keeps all
+            others.
+        keep_best: How many of the best to keep. Ties go to the earlier step; without a finite score there is no best.
+        keep_every: Keep steps divisible by this.
         direction: Whether a higher or a lower score is better.
     """
     saved = sorted(checkpoints, key=lambda kept: (kept.sequence, kept.step))

@@ -1,7 +1,7 @@
-"""What omnitrain.json may hold: the type and the range of every value that a run takes back. No torch.
+"""What omnitrain.json may hold: the type and the range of every value that a run restores. No torch.
 
-Checked before any of it is used: a file whose hash is right may have been written by anyone. What the store itself
-writes there is checked in `manifest.py`; whether a checkpoint is of this run, in `contents.py`.
+It is checked before any value is used: a file with a correct hash can have been written by anyone. `manifest.py` checks
+what the store itself writes there, `contents.py` whether a checkpoint fits the run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = [
 ]
 
 Check = Callable[[Any, str], None]
-"""Raises a ValueError that says what is wrong with a value, given also the value's place."""
+"""Gets a value and its place, and raises a ValueError that says what is wrong."""
 
 LARGEST = 2**63 - 1
 DEPTH = 100
-"""How deep lists and dicts may lie in each other; ours do to about ten."""
+"""How deeply lists and dicts may be nested; ours are about ten levels deep."""
 
 
 def check_limits(content: Any) -> None:
-    """Refuse what is nested too deeply to be walked through, and numbers beyond 64 bits."""
+    """Refuse values nested too deeply for recursion, and numbers beyond 64 bits."""
     waiting = [(content, 0)]
     while waiting:
         value, depth = waiting.pop()
@@ -59,7 +59,7 @@ def check_limits(content: Any) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object that a parser of JSON has found, if no key is in it twice: the last one would win unseen."""
+    """Return a parsed JSON object if no key is in it twice: otherwise the last one would win silently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key twice in one object")
@@ -78,7 +78,7 @@ def _inner(where: str, key: Any) -> str:
 
 
 def whole(least: int = 0, most: int = LARGEST) -> Check:
-    """Return a check for ints of a range."""
+    """Return a check for ints in a range."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not int or not least <= value <= most:
@@ -88,7 +88,7 @@ def whole(least: int = 0, most: int = LARGEST) -> Check:
 
 
 def number(least: float = -math.inf, odd: bool = False) -> Check:
-    """Return a check for finite numbers; with `odd`, NaN and infinities pass in all their spellings."""
+    """Return a check for finite numbers; with `odd`, NaN and infinities pass too, in all their spellings."""
 
     def check(value: Any, where: str) -> None:
         found: Any = value
@@ -106,13 +106,13 @@ _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def flag(value: Any, where: str) -> None:
-    """Pass True and False."""
+    """Accept True and False."""
     if not isinstance(value, bool):
         raise _wrong(value, where, "true or false")
 
 
 def text(value: Any, where: str) -> None:
-    """Pass strings."""
+    """Accept strings."""
     if not isinstance(value, str):
         raise _wrong(value, where, "text")
 
@@ -136,12 +136,12 @@ def _date(value: Any, where: str) -> None:
 
 
 def maybe(check: Check) -> Check:
-    """Return a check that None passes, too."""
+    """Return a check that also accepts None."""
     return lambda value, where: None if value is None else check(value, where)
 
 
 def each(check: Check, count: int | None = None) -> Check:
-    """Return a check for lists, of every entry."""
+    """Return a check for lists, applied to every entry."""
 
     def check_all(value: Any, where: str) -> None:
         if not isinstance(value, list) or count not in (None, len(value)):
@@ -162,12 +162,12 @@ def _row(*checks: Check) -> Check:
 
 
 def _one_or_each(check: Check) -> Check:
-    """Return a check for a list by rank; the first checkpoints have one entry in its place."""
+    """Return a check for a list by rank; the first checkpoints have a single entry instead."""
     return lambda value, where: (each(check) if isinstance(value, list) else check)(value, where)
 
 
 def table(check: Check) -> Check:
-    """Return a check for objects with any keys, of every value."""
+    """Return a check for objects with any keys, applied to every value."""
 
     def check_all(value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -179,7 +179,7 @@ def table(check: Check) -> Check:
 
 
 def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, open: bool = True) -> Check:
-    """Return a check for objects with given keys; others pass if it is `open`."""
+    """Return a check for objects with given keys; if `open`, other keys are accepted too."""
     known = {**required, **(optional or {})}
 
     def check_all(value: Any, where: str) -> None:
@@ -215,7 +215,7 @@ def _number_or_text(value: Any, where: str) -> None:
 
 
 def tagged(value: Any, where: str) -> None:
-    """Pass what `state.to_json` returns: each of its tags has what it stands for."""
+    """Accept what `state.to_json` returns, with a fitting value under each of its tags."""
     if isinstance(value, list):
         for index, inner in enumerate(value):
             tagged(inner, f"{where}[{index}]")
@@ -250,7 +250,7 @@ def _pairs(check: Check) -> Check:
 
 
 def _object(value: Any, where: str) -> None:
-    """Pass what `state.to_json` makes of a dict."""
+    """Accept what `state.to_json` makes of a dict."""
     if not isinstance(value, dict) or any(key.startswith("__") and key != "__dict__" for key in value):
         raise _wrong(value, where, "an object")
     tagged(value, where)
@@ -275,7 +275,7 @@ _steps = whole(-1)
 
 
 def row(value: Any, where: str) -> None:
-    """Pass a row of the history: numbers and text by name."""
+    """Accept a row of the history: numbers and text by name."""
     table(_number_or_text)(value, where)
 
 
@@ -383,12 +383,12 @@ def validate(content: Mapping[str, Any], where: str, complete: bool = True) -> N
     """Refuse the content of an omnitrain.json that no run can have written.
 
     Args:
-        content: What is in it.
-        where: What an error calls the checkpoint.
-        complete: Whether what a run needs must be there; else what is there must be right.
+        content: The content.
+        where: The name of the checkpoint in errors.
+        complete: Whether everything that a run needs must be there; otherwise only what is there must be right.
 
     Raises:
-        CheckpointError: Naming the key, the value, and what was expected.
+        CheckpointError: It names the key, the value, and what was expected.
     """
     needed = _ALWAYS if content.get("only_model") is True else {**_ALWAYS, **_WHOLE}
     known = {**_ALWAYS, **_WHOLE, **_OPTIONAL}

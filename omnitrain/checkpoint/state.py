@@ -1,7 +1,7 @@
 """Model and optimizer state by name: weights under the bare module's names, moments under parameter names.
 
-Only safetensors and JSON: nothing is pickled and nothing is unpickled. Folders, manifests and retention are in
-`store.py`; what of a trainer is kept, in `contents.py`.
+Only safetensors and JSON: nothing is pickled or unpickled. `store.py` has folders, manifests and retention,
+`contents.py` the parts of a trainer that are saved.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ __all__ = [
 
 WEIGHTS = "model.safetensors"
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Options of optimizers that say how they compute; what is here need not be there, so they are not restored."""
+"""Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored."""
 
 # --- models
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module that the user made, without what `torch.compile`, DDP and DeepSpeed wrap around it.
+    """Return the user's module, without the wrappers of `torch.compile`, DDP and DeepSpeed.
 
     >>> unwrap(torch.compile(nn.Linear(1, 1)))
     Linear(in_features=1, out_features=1, bias=True)
     """
     while True:
-        is_engine = type(model).__name__ == "DeepSpeedEngine"  # DeepSpeed need not be installed
+        is_engine = type(model).__name__ == "DeepSpeedEngine"  # by name, as DeepSpeed may not be installed
         if is_engine or isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module  # type: ignore[assignment]
         elif hasattr(model, "_orig_mod"):
@@ -103,23 +103,23 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def class_of(model: nn.Module) -> type:
-    """Return the class that the user's module has; FSDP 2 gives it one of its own, derived from it."""
+    """Return the class of the user's module, which FSDP 2 replaces by a derived class."""
     own, *bases = type(unwrap(model)).__mro__
     return bases[1] if bases[0].__name__ == "FSDPModule" else own
 
 
 def bare_name(name: str) -> str:
-    """Return a parameter's name without what `torch.compile` or activation checkpointing of a submodule put into it."""
+    """Return a parameter's name without what `torch.compile` or activation checkpointing of submodules added to it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the bare module by name; one that is there under several names comes under the first."""
+    """Return the tensors of the bare module by name; a tensor with several names comes under the first."""
     return {name: tensor for name, tensor, first in _named(model) if name == first}
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield name, tensor, and the first name of the same tensor: tied weights have several names."""
+    """Yield name, tensor, and the tensor's first name: tied weights have several names."""
     seen: dict[Any, str] = {}
     module = unwrap(model)
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -127,7 +127,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
         if not isinstance(value, torch.Tensor):
             continue  # see `extra_state`
         tensor = value.detach()
-        if hasattr(tensor, "full_tensor"):  # this process's part of it says nothing about where the whole is
+        if hasattr(tensor, "full_tensor"):  # the address of this process's part does not identify the whole
             place: Any = id(parameters.get(name, name))
         else:
             place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -142,19 +142,19 @@ def save_weights(
     tensors: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
-    """Write `model.safetensors` into `folder`, and `config.json` beside it where the model has one.
+    """Write `model.safetensors` to `folder`, and `config.json` if the model has a config.
 
-    The file appears whole or not at all. A folder of a transformers model opens with `from_pretrained`.
+    The file appears whole or not at all. `from_pretrained` opens the folder of a transformers model.
 
     Args:
         model: The model, wrapped or not.
-        folder: Made if it is not there.
-        overwrite: Whether to replace weights that are there.
-        tensors: Its weights by name, where it does not hold them itself.
+        folder: Created if needed.
+        overwrite: Whether to replace existing weights.
+        tensors: Its weights by name, if it does not hold them itself.
         ranks: The ranks that have the weights; the main one writes.
 
     Raises:
-        ConfigError: If there is one already and `overwrite` is False, or `folder` is a file.
+        ConfigError: If there are weights already and `overwrite` is False, or `folder` is a file.
     """
     weights = model_tensors(model) if tensors is None else tensors
 
@@ -179,15 +179,15 @@ def save_weights(
 
 
 def write_config(model: nn.Module, folder: Path) -> None:
-    """Write the model's own config next to its weights, if it has one that can be saved."""
+    """Write the model's config next to its weights, if it has one that can be saved."""
     bare: Any = unwrap(model)
-    modeling = sys.modules.get("transformers.modeling_utils")  # loaded if the model is one of transformers'
+    modeling = sys.modules.get("transformers.modeling_utils")  # imported if the model is one of transformers'
     for name in ("config", "generation_config"):
         config: Any = getattr(bare, name, None)
         if not callable(getattr(config, "save_pretrained", None)):
             continue
         if name == "config" and modeling is not None and isinstance(bare, modeling.PreTrainedModel):
-            # as the model's own save_pretrained does; a config that was built in code says neither
+            # as the model's save_pretrained does; a config created in code has neither
             config = copy.deepcopy(config)
             config.architectures = [class_of(bare).__name__]
             config.dtype = str(bare.dtype).removeprefix("torch.")
@@ -195,7 +195,7 @@ def write_config(model: nn.Module, folder: Path) -> None:
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return what modules keep besides tensors (`get_extra_state`) by name, as JSON types.
+    """Return the state of modules besides tensors (`get_extra_state`) by name, as JSON types.
 
     Raises:
         CheckpointError: If it holds something that is neither plain nor a number.
@@ -211,19 +211,19 @@ def load_weights(
     extra: Mapping[str, Any] | None = None,
     absent: Collection[str] = (),
 ) -> None:
-    """Copy tensors into a model in place, so that optimizers and ties hold; every name, shape and dtype must fit.
+    """Copy tensors into a model in place, so optimizers and tied weights stay valid; names, shapes and dtypes must fit.
 
-    A module with a loader of its own is asked about buffers that do not.
+    For a buffer that does not fit, a module with its own loading code decides.
 
     Args:
         model: The model, wrapped or not.
         tensors: What `model_tensors` returned.
-        where: What an error calls them.
+        where: Their name in errors.
         extra: What `extra_state` returned.
-        absent: Names of tensors that were left out, and stay as they are.
+        absent: Names of tensors that were left out, and stay unchanged.
 
     Raises:
-        CheckpointError: If a tensor is missing, left over, or of another shape or dtype; the model is as it was.
+        CheckpointError: If a tensor is missing, left over, or of another shape or dtype; the model is unchanged.
     """
     check_weights(model, tensors, where, absent)
     named = {name: (tensor, first) for name, tensor, first in _named(model)}
@@ -235,10 +235,10 @@ def load_weights(
 
 
 def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str) -> None:
-    """Have a model load tensors and extra state by bare names: its modules may have hooks, or loaders of their own.
+    """Have a model load tensors and extra state by bare names: its modules may have hooks, or their own loading code.
 
     Raises:
-        CheckpointError: If it refuses them; it is as it was before.
+        CheckpointError: If it refuses them; the model is unchanged.
     """
     bare = unwrap(model)
     raw = {bare_name(name): name for name in bare.state_dict()}
@@ -246,7 +246,7 @@ def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str) ->
     loads = getattr(bare.load_state_dict, "__func__", None)
     accepted = inspect.signature(bare.load_state_dict).parameters
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
-    if not is_strict:  # it may ask for all of them
+    if not is_strict:  # its code may need all of them
         content = {**bare.state_dict(), **content}
     before = _copies(bare) if any(map(_has_own_loader, bare.modules())) else {}
     try:
@@ -275,19 +275,19 @@ def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
 
 
 def _has_own_loader(module: nn.Module) -> bool:
-    """Whether a module says by itself how it is loaded; PyTorch's do so too, for what older versions have saved."""
+    """Whether a module has its own loading code; PyTorch's modules have some too, for files of older versions."""
     ways = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict")]
     ways += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     return any(not getattr(way, "__module__", "").startswith("torch.") for way in ways)
 
 
 def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
-    """Refuse tensors that are not those of a model; what differs in buffers is for their modules, if they load them.
+    """Refuse tensors that do not fit a model; modules with their own loading code decide about their buffers.
 
     Args:
         model: The model, wrapped or not.
-        tensors: What was saved.
-        where: What an error calls them.
+        tensors: The saved tensors.
+        where: Their name in errors.
         absent: Names of tensors that were left out.
 
     Raises:
@@ -314,17 +314,17 @@ def check_fit(
     loaders: Collection[str] = (),
     absent: Collection[str] = (),
 ) -> None:
-    """Refuse tensors that are not those of a model.
+    """Refuse tensors that do not fit a model.
 
     Args:
         wanted: For each name in the model, the first name of the same tensor, its shape and its dtype.
-        tensors: What was saved.
-        where: What an error calls it.
-        loaders: Names that a module of the model loads by itself, whatever they hold.
+        tensors: The saved tensors.
+        where: Their name in errors.
+        loaders: Names that a module loads with its own code, whatever they hold.
         absent: Names of tensors that were left out.
 
     Raises:
-        CheckpointError: If one is missing, left over, or of another shape, or of a dtype that would lose digits.
+        CheckpointError: If one is missing, left over, of another shape, or of a dtype that would lose precision.
     """
     expected = {first for first, _ in wanted.values()}
     missing = sorted(expected - tensors.keys() - set(absent))
@@ -352,7 +352,7 @@ def check_fit(
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether tensors of a dtype hold all values of another.
+    """Return whether a dtype can represent all values of another.
 
     >>> holds(torch.float32, torch.bfloat16), holds(torch.bfloat16, torch.float32), holds(torch.float32, torch.int64)
     (True, False, False)
@@ -366,12 +366,12 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return the bare name of every parameter by its identity."""
+    """Return the bare name of every parameter by its `id`."""
     return {id(parameter): bare_name(name) for name, parameter in unwrap(model).named_parameters()}
 
 
 def names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the bare names of the parameters in each group of an optimizer; "?" for one that is not the model's."""
+    """Return the bare names of the parameters in each group of an optimizer; "?" for one not in the model."""
     names = parameter_names(model)
     return [[names.get(id(one), "?") for one in group["params"]] for group in optimizer.param_groups]
 
@@ -380,7 +380,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
     """Return an optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types.
 
     Raises:
-        CheckpointError: If it holds a parameter that is not the model's, and so has no name.
+        CheckpointError: If it holds a parameter that is not in the model and so has no name.
     """
     names, tensors, rest = parameter_names(model), {}, {}
     groups = []
@@ -407,18 +407,18 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Any, where: str
 ) -> None:
-    """Put back what `optimizer_state` returned, by parameter name.
+    """Restore what `optimizer_state` returned, by parameter name.
 
     Raises:
         CheckpointError: If the optimizer's parameters, their groups, or the tensors that it holds for them are not
-            those that were saved; it is as it was then.
+            those that were saved; the optimizer is then unchanged.
     """
     check_optimizer(optimizer, model, tensors, saved, where)
     names = parameter_names(model)
     parameters = {names.get(id(one), ""): one for group in optimizer.param_groups for one in group["params"]}
     now = names_by_group(optimizer, model)
     wanted = {names[key]: held.specs for key, held in state_specs(optimizer).items()}
-    optimizer.state.clear()  # before the new state is read: there need not be room for both
+    optimizer.state.clear()  # before reading the new state: there may not be room for both
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
     for key in tensors:
         name, _, entry = key.rpartition("/")
@@ -433,7 +433,7 @@ def restore_optimizer(
         plain.pop("params", None)
         groups.append({**plain, "params": list(range(start, start + len(group)))})
         start += len(group)
-    # torch's own loading places each tensor beside its parameter
+    # as torch's own loading does, place each tensor on the device of its parameter
     entries = {i: state[name] for i, name in enumerate(order) if name in state}
     shared = from_json(saved["shared"], tensors)
     optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups})
@@ -443,19 +443,19 @@ def restore_optimizer(
             if not isinstance(tensor, torch.Tensor):
                 continue
             if held[key].dtype != tensor.dtype:
-                held[key] = tensor.to(parameter.device)  # torch casts to the parameter's dtype, which is lossy
+                held[key] = tensor.to(parameter.device)  # torch would cast to the parameter's dtype, losing precision
             if held[key].shape == parameter.shape and held[key].stride() != parameter.stride():
-                # fused kernels walk through both as they lie in memory, channels last for example
+                # fused kernels need both in the same memory layout, such as channels last
                 held[key] = torch.empty_like(parameter, dtype=held[key].dtype).copy_(held[key])
 
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Any], saved: Any, where: str
 ) -> None:
-    """Refuse what `optimizer_state` did not return for this optimizer; nothing is read but shapes and dtypes.
+    """Refuse a saved state that does not fit this optimizer; only shapes and dtypes are read.
 
     Raises:
-        CheckpointError: If its parameters or groups are others, or a tensor is not what it holds for its parameter.
+        CheckpointError: If its parameters or groups differ, or a tensor is not what it holds for its parameter.
     """
     names = parameter_names(model)
     check_groups(names_by_group(optimizer, model), [group["params"] for group in saved["groups"]], where)
@@ -466,9 +466,9 @@ def check_optimizer(
 
 
 def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]], where: str) -> None:
-    """Refuse options of an optimizer's groups that are not of the kind that it has; how it computes stays its own.
+    """Refuse options for an optimizer's groups that do not fit it; options of the implementation are not compared.
 
-    PyTorch's own optimizers are asked for the range of each, as they are when one is made with it.
+    PyTorch's own optimizers check the range of each option, as in their constructor.
     """
     for present, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
@@ -485,7 +485,7 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
 
 
 def _reason_against(kind: type, option: str, value: Any) -> str:
-    """Return why an optimizer of PyTorch cannot be made with a value of an option; nothing if it can."""
+    """Return why an optimizer of PyTorch refuses a value of an option; empty if it accepts it."""
     make: Any = kind
     is_known = kind.__module__.startswith("torch.optim.") and option in inspect.signature(kind).parameters
     if not is_known or (isinstance(value, float) and -_ROUNDING < value < 0):
@@ -498,21 +498,21 @@ def _reason_against(kind: type, option: str, value: Any) -> str:
 
 
 _ROUNDING = 1e-9
-"""How far below zero a schedule may come where it ends at it."""
+"""How far below zero a schedule that ends at zero may get by rounding."""
 _BOOKKEEPING = ("step", "eta", "mu", "mu_product")
-"""What PyTorch's optimizers keep of each parameter in one number; the first counts."""
+"""What PyTorch's optimizers keep for each parameter as a single number; the first is a count."""
 
 
 def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
-    """Refuse what an optimizer computes factors of all further steps from, if it is no number or a negative count.
+    """Refuse single numbers of an optimizer's state that would spoil all further steps: NaN, or a negative count.
 
     Args:
-        tensors: What was saved of it, keyed "<parameter>/<entry>"; only those of one number are read.
-        saved: The rest of what was saved.
-        where: What an error calls them.
+        tensors: Its saved tensors, keyed "<parameter>/<entry>"; only those with a single number are read.
+        saved: The rest of its saved state.
+        where: Their name in errors.
 
     Raises:
-        CheckpointError: Naming the key.
+        CheckpointError: It names the key.
     """
     found = {
         key: tensors[key].item()
@@ -531,10 +531,10 @@ def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -
 
 
 def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set[str]:
-    """Return the names of the tensors that a state of `to_json` refers to.
+    """Return the names of the tensors to which a state from `to_json` refers.
 
     Raises:
-        CheckpointError: If one of them is not there.
+        CheckpointError: If one of them is missing.
     """
     found: set[str] = set()
     waiting = [values]
@@ -553,16 +553,17 @@ def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set
 
 
 def check_state(wanted: Mapping[str, Held], tensors: Mapping[str, Any], nested: Collection[str], where: str) -> None:
-    """Refuse an optimizer's tensors that are not those which it holds: its kernels trust them to be.
+    """Refuse tensors that do not fit an optimizer: its kernels do not check them.
 
     Args:
         wanted: What it holds, by parameter.
-        tensors: What was saved, keyed "<parameter>/<entry>".
-        nested: Keys of tensors that the rest of the state refers to.
-        where: What an error calls them.
+        tensors: The saved tensors, keyed "<parameter>/<entry>".
+        nested: Keys of tensors to which the rest of the state refers.
+        where: Their name in errors.
 
     Raises:
-        CheckpointError: If one is of no parameter, missing, of another shape, or of a dtype that would lose digits.
+        CheckpointError: If one belongs to no parameter, is missing, of another shape, or of a dtype that would lose
+            precision.
     """
     found: dict[str, set[str]] = {}
     for key in tensors:
@@ -600,16 +601,16 @@ class Held(NamedTuple):
     specs: Mapping[str, Spec]
     """Shape and dtype of its tensors, as far as they are known."""
     required: Collection[str] = ()
-    """Those of them without which it cannot take a step, once it holds any."""
+    """The tensors without which it cannot take a step, once it holds any."""
 
 
 def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, Held]:
-    """Return what an optimizer holds for each parameter, by the parameter's identity.
+    """Return what an optimizer holds for each parameter, by the `id` of the parameter.
 
-    It is read off its state, and off that of a copy of it which takes a step on the meta device. Only steps of
-    PyTorch's own optimizers are taken: what another does besides is not known. Of one with a step of its own nothing
-    is known while it has no state: its arithmetic refuses tensors that do not fit, but for fused kernels, and these
-    take what PyTorch's optimizer that it is derived from holds.
+    It is read from the optimizer's state, and from that of a copy that takes a step on the meta device. Only steps of
+    PyTorch's own optimizers are taken, as any other may have side effects. For an optimizer with its own step, nothing
+    is known while it has no state: its arithmetic refuses tensors that do not fit, except in fused kernels, and these
+    need what the PyTorch optimizer from which it is derived holds.
     """
     found: dict[int, Held] = {}
     fresh: dict[Any, dict[str, Spec]] = {}
@@ -638,20 +639,20 @@ def _after_a_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: 
     copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     plain = {name: False for name in IMPLEMENTATION if name in group}
     copied.param_groups, copied.state = [{**group, **plain, "params": [parameter]}], defaultdict(dict)
-    # one that looks at numbers fails on the meta device, with its state made
+    # an optimizer that reads values fails on the meta device, but its state exists by then
     with torch.no_grad(), contextlib.suppress(Exception):
         step(copied)
     specs = _specs(copied.state.get(parameter, {}))
-    if group.get("fused"):  # their kernels count steps in this type
+    if group.get("fused"):  # fused kernels count steps in this dtype
         specs |= {name: ((), torch.float32) for name, (shape, _) in specs.items() if shape == ()}
     return specs
 
 
 def check_like(value: Any, present: Any, what: str, where: str) -> None:
-    """Refuse a saved value that is not of the kind of the present one: a number for a number, a list as long as it is.
+    """Refuse a saved value of another kind than the present one: a number needs a number, a list one as long.
 
     Raises:
-        CheckpointError: Naming what is wrong.
+        CheckpointError: It says what is wrong.
     """
     if present is None:
         return
@@ -678,12 +679,12 @@ def check_like(value: Any, present: Any, what: str, where: str) -> None:
 
 
 def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> None:
-    """Raise CheckpointError if an optimizer's groups hold other parameters than those that were saved.
+    """Raise CheckpointError if an optimizer's groups hold other parameters than the saved ones.
 
     Args:
         now: Names of the parameters of each group.
-        then: Those that were saved.
-        where: What an error calls these.
+        then: The saved names.
+        where: Their name in errors.
     """
     if [sorted(group) for group in now] != [sorted(group) for group in then]:
         changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
@@ -695,7 +696,7 @@ def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> Non
 
 
 def like(value: Any, present: Any) -> Any:
-    """Return a saved option with tensors where the present one has them, such as a rate that a compiled step reads."""
+    """Return a saved option, as a tensor where the present one is a tensor, such as the rate of a compiled step."""
     if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
         return torch.full_like(present, value)
     if isinstance(present, list) and isinstance(value, list) and len(present) == len(value):
@@ -725,7 +726,7 @@ def rng_tensors(device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device) -> None:
-    """Put the generators back to what `rng_tensors` returned; a device of another kind keeps its own state."""
+    """Restore the generators from `rng_tensors`; a device of another kind keeps its state."""
     torch.set_rng_state(tensors["torch"])
     random.setstate(_python_state(tensors, rest))
     if "numpy" in rest:
@@ -735,10 +736,10 @@ def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: 
 
 
 def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device, where: str) -> None:
-    """Refuse what `rng_tensors` did not return, by trying it on generators of no other use.
+    """Refuse states that are not from `rng_tensors`, by trying them on spare generators.
 
     Raises:
-        CheckpointError: If one of them does not take it.
+        CheckpointError: If a generator does not accept one.
     """
     try:
         torch.Generator().set_state(tensors["torch"])
@@ -773,12 +774,12 @@ def _words(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
-    """Return a state as JSON types, tagged where JSON would give something else back (tuples, keys that are no text).
+    """Return a state as JSON types, with tags where JSON would change it (tuples, keys that are not strings).
 
     Args:
         value: The state.
-        where: What an error calls it.
-        tensors: Takes the tensors in it, where there is a place for them; otherwise those of one number become numbers.
+        where: Its name in errors.
+        tensors: Filled with the tensors in the state; if None, tensors with a single number become numbers.
 
     Raises:
         CheckpointError: If it holds something that is neither plain nor a number.

@@ -1,17 +1,17 @@
-"""The folder of a run: checkpoints, atomic commit, retention, `last` and `best`, and finding one to resume.
+"""The folder of a run: checkpoints, atomic commit, retention, `last` and `best`, and finding a checkpoint to resume.
 
 ::
 
-    <root>/checkpoint-120/omnitrain.json   written last; a folder without one that verifies is no checkpoint
+    <root>/checkpoint-120/omnitrain.json   written last; a folder without a valid one is no checkpoint
     <root>/checkpoint-120/...              whatever the caller wrote; size and sha256 of each are in omnitrain.json
-    <root>/last, <root>/best                  links to a folder beside them; where there are none, text files
+    <root>/last, <root>/best                  links to one of these folders; text files if links are not possible
     checkpoint-120.1f2e3d4c.tmp            being written: never read, removed by the next save
-    checkpoint-120.old                     stepped aside while the same step is saved again; counts while alone
+    checkpoint-120.old                     renamed while the same step is saved again; counts if it is alone
     checkpoint-120.deleting                being deleted: never read, removed by the next save
-    <root>/run.lock                           who writes here, while a run does: see `lock.py`
+    <root>/run.lock                           names the run that writes here at present: see `lock.py`
 
-What is in omnitrain.json and whether it is true is `manifest.py`'s to say; everything that changes the disk goes
-through `disk.py`. What the files mean (tensors, names, settings) does not belong here: that is `state.py`. No torch.
+`manifest.py` writes omnitrain.json and verifies files; everything that changes the disk goes through `disk.py`. The
+meaning of the files (tensors, names, settings) does not belong here: that is in `state.py`. No torch.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a path is that of `last` or `best` in a run, and no run of that name.
+    """Whether a path is `last` or `best` in a run, and not a run of that name.
 
-    A copy of a run that followed its links has folders there, which are as old as the copy.
+    If a copy of a run followed its links, these are folders, which are as old as the copy.
     """
     if path.name not in ("last", "best"):
         return False
@@ -64,12 +64,12 @@ def is_pointer(path: Path) -> bool:
 
 
 def _any(folder: Path, content: dict[str, Any]) -> None:
-    """Accept whatever was written."""
+    """Accept any content."""
 
 
 def _facts(content: Mapping[str, Any]) -> Kept:
-    """Return what retention is to know, from the content of omnitrain.json."""
-    for_best = bool(content.get("for_best"))  # the first checkpoints of format 1 lack it
+    """Return the facts for retention, from the content of omnitrain.json."""
+    for_best = bool(content.get("for_best"))  # missing in the first checkpoints of format 1
     return Kept(content["step"], content["score"], content["sequence"], content["best"], for_best)
 
 
@@ -78,15 +78,15 @@ def _in_order(kept: Iterable[Kept]) -> list[Kept]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether it is a folder or leads to one; of a folder the listing itself says so."""
+    """Return whether an entry is a folder or a link to one; for a folder without another look at the disk."""
     return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
 
 
 class Store:
     """The checkpoints of one run folder: saves them whole or not at all, and finds them again.
 
-    One process at a time saves into a folder, one save at a time: a lock sees to it. Any number may read meanwhile. The
-    folder need not exist: nothing is written before the first save, or before the lock is taken.
+    A lock ensures that only one process at a time saves to a folder, one save at a time. Any number may read meanwhile.
+    The folder need not exist: nothing is written before the first save or before the lock is taken.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
@@ -103,33 +103,33 @@ class Store:
         self.lock: Lock = Lock(self.root)
         self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}
         self._present: dict[int, Kept] = {}
-        """The complete checkpoints that the latest `begin` found, with what was saved and deleted since."""
+        """The complete checkpoints found by the latest `begin`, updated by later saves and deletions."""
         self._present_under = ""
-        """The token of the lock that was held then: what was found is true for as long."""
+        """The token of the lock held then: the list is valid as long as this lock is held."""
         self._sound: dict[int, int] = {}
-        """Step and sequence of the checkpoints that are known to verify."""
+        """Step and sequence of the checkpoints known to be undamaged."""
 
     def path(self, step: int) -> Path:
-        """Return the folder of the checkpoint of `step`, there or not."""
+        """Return the folder for the checkpoint of `step`, existing or not."""
         return self.root / f"checkpoint-{step}"
 
     def _earlier_path(self, step: int) -> Path:
-        """Return the folder that earlier versions gave a step, which is still read."""
+        """Return the folder of a step as earlier versions named it, which is still read."""
         return self.root / f"checkpoint-{step:06d}"
 
     def temporary(self, step: int) -> Path:
-        """Return the folder in which the checkpoint of `step` is written: the one that `begin` makes."""
+        """Return the temporary folder for the checkpoint of `step`, created by `begin`."""
         return self.root / f"checkpoint-{step}.{self.lock.token}.tmp"
 
     # Saving
 
     def take(self) -> None:
-        """Lock the folder, which is made if it is not there; `lock.release()` belongs to it.
+        """Lock the folder, creating it if needed; call `lock.release()` afterwards.
 
         Raises:
             CheckpointError: Another run writes there.
         """
-        with contextlib.suppress(OSError):  # a disk that fails is told of by the lock
+        with contextlib.suppress(OSError):  # the lock reports a failing disk
             self._make_root()
         self.lock.take()
 
@@ -146,8 +146,8 @@ class Store:
         """Save a checkpoint and return its folder: `begin`, `write(folder)`, `commit`; `write` may fill `digests`.
 
         Raises:
-            CheckpointError: It could not be written; the disk's own error is its cause, if it refused. What was there
-                before is untouched, and what was written is removed.
+            CheckpointError: It could not be written; an error of the disk is its cause. Earlier checkpoints are
+                untouched, and what was written is removed.
         """
         self.take()
         try:
@@ -159,7 +159,7 @@ class Store:
             self.lock.release()
 
     def begin(self, step: int) -> Path:
-        """Make the folder to write the files of `step` into, and clear away what a killed save left behind."""
+        """Create the folder for the files of `step`, and remove what a killed save left behind."""
         with self._saving(step):
             self.lock.check()
             self._make_root()
@@ -183,19 +183,19 @@ class Store:
         best: bool = False,
         digests: Mapping[str, Future[str]] | None = None,
     ) -> Path:
-        """Turn what was written since `begin(step)` into the checkpoint of `step`, in one instant.
+        """Atomically turn what was written since `begin(step)` into the checkpoint of `step`.
 
-        Every process that writes into the folder must have closed its files.
+        Every process that writes to the folder must have closed its files.
 
         Args:
             step: The optimizer update after which it was captured.
-            payload: What else to keep in omnitrain.json; JSON types only.
-            score: The value of the objective's metric at this step, if it was evaluated.
+            payload: Further content of omnitrain.json; JSON types only.
+            score: The value of the metric to optimize at this step, if it was evaluated.
             best: Whether that value is the best so far; `best` then points here.
-            digests: The sha256 of files, by their path in the folder, that is known or being found out from what was
-                written into them; all others are read back.
+            digests: The sha256 of files by their path in the folder, known or being computed from what was written;
+                all other files are read back.
 
-        Score and best are of this save: a step that is saved again is given them again.
+        Score and best belong to this save: pass them again if a step is saved again.
         """
         with self._saving(step):
             folder = self.temporary(step)
@@ -221,7 +221,7 @@ class Store:
         return self.path(step)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written since `begin(step)`, as far as the disk lets us."""
+        """Remove what was written since `begin(step)`, as far as the disk allows."""
         folder = self.temporary(step)
         with contextlib.suppress(OSError):
             if folder.exists():
@@ -229,7 +229,7 @@ class Store:
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """Leave nothing of `step` behind after an error. Not after a kill: the next `begin` does it then."""
+        """Leave nothing of `step` behind after an error. After a kill, the next `begin` cleans up."""
         try:
             yield
         except Exception as error:
@@ -242,7 +242,7 @@ class Store:
             ) from error
 
     def _seal(self, folder: Path, files: list[Path], known: Mapping[str, Future[str]]) -> dict[str, FileEntry]:
-        """Sync all files and return their manifest entries; the hashing runs while the disk writes."""
+        """Sync all files and return their manifest entries; hashing runs while the disk writes."""
         named = {file.relative_to(folder).as_posix(): file for file in files}
         with hashing(file for name, file in named.items() if name not in known) as digests:
             for file in files:
@@ -256,12 +256,12 @@ class Store:
             }
 
     def _publish(self, step: int) -> None:
-        """Give the finished folder its name; a checkpoint that has the name steps aside until then."""
+        """Give the finished folder its name; an existing checkpoint of that name is renamed first."""
         source, target = self.temporary(step), self.path(step)
         self._glances.pop(target.name, None)
         self._present.pop(step, None)
         if target.exists() and not (target / MANIFEST).exists():
-            # Not ours, or ours without its manifest: it is kept, as that is unknown.
+            # Not ours, or ours without its manifest: we cannot know, so it is kept.
             self._set_aside(target, f"has no {MANIFEST}")
         if not target.exists():
             self.fs.rename(source, target)
@@ -276,7 +276,7 @@ class Store:
         self.fs.sync(self.root)
 
     def _point_to(self, step: int, best: bool) -> None:
-        """Do what follows a commit. The checkpoint is safe by now, so a failure here is only a warning."""
+        """Update the links after a commit. The checkpoint is safe by now, so a failure here is only a warning."""
         try:
             self._write_pointer("last", step)
             best_step = step if best else self._pointed("best", self._known())
@@ -290,7 +290,7 @@ class Store:
             logger.warning("%r is complete, but tidying up after it failed: %s.", str(self.path(step)), error)
 
     def _look_around(self) -> None:
-        """Clear away what a killed save left behind, and note which checkpoints there are; each is looked at once."""
+        """Remove what a killed save left behind, and list the checkpoints, reading each only once."""
         listing = self._listing()
         if self._clear_leftovers(listing):
             listing = self._listing()
@@ -301,25 +301,25 @@ class Store:
                 self._present[step] = known[step] if step in known else self._glance(step, path)
 
     def _known(self) -> list[Kept]:
-        """Return what `kept` does, without another look for as long as the lock keeps others out."""
+        """Return what `kept` does, without reading the disk again while the lock keeps others out."""
         if self.lock.is_held and self._present_under == self.lock.token:
             return _in_order(self._present.values())
         return self.kept()
 
     def _clear_leftovers(self, listing: Sequence[os.DirEntry[str]]) -> bool:
-        """Undo or finish what a killed save or deletion had begun; one that resists is left with a warning.
+        """Undo or finish what a killed save or deletion had begun; leftovers that cannot be removed give a warning.
 
         Returns:
-            Whether there was anything of the kind.
+            Whether there were any leftovers.
         """
         left = [Path(entry.path) for entry in listing if _POINTER.fullmatch(entry.name) and not self.lock.is_wanting]
         for path in left:
             with contextlib.suppress(OSError):
                 self.fs.remove(path)
-        for suffix in (".deleting", ".old", ".tmp"):  # .deleting first: deleting an .old needs the name
+        for suffix in (".deleting", ".old", ".tmp"):  # .deleting first: deleting an .old needs that name
             for step, path in self._entries(suffix, listing):
                 if self.lock.is_wanting and path != self.temporary(step):
-                    continue  # it may be another run's, which nothing keeps out
+                    continue  # it may belong to another run, which no lock keeps out
                 left.append(path)
                 try:
                     if suffix == ".old" and not path.with_suffix("").exists():
@@ -335,11 +335,11 @@ class Store:
     # Finding
 
     def checkpoints(self) -> list[Path]:
-        """Return the folders of all committed checkpoints by step. `verify` checks them for damage."""
+        """Return the folders of all committed checkpoints, sorted by step. `verify` checks them for damage."""
         return [path for _, path in sorted(self.folders().items()) if (path / MANIFEST).is_file()]
 
     def kept(self) -> list[Kept]:
-        """Return what omnitrain.json says of each complete checkpoint (files and sizes are right), in save order."""
+        """Return the facts about each complete checkpoint (files and sizes are right), in save order."""
         kept = []
         for step, path in self.folders().items():
             with contextlib.suppress(CheckpointError):
@@ -352,9 +352,9 @@ class Store:
         """Return the content of a checkpoint's omnitrain.json after checking every file against it.
 
         Args:
-            path: The folder. Files that omnitrain.json does not list are none of our business.
-            hashes: Whether to read all files, or compare sizes only.
-            accept: Raises a CheckpointError if it cannot use a folder with this omnitrain.json, for all its hashes.
+            path: The folder. Files that omnitrain.json does not list are ignored.
+            hashes: Whether to read and hash all files, instead of only comparing sizes.
+            accept: Raises a CheckpointError if this content of omnitrain.json cannot be used, even with right hashes.
 
         Raises:
             CheckpointError: Something is missing or damaged; the message names it, and the newest complete one.
@@ -376,13 +376,13 @@ class Store:
         """Return a verified checkpoint's folder and the content of its omnitrain.json.
 
         Args:
-            which: "last" (saved last), "best" (saved last as the best so far), a path, or "auto": the last saved
-                one that verifies; each that was passed over is logged with the reason. Only "auto" may return
-                None, where there is no checkpoint at all.
-            accept: Raises a CheckpointError if it cannot use a folder with this omnitrain.json, for all its hashes.
+            which: "last" (saved last), "best" (saved last as the best so far), a path, or "auto": the latest
+                undamaged one; each one skipped is logged with the reason. Only "auto" can return None, if there is no
+                checkpoint at all.
+            accept: Raises a CheckpointError if this content of omnitrain.json cannot be used, even with right hashes.
 
         Raises:
-            CheckpointError: What was asked for is missing or damaged; for "auto": there are some, and all are.
+            CheckpointError: The checkpoint is missing or damaged; for "auto": there are checkpoints, all damaged.
         """
         if which == "auto":
             return self._newest_verified(accept)
@@ -390,7 +390,7 @@ class Store:
         return folder, self.verify(folder, accept=accept)
 
     def newest_size(self) -> int | None:
-        """Return the bytes of the checkpoint saved last: what the next one will need, about."""
+        """Return the size in bytes of the checkpoint saved last: about what the next one will need."""
         kept = self.kept()
         if not kept:
             return None
@@ -399,14 +399,14 @@ class Store:
         return sum(entry["size"] for entry in files.values()) + (path / MANIFEST).stat().st_size
 
     def _listing(self) -> list[os.DirEntry[str]]:
-        """Return what is in the run folder, by name; nothing if it is not there."""
+        """Return the entries of the run folder, sorted by name; none if it does not exist."""
         if not self.root.is_dir():
             return []
         with os.scandir(self.root) as found:
             return sorted(found, key=lambda entry: entry.name)
 
     def _entries(self, suffix: str, listing: Sequence[os.DirEntry[str]]) -> list[tuple[int, Path]]:
-        """Return step and path of our folders with this suffix; anything else in the run folder is ignored."""
+        """Return step and path of our folders with this suffix; everything else in the run folder is ignored."""
         return [
             (int(match[1]), Path(entry.path))
             for match, entry in ((_NAME.fullmatch(entry.name), entry) for entry in listing)
@@ -414,20 +414,20 @@ class Store:
         ]
 
     def folders(self) -> dict[int, Path]:
-        """Return the folder of each step, damaged or not; an .old one counts while its successor has no name yet."""
+        """Return the folder of each step, damaged or not; an .old one counts until its successor has the name."""
         return self._folders(self._listing())
 
     def _folders(self, listing: Sequence[os.DirEntry[str]]) -> dict[int, Path]:
         return dict(self._entries(".old", listing)) | dict(self._entries("", listing))
 
     def _folder_of(self, step: int) -> Path:
-        """Return the folder of a step like `folders`, without a listing; there or not."""
+        """Return the folder of a step like `folders`, without a listing; it may not exist."""
         named = self.path(step), self._earlier_path(step)
         places = [path.with_name(path.name + suffix) for suffix in ("", ".old") for path in named]
         return next((path for path in places if path.is_dir()), named[0])
 
     def _glance(self, step: int, path: Path) -> Kept:
-        """Check sizes and return the facts about one checkpoint; an unchanged manifest is read only once."""
+        """Check the sizes and return the facts about one checkpoint; an unchanged manifest is read only once."""
         try:
             stat = (path / MANIFEST).stat()
         except OSError:
@@ -468,10 +468,10 @@ class Store:
         )
 
     def named(self, which: str) -> Path:
-        """Return the folder that "last" or "best" stands for, damaged or not.
+        """Return the folder to which "last" or "best" refers, damaged or not.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such folder.
         """
         kept = self.kept()
         step = self._pointed(which, kept)
@@ -498,10 +498,10 @@ class Store:
     # Pointers
 
     def _pointed(self, which: str, kept: Sequence[Kept]) -> int | None:
-        """Return the step that `last` or `best` stands for, where these are the complete checkpoints.
+        """Return the step to which `last` or `best` refers, given the complete checkpoints.
 
-        A kill may strike between a commit and its pointers, so the manifests have the word; but a pointer to a
-        damaged or missing checkpoint is followed, so that an older one is never used silently.
+        A process may be killed between a commit and its pointers, so the manifests decide. But a pointer to a damaged
+        or missing checkpoint is followed, so that an older one is never used silently.
         """
         named = self._read_pointer(which)
         if named is not None and named not in {found.step for found in kept}:
@@ -510,7 +510,7 @@ class Store:
         return steps[-1] if steps else named
 
     def _read_pointer(self, which: str) -> int | None:
-        """Return the step of the folder beside it that a pointer names; what leads elsewhere is no pointer of ours."""
+        """Return the step of the folder that a pointer names; one that leads out of the run folder is not ours."""
         path = self.root / which
         try:
             if path.is_symlink():
@@ -535,7 +535,7 @@ class Store:
         except (OSError, NotImplementedError) as error:
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
                 raise
-            # a file system without links, or a user who may not make any
+            # a file system without links, or a user without the right to create them
             self.fs.write(temporary, f"{name}\n".encode())
             self.fs.sync(temporary)
         if (self.root / which).is_dir() and not (self.root / which).is_symlink():
@@ -558,10 +558,10 @@ class Store:
         keep_every: int | None = None,
         direction: Literal["max", "min"] = "max",
     ) -> list[Path]:
-        """Delete what `to_delete` names among the complete checkpoints; damaged and foreign folders stay.
+        """Delete the complete checkpoints named by `to_delete`; damaged and foreign folders stay.
 
-        A folder that cannot be deleted is left with a warning, and tried again the next time. Nothing is deleted
-        unless one of those that stay verifies.
+        A folder that cannot be deleted stays, with a warning, and is tried again the next time. Nothing is deleted
+        unless at least one of the checkpoints that stay is verified.
         """
         self.lock.check()
         pointed = (self._read_pointer("last"), self._read_pointer("best"))
@@ -580,7 +580,7 @@ class Store:
         return deleted
 
     def _has_sound(self, kept: Sequence[Kept]) -> bool:
-        """Return whether one of these verifies, the newest first; what was saved here was hashed as it was written."""
+        """Return whether one of these verifies, the newest first; those saved here were hashed when written."""
         for found in reversed(kept):
             is_hashed = self._sound.get(found.step) == found.sequence
             with contextlib.suppress(CheckpointError):
@@ -590,7 +590,7 @@ class Store:
         return False
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of `step`; a kill in between leaves nothing that looks like one."""
+        """Delete the checkpoint of `step`; if killed meanwhile, nothing is left that looks like a checkpoint."""
         self.lock.check()
         self._present.pop(step, None)
         self._delete_folder(self._folder_of(step))

@@ -1,4 +1,4 @@
-"""Files of tensors, which may be sharded over the ranks. What they mean is in `state.py`."""
+"""Files of tensors, which may be sharded over the ranks. `state.py` has their meaning."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What safetensors files call the types of tensors: those that its oldest supported version reads."""
+"""The names of dtypes in safetensors files: those that its oldest supported version reads."""
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(slots=True)
 class Gathered:
-    """A tensor that is put together from all ranks when it is asked for, on all of them at once.
+    """A sharded tensor that is gathered only when it is read, on all ranks at once.
 
     Attributes:
-        shape: Of the whole.
-        dtype: Of the whole.
-        read: Returns the whole in host memory; a collective call.
-        own: Returns this rank's part as it is, where that can be told.
+        shape: The shape of the whole tensor.
+        dtype: The dtype of the whole tensor.
+        read: Returns the whole tensor in host memory; a collective call.
+        own: Returns this rank's part as it is, if possible.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class Gathered:
     own: Callable[[], torch.Tensor] | None = None
 
     def numel(self) -> int:
-        """Return the number of entries of the whole."""
+        """Return the number of entries of the whole tensor."""
         return torch.Size(self.shape).numel()
 
     def element_size(self) -> int:
@@ -93,12 +93,12 @@ class Gathered:
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Return whether all ranks are needed to put this tensor together."""
+    """Return whether all ranks are needed to gather this tensor."""
     return isinstance(tensor, Gathered) or hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return a tensor in host memory, whole; a sharded one is gathered, on all ranks at once."""
+    """Return a whole tensor in host memory; a sharded one is gathered, on all ranks at once."""
     if isinstance(tensor, Gathered):
         return tensor.read().contiguous()
     tensor = tensor.detach()
@@ -106,10 +106,10 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def mark_of(tensor: Any) -> tuple[int, bytes]:
-    """Return what tells, without reading all of it, that this rank's part of a tensor was written to.
+    """Return a mark that changes when this rank's part of a tensor is written to, without reading all of it.
 
-    PyTorch counts what is written in place, but not through `.data`, as code for averaged weights often does it: that
-    changes all numbers, so it is seen in a few.
+    PyTorch counts writes in place, but not those through `.data`, which code for averaged weights often uses. Such code
+    changes all numbers, so the mark includes a few of them.
     """
     if isinstance(tensor, Gathered):
         if tensor.own is None:
@@ -121,7 +121,7 @@ def mark_of(tensor: Any) -> tuple[int, bytes]:
 
 
 def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
-    """Return this process's part of a whole tensor, cut as `present` is; the whole where that is whole."""
+    """Return this process's part of a whole tensor, sharded like `present`; all of it if that is whole."""
     if not hasattr(present, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != present.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -132,12 +132,12 @@ def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
 
 
 def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
-    """Return what `write` returned on the main process, while the others give their parts of the tensors.
+    """Return the result of `write` on the main process, while the others contribute their parts of the tensors.
 
     Args:
         ranks: The ranks that have the tensors.
-        files: All tensors that `write` will put together by calling what it is given, in the order of the files.
-        write: Writes them. Whatever it raises is raised on all ranks, none of which is left waiting.
+        files: All tensors that `write` will gather with the function it gets, in the order of the files.
+        write: Writes them. An error in it is raised on all ranks, and none is left waiting.
     """
     parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_in_parts(tensor)]
     done, lost = 0, False
@@ -162,7 +162,7 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
             result = write(gather)
         except Exception as error:
             if lost:
-                raise  # the other ranks are in the middle of a tensor, and would not learn of it
+                raise  # the other ranks are in the middle of a tensor, where they cannot be told
             failed = error
     for tensor in parts[done:]:
         whole(tensor)
@@ -173,14 +173,14 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
 
 
 def host_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as they can be written: in host memory, each in one piece; what is so already is not copied."""
+    """Return tensors ready for writing: in host memory, each contiguous; copied only if needed."""
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
 
 def host_copy(tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy in host memory: in that of `held`, an earlier copy, if it fits.
+    """Return a copy in host memory, in the memory of `held`, an earlier copy, if it fits.
 
-    Newly allocated memory would take most of a copy's time, as each page is cleared when it is first written.
+    With newly allocated memory, most of the time goes into clearing each page on its first write.
     """
     if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
         held = torch.empty_like(tensor, device="cpu", requires_grad=False)
@@ -188,13 +188,13 @@ def host_copy(tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
 
 
 def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = whole) -> None:
-    """Write tensors to one safetensors file; views of each other become tensors of their own.
+    """Write tensors to one safetensors file; views of the same memory become separate tensors.
 
     Args:
-        tensors: By name. Sharded ones are gathered one at a time.
+        tensors: Tensors by name. Sharded ones are gathered one at a time.
         path: The file.
-        hasher: From `hashlib`; gets what is written.
-        gather: Puts a tensor together.
+        hasher: From `hashlib`; updated with what is written.
+        gather: Gathers a tensor.
     """
     with open(path, "wb") as file:
         for piece in _pieces(tensors, gather):
@@ -214,10 +214,10 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
     """Return a digest of each tensor's values and shape, on all ranks; the main one reads them.
 
-    Numbers of 16 bits count as what they are in 32: some backends keep them so.
+    16-bit numbers are converted to 32 bits, as some backends keep them so.
 
     Args:
-        tensors: By name. Sharded ones are gathered one at a time.
+        tensors: Tensors by name. Sharded ones are gathered one at a time.
         ranks: The ranks that have the tensors.
     """
 
@@ -226,7 +226,7 @@ def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
         waiting: deque[Future[str]] = deque()
         with ThreadPoolExecutor(_HASHERS, thread_name_prefix="omnitrain-hash") as pool:
             for name, tensor in _in_file_order(tensors):
-                if len(waiting) > _HASHERS:  # no more than these are copied to the host
+                if len(waiting) > _HASHERS:  # limits how many are copied to the host at once
                     waiting.popleft().result()
                 found[name] = pool.submit(_fingerprint, gather(tensor))
                 waiting.append(found[name])
@@ -247,17 +247,17 @@ def _fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    # the widest types first, so that each tensor begins at a multiple of its type's size
+    # the widest types first, so that each tensor starts at a multiple of its type's size
     return sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
 
 
 def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memoryview]:
     """Yield the content of a safetensors file: the length of the header, the header, and the memory of the tensors.
 
-    The package's own writer wants all tensors at once, and cannot tell the hash of what it writes.
+    The package's own writer needs all tensors at once, and gives no hash of what it writes.
     """
     ready = _in_file_order(tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for this entry
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry
     end = 0
     for name, tensor in ready:
         if tensor.dtype not in DTYPES:
@@ -272,7 +272,7 @@ def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memo
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a safetensors file into host memory of their own: the file may go, or change."""
+    """Read the tensors of a safetensors file into host memory, not mapped: the file may be deleted or changed."""
     return dict(TensorFile(path))
 
 
@@ -284,10 +284,10 @@ def spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
-    """A safetensors file, one tensor of which is in memory at a time; only the main process reads it.
+    """A safetensors file with one tensor in memory at a time; only the main process reads it.
 
-    Looking a tensor up is a call that all ranks make. What it returns is no map of the file, which may be deleted, or
-    cut short, while the tensor is in use.
+    All ranks must look up a tensor together. The tensor is not mapped from the file, which may be deleted or truncated
+    while the tensor is in use.
     """
 
     def __init__(self, path: Path, ranks: Ranks | None = None) -> None:

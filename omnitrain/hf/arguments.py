@@ -1,6 +1,6 @@
-"""TrainingArguments of transformers, translated to a trainer's arguments and back; and its former names.
+"""transformers' TrainingArguments, translated to a trainer's arguments and back, including their former names.
 
-Which arguments there are is read from the installed transformers; nothing here lists all of them.
+The list of arguments is read from the installed transformers; nothing here lists all of them.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ RENAMED = {
     "push_to_hub_model_id": "hub_model_id",
     "include_tokens_per_second": "include_num_input_tokens_seen",
 }
-"""Names that transformers has dropped, and those that took their place."""
+"""Names that transformers has dropped, and their replacements."""
 
 MOVED = ("logging_dir", "warmup_ratio", "overwrite_output_dir", "adafactor", "group_by_length")
-"""Names that transformers has dropped, and whose value is translated; see `_translate`."""
+"""Names that transformers has dropped and whose values are translated; see `_translate`."""
 
 WITHOUT_EFFECT = (
     "save_safetensors",
@@ -86,11 +86,11 @@ WITHOUT_EFFECT = (
     "torchdynamo",
     "mp_parameters",
 )
-"""Names that transformers has dropped because they say what happens anyway, or what no longer exists."""
+"""Names that transformers has dropped because they ask for what happens anyway, or for what no longer exists."""
 
 
 class HFTrainingArguments(transformers.TrainingArguments):
-    """transformers' TrainingArguments, which also takes the names that newer versions of it have dropped.
+    """transformers' TrainingArguments, which also accepts names that newer versions have dropped.
 
     >>> import tempfile
     >>> args = HFTrainingArguments(tempfile.mkdtemp(), evaluation_strategy="steps", eval_steps=5, use_cpu=True)
@@ -114,10 +114,10 @@ class HFTrainingArguments(transformers.TrainingArguments):
         super().__init__(*args, **kwargs)
 
     overwrite = False
-    """What `overwrite_output_dir` said."""
+    """The value of `overwrite_output_dir`."""
 
     def _translate(self, name: str, value: Any, kwargs: dict[str, Any]) -> str | None:
-        """Put a dropped argument where it belongs now, and return what became of it; None if it is unknown."""
+        """Translate a dropped argument into `kwargs`, and return in words what became of it; None if unknown."""
         if name in RENAMED:
             new = RENAMED[name]
             if new in kwargs and kwargs[new] != value:
@@ -159,7 +159,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dataloader_in_order": (True,),
     "dataloader_multiprocessing_context": (None,),
 }
-"""What a run here would not honour, with the values that ask for nothing."""
+"""Fields that have no effect here, with the values that are allowed because they ask for nothing."""
 
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -187,16 +187,16 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "progress_bar": ("disable_tqdm",),
     "timeout": ("ddp_timeout",),
 }
-"""The fields of transformers' arguments that say what one of ours does, where they have other names."""
+"""The fields of transformers' arguments that mean the same as one of ours under another name."""
 
 
 def _set_fields(args: transformers.TrainingArguments, name: str) -> dict[str, Any]:
-    """Return the fields for one of our arguments that the user has set: those with another value than the default."""
+    """Return the fields for one of our arguments that the user has set, those that differ from their default."""
     defaults = {
         field.name: field.default if field.default is not dataclasses.MISSING else None
         for field in dataclasses.fields(args)
     }
-    # what transformers fills in by itself is not the user's
+    # values that transformers fills in are not the user's
     derived = {"metric_for_best_model": "loss"} if args.load_best_model_at_end else {}
     found = {}
     for field in FIELDS.get(name, (name,)):
@@ -214,23 +214,23 @@ def _accumulation_of_accelerate(args: transformers.TrainingArguments | None) -> 
 
 
 def _steps_of_accelerate(args: transformers.TrainingArguments) -> int | None:
-    """Return the accumulation that the settings for accelerate name; None if they name none."""
+    """Return the number of accumulation steps in the settings for accelerate; None if not set."""
     return _accumulation_of_accelerate(args).get("num_steps")
 
 
 def syncs_each_batch(args: transformers.TrainingArguments | None) -> bool:
-    """Return whether gradients are to be exchanged after each micro-batch, which saves memory under FSDP."""
+    """Return whether to exchange gradients after each micro-batch, which saves memory under FSDP."""
     return bool(_accumulation_of_accelerate(args).get("sync_each_batch"))
 
 
 def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
-    """Fill our arguments from transformers'; where the user's program says something else, that is an error.
+    """Fill our arguments from transformers'; contradictions are an error.
 
-    One of ours goes before a field of `args` that has its default, since that is no word of the user's.
+    An argument of ours takes precedence over a field of `args` with its default value, as the user has not set that.
 
     Args:
-        args: The user's.
-        given: The keyword arguments that the user gave to HFTrainer; filled.
+        args: The user's TrainingArguments.
+        given: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
 
     Raises:
         ConfigError: If both are set and differ, or if `args` asks for something unsupported.
@@ -274,22 +274,22 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             said[name] //= args.world_size
     has_own_length = given.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS
     if given.get("epochs") is None and (given.get("max_steps") is not None or has_own_length):
-        del said["epochs"]  # as in transformers, where `max_steps` takes the place of the epochs
+        del said["epochs"]  # as in transformers, where `max_steps` replaces the epochs
     if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
-        del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that is to be made
+        del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that we would create
     if given.get("train_loader") is not None or is_loader(given.get("train_dataset")):
         for name in ("batch_size", "pin_memory"):
-            said.pop(name, None)  # which training arguments always have
+            said.pop(name, None)  # training arguments always have a value
     if all(given.get(name) is None for name in ("eval_dataset", "eval_loader")):
         for name in ("optimization_metric", "optimization_direction"):
-            said.pop(name, None)  # transformers' scripts name a metric whether they evaluate or not
+            said.pop(name, None)  # transformers' scripts name a metric even if they do not evaluate
     _adopt_said(args, said, given)
 
 
 def tell_of_unread(args: transformers.TrainingArguments) -> None:
-    """Say which fields of another library's training arguments nothing here reads.
+    """Warn about fields of another library's training arguments that nothing here reads.
 
-    Those of a class that is the user's own are for the user's own program.
+    Fields of the user's own class are for the user's own program.
     """
     known = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
     own = [field for field in dataclasses.fields(args) if field.name not in known]
@@ -309,12 +309,12 @@ def tell_of_unread(args: transformers.TrainingArguments) -> None:
 
 
 def adopt_recomputation(args: transformers.TrainingArguments, model: Any, given: dict[str, Any]) -> None:
-    """Have us recompute activations where transformers' arguments ask for it and the model has no way of its own.
+    """Let us recompute activations if transformers' arguments ask for it and the model has no support of its own.
 
     Args:
-        args: Those of the engine; if it is for us to do, they no longer ask for it.
-        model: The user's.
-        given: The keyword arguments that the user gave to HFTrainer; filled.
+        args: The engine's arguments; if we recompute, they no longer ask for it.
+        model: The user's model.
+        given: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
 
     Raises:
         ConfigError: If these say that activations are kept.
@@ -325,20 +325,20 @@ def adopt_recomputation(args: transformers.TrainingArguments, model: Any, given:
     if not isinstance(given.get("gradient_checkpointing"), (list, tuple)):
         adopt({"gradient_checkpointing": True}, given, "the training arguments")
         if own_way(unwrap(model)) is not None:
-            return  # transformers' loop sees to it too, with the options that its arguments may have
+            return  # transformers' loop enables it, with the options in its arguments
     for name in names:
         setattr(args, name, False)
 
 
 def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: bool) -> None:
-    """Refuse what would have no effect on training data that transformers' loop gets by whole steps.
+    """Refuse arguments without effect on training data that transformers' loop gets in whole steps.
 
     Args:
-        args: The user's.
-        has_order: Whether the data are a dataset all the same, whose samples can be named.
+        args: The user's TrainingArguments.
+        has_order: Whether the data nevertheless are a dataset, whose samples can be named.
 
     Raises:
-        ConfigError: Naming what was asked for.
+        ConfigError: It names the argument.
     """
     if args is None:
         return
@@ -388,16 +388,16 @@ def _parameters_of(function: Any) -> list[str]:
 
 
 def _adopt_said(args: transformers.TrainingArguments, said: Mapping[str, Any], given: dict[str, Any]) -> None:
-    """Fill our arguments from what transformers' say, but for those that the user gave.
+    """Fill our arguments from transformers', except those that the user passed.
 
     Raises:
         ConfigError: If the user set both, and they differ.
     """
     own_metric = given.get("optimization_metric")
     for name, value in {**said, **_words_of_names(args, given)}.items():
-        if given.get(name) is None and not (name == "max_grad_norm" and name in given):  # whose None is a word
+        if given.get(name) is None and not (name == "max_grad_norm" and name in given):  # whose None has a meaning
             if name != "optimization_direction" or own_metric in (None, said.get("optimization_metric")):
-                given[name] = value  # a direction is that of the metric beside it
+                given[name] = value  # a direction belongs to the metric named with it
             continue
         own, theirs = given[name], _set_fields(args, name)
         if theirs and value is not None and not _is_same(name, own, value):
@@ -409,9 +409,9 @@ def _adopt_said(args: transformers.TrainingArguments, said: Mapping[str, Any], g
 
 
 def _words_of_names(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer, the schedule and its warm-up that transformers' arguments name, where the user named one.
+    """Return the optimizer, the schedule and its warm-up named in transformers' arguments, if the user named one here.
 
-    They are for transformers to make otherwise.
+    Otherwise transformers creates them.
     """
     found = {"optimizer": args.optim, "lr_scheduler": args.lr_scheduler_type}
     named: dict[str, Any] = {name: word_of(word) for name, word in found.items() if isinstance(given.get(name), str)}
@@ -421,19 +421,19 @@ def _words_of_names(args: transformers.TrainingArguments, given: Mapping[str, An
 
 
 def _is_same(name: str, own: Any, value: Any) -> bool:
-    """Return whether one of our arguments says what theirs do."""
+    """Return whether one of our arguments means the same as theirs."""
     if name == "optimization_metric":
         own, value = str(own).removeprefix("eval_"), str(value).removeprefix("eval_")
-    if name == "optimizer":  # "adamw" and "adamw_torch_fused"
+    if name == "optimizer":  # such as "adamw" and "adamw_torch_fused"
         return own.rpartition(".")[2].lower() in value
     return own == value or str(own) == str(value)
 
 
 def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
-    """Fill our arguments from another source; None is no value.
+    """Fill our arguments from another source; None means not set.
 
     Raises:
-        ConfigError: If one was given too, and is another.
+        ConfigError: If one was also passed by the user, with another value.
     """
     for name, value in said.items():
         own = given.get(name)
@@ -465,11 +465,11 @@ _ADVICE = {
     "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read. Leave "
     "it out.",
 }
-"""Why, and what to do."""
+"""The reason, and what to do instead."""
 
 
 def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
-    """Return what transformers' arguments say in our words."""
+    """Return transformers' arguments as ours."""
     saves = word_of(args.save_strategy)
     found: dict[str, Any] = {
         "epochs": args.num_train_epochs if args.max_steps <= 0 else None,
@@ -488,28 +488,28 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         "deterministic": args.full_determinism,
         "autocast": None if args.mixed_precision == "no" else args.mixed_precision,
         "pin_memory": args.dataloader_pin_memory,
-        "load_best_at_end": args.load_best_model_at_end,  # off by default, whether anything is saved or not
+        "load_best_at_end": args.load_best_model_at_end,  # off by default, with and without checkpoints
     }
     if word_of(args.eval_strategy) != "no":
         found["eval_steps"] = _interval(word_of(args.eval_strategy), args.eval_steps)
     if saves != "no":
         found["save_dir"] = args.output_dir
         found["save_total_limit"] = args.save_total_limit
-        if getattr(args, "overwrite", False):  # only HFTrainingArguments can say so
+        if getattr(args, "overwrite", False):  # only HFTrainingArguments has it
             found["overwrite"] = True
         found["save_only_model"] = args.save_only_model
         found["save_steps"] = _interval(saves, args.save_steps)
     if args.metric_for_best_model is not None:
         found["optimization_metric"] = args.metric_for_best_model
     if args.greater_is_better is False and args.metric_for_best_model is not None:
-        found["optimization_direction"] = "min"  # transformers fills in True by itself, so only False is a word
+        found["optimization_direction"] = "min"  # transformers itself fills in True, so only False is the user's
     if args.run_name is not None and args.run_name != args.output_dir:
         found["trial_name"] = args.run_name
     if args.label_names:
         found["label_names"] = list(args.label_names)
     if args.disable_tqdm:
         found["progress_bar"] = False
-    if args.ddp_timeout != 1800 and args.world_size > 1:  # which is ours too
+    if args.ddp_timeout != 1800 and args.world_size > 1:  # 1800 is our default too
         found["timeout"] = args.ddp_timeout
     if args.dataloader_prefetch_factor is not None:
         found["prefetch_factor"] = args.dataloader_prefetch_factor
@@ -517,16 +517,16 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
 
 
 def sharding_accelerator(args: transformers.TrainingArguments | None, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Return an `Accelerator` that cuts the weights up, and DeepSpeed's schedule; None where none is asked for.
+    """Return an `Accelerator` that shards the weights, and DeepSpeed's schedule; None for each that is not asked for.
 
     Args:
-        args: The user's; `accelerate launch` may ask for it too.
-        given: The keyword arguments for our trainer; what only DeepSpeed's configuration says is filled in.
+        args: The user's TrainingArguments; `accelerate launch` may ask for sharding too.
+        given: The keyword arguments for our trainer; values set only in DeepSpeed's configuration are filled in.
 
     Raises:
         ConfigError: If they contradict each other, or ask for FSDP 1 or anything incompatible with sharding.
     """
-    config = getattr(args, "hf_deepspeed_config", None)  # with "auto" filled in from the arguments
+    config = getattr(args, "hf_deepspeed_config", None)  # where "auto" is filled in from the arguments
     zero = deepspeed_plugin(None if config is None else config.config)
     options, schedule, fsdp = getattr(args, "fsdp_plugin_args", None), None, None
     if zero is None and options is None and not is_set("ACCELERATE_USE_FSDP"):
@@ -555,7 +555,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
                 f"`training_args.fsdp_config` asks for FSDP {options['fsdp_version']}, explicitly or by default; "
                 "PyTorch has replaced it. Pass fsdp_config={'version': 2}."
             )
-        settings: Any = args.fsdp_config  # of which transformers 5.0 does not give everything to the plugin
+        settings: Any = args.fsdp_config  # transformers 5.0 does not pass all of it to the plugin
         kept = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
         fsdp = FullyShardedDataParallelPlugin(**{**options, **kept})
     precision = precision_name(given.get("autocast"))
@@ -566,29 +566,29 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
 
 
 def timeout_of(given: Mapping[str, Any]) -> float | None:
-    """Return the seconds of `timeout` among the keyword arguments for our trainer; None without it."""
+    """Return the `timeout` among the keyword arguments for our trainer in seconds; None if not set."""
     return None if given.get("timeout") is None else seconds_of("timeout", given["timeout"])
 
 
 def word_of(choice: Any) -> Any:
-    """Return the word that one of transformers' enumerations stands for."""
+    """Return the string value of one of transformers' enumerations."""
     return getattr(choice, "value", choice)
 
 
 def _interval(strategy: str, steps: Any) -> Any:
-    """Return an interval in our words; a fraction of the run is one of ours too."""
+    """Return an interval in our form, which can be a fraction of the run too."""
     if strategy == "epoch":
         return "1ep"
-    if strategy in ("no", "best"):  # `best` saves by a callback, see `policies_of`
+    if strategy in ("no", "best"):  # a callback saves for "best", see `policies_of`
         return "1dur"
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
 
 
 def either_name(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """Return what was given under one of two names; None without any.
+    """Return the value passed under one of two names, or None.
 
     Raises:
-        ConfigError: If something was given under both.
+        ConfigError: If values were passed under both.
     """
     if value is not None and other is not None:
         raise ConfigError(f"`{name}` and `{other_name}` are two names for one thing. Leave one of them out.")
@@ -596,7 +596,7 @@ def either_name(name: str, value: Any, other_name: str, other: Any) -> Any:
 
 
 def schedule_for(args: transformers.TrainingArguments, warmup: int, steps: int | None) -> Callable[[Any], Any]:
-    """Return what makes the schedule of an optimizer that transformers' arguments name, for a run of so many steps."""
+    """Return a callable that builds the schedule named in transformers' arguments, for a run of this many steps."""
     options: Any = args.lr_scheduler_kwargs or {}
     return functools.partial(
         transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup, num_training_steps=steps,
@@ -605,22 +605,22 @@ def schedule_for(args: transformers.TrainingArguments, warmup: int, steps: int |
 
 
 def plain_arguments(output_dir: str, timeout: float | None, **ours: Any) -> transformers.TrainingArguments:
-    """Return training arguments for a user who has given none.
+    """Return training arguments for a user who has passed none.
 
     Args:
-        output_dir: Where transformers may write.
-        timeout: Seconds without progress after which the meeting of the processes ends; None is 30 minutes.
-        ours: Fields that are the trainer's to say.
+        output_dir: The folder to which transformers may write.
+        timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
+        ours: Fields that the trainer decides.
     """
     with meeting(timeout) as init_method:
         if init_method is not None and not torch.distributed.is_initialized():
-            limit = datetime.timedelta(seconds=1800)  # as theirs says for NCCL, whose own is shorter
+            limit = datetime.timedelta(seconds=1800)  # as in transformers for NCCL, whose default is shorter
             PartialState(cpu=ours.get("use_cpu", False), init_method=init_method, timeout=limit)
         return transformers.TrainingArguments(output_dir, report_to=[], **ours)
 
 
 def refuse_fp16(args: transformers.TrainingArguments | None, device: torch.device) -> None:
-    """Refuse `fp16` of the training arguments where transformers would train without it."""
+    """Refuse `fp16` in the training arguments if transformers would train without it."""
     if args is not None and args.fp16 and device.type == "cpu":
         raise ConfigError(
             "`training_args.fp16=True` is not available on a CPU, and transformers would silently ignore it. "
@@ -629,11 +629,11 @@ def refuse_fp16(args: transformers.TrainingArguments | None, device: torch.devic
 
 
 def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> transformers.TrainingArguments:
-    """Return the arguments that the engine is given: those of the user, but for what our lifecycle decides.
+    """Return the engine's arguments: the user's, except for what our lifecycle decides.
 
     Args:
-        args: The user's, which stay as they are.
-        output_dir: Where the engine may write.
+        args: The user's TrainingArguments, which stay unchanged.
+        output_dir: The folder to which the engine may write.
     """
     engine = copy.copy(args)
     quiet = {
@@ -648,23 +648,23 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
         "torch_compile": False,  # the backend compiles
         "torch_compile_backend": None,
         "torch_compile_mode": None,
-        "mixed_precision": "no",  # autocast and loss scaling are the trainer's
-        "auto_find_batch_size": False,  # theirs restarts the run, with other steps
+        "mixed_precision": "no",  # the trainer does autocast and loss scaling
+        "auto_find_batch_size": False,  # transformers' version restarts the run, with other steps
         "enable_jit_checkpoint": False,  # a signal saves anyway
-        # who cuts up the weights is the trainer's to say, too
+        # the trainer decides about sharding, too
         "fsdp": "",
         "fsdp_plugin_args": None,
         "deepspeed": None,
         "deepspeed_plugin": None,
-        "label_smoothing_factor": 0,  # the loss is the trainer's; theirs looks for a config, which not every model has
+        "label_smoothing_factor": 0,  # the trainer computes the loss; theirs needs a config, which some models lack
     }
     for name, value in {**quiet, "output_dir": output_dir}.items():
         setattr(engine, name, value)
-    if engine.accelerator_config is not None:  # of which transformers would write into the user's
+    if engine.accelerator_config is not None:  # transformers would modify the user's object
         config: Any = copy.copy(engine.accelerator_config)
         config.gradient_accumulation_kwargs = None
         engine.accelerator_config = config
-    # with it transformers seeds the program when its Trainer is made, and can do so only below that; we seed the run
+    # transformers seeds the program with it when its Trainer is created, with seeds below 2**32; we seed the run
     engine.seed = engine.seed % 2**32 if isinstance(engine.seed, int) else 0
     engine.eval_strategy = engine.logging_strategy = IntervalStrategy.NO
     engine.save_strategy = SaveStrategy.NO
@@ -674,15 +674,15 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
 def arguments_in_force(
     args: transformers.TrainingArguments, settings: Settings, own: Collection[str], evaluates: bool
 ) -> transformers.TrainingArguments:
-    """Return training arguments with what our own arguments say instead, as transformers' callbacks are to see them.
+    """Return the training arguments for transformers' callbacks, with the values of our own arguments.
 
-    They are the very object that the user gave where ours say nothing else.
+    This is the user's own object if our arguments change nothing.
 
     Args:
-        args: The user's.
-        settings: All of ours, as they are in force.
-        own: Those that the user gave, or that are not from `args`.
-        evaluates: Whether the run has evaluations.
+        args: The user's TrainingArguments.
+        settings: All of our arguments in force.
+        own: Those that the user passed, or that do not come from `args`.
+        evaluates: Whether the run evaluates.
     """
     shown = copy.copy(args)
     for name in own:
@@ -708,11 +708,11 @@ _ALIKE = (
     "drop_last", "deterministic", "eval_on_start", "save_total_limit", "save_only_model", "load_best_at_end",
     "optimization_metric", "trial_name",
 )  # fmt: skip
-"""Our arguments whose values are those of transformers' fields too."""
+"""Our arguments whose values are also those of transformers' fields."""
 
 
 def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
-    """Return accelerate's options of DDP as transformers' arguments say; newer versions of it set them themselves."""
+    """Return accelerate's options for DDP from transformers' arguments; newer versions set them themselves."""
     from accelerate.utils import DistributedDataParallelKwargs
 
     unused = args.ddp_find_unused_parameters

@@ -1,4 +1,4 @@
-"""`auto_find_batch_size`: more and smaller micro-batches when memory runs out, with the same numbers.
+"""`auto_find_batch_size`: more and smaller micro-batches when memory runs out.
 
 Steps consist of the same samples before and after, so the numbers stay the same.
 """
@@ -28,7 +28,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def smaller(batch_size: int, accumulation: int) -> tuple[int, int] | None:
-    """Return a micro-batch of half the size or less, and how many make the same step; None if it cannot be smaller.
+    """Return a micro-batch size of half or less, and how many make the same step; None if it cannot be smaller.
 
     >>> smaller(8, 1), smaller(6, 2), smaller(7, 1), smaller(1, 8)
     ((4, 2), (3, 4), (1, 7), None)
@@ -39,10 +39,10 @@ def smaller(batch_size: int, accumulation: int) -> tuple[int, int] | None:
 
 
 def prepare_to_shrink(sets: Sets, world_size: int, drops_last: bool) -> None:
-    """Get the training data ready to be read in other batches, or refuse data whose batches cannot change.
+    """Prepare the training data for other batch sizes, or refuse data whose batches cannot change.
 
     Raises:
-        ConfigError: On several processes, with a user's own loader, or with `dataloader_drop_last`.
+        ConfigError: On several processes, with the user's own loader, or with `dataloader_drop_last`.
     """
     if world_size > 1:
         raise ConfigError(
@@ -65,7 +65,7 @@ def prepare_to_shrink(sets: Sets, world_size: int, drops_last: bool) -> None:
 
 
 def _shrink(owner: BaseTrainer, size: int, accumulation: int) -> None:
-    """Have the run go on with other micro-batches, from the sample after the last completed step on."""
+    """Continue the run with other micro-batches, from the sample after the last completed step."""
     progress, former, sets = owner.progress, owner.train_loader, owner._sets
     logger.warning(
         "Step %d has run out of memory with micro-batches of %d samples. From here on they are of %d, and a step has "
@@ -86,7 +86,7 @@ def _shrink(owner: BaseTrainer, size: int, accumulation: int) -> None:
 
 
 def smaller_on_out_of_memory(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return an engine's `training_step` that is taken again, in smaller micro-batches, where memory has run out."""
+    """Return an engine's `training_step` that is repeated in smaller micro-batches if memory runs out."""
 
     @functools.wraps(step)
     def taken(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -105,7 +105,7 @@ def smaller_on_out_of_memory(step: Callable[..., torch.Tensor]) -> Callable[...,
                 if found is None:
                     error.add_note("`auto_find_batch_size` is at one sample at a time, which does not fit either.")
                     raise
-            # out here the error is gone, and with it what it kept alive
+            # outside the `except` block, where the error and the memory that it kept alive are freed
             owner.backend.clear_gradients()
             meter.go_back(before)
             restore_rng(random_numbers, owner.device)

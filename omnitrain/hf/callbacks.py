@@ -1,4 +1,4 @@
-"""What transformers' callbacks are told: every event with the user's own arguments, beside those that drive the run."""
+"""transformers' callbacks: each gets every event with the user's own arguments, like the two that drive the run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _OURS = (
     transformers.ProgressCallback,
     DEFAULT_PROGRESS_CALLBACK,  # another one in a notebook
 )
-"""Callbacks of transformers in whose place callbacks of ours are: they are listed, and not called."""
+"""transformers' callbacks that are replaced by ours: they are listed, but not called."""
 
 
 class Controls:
-    """What callbacks have requested, in our words, and by the flags of transformers, which begin with `should_`.
+    """The requests of callbacks, in our form and as transformers' flags, whose names begin with `should_`.
 
     Args:
-        trainer: Whose run it is.
+        trainer: The trainer of the run.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -39,13 +39,13 @@ class Controls:
 
 
 class Callbacks(CallbackHandler):
-    """transformers' callbacks, in a list such as a stock Trainer has.
+    """transformers' callbacks, in a list like that of a stock Trainer.
 
     Args:
-        made: The handler that transformers has made.
+        made: The handler that transformers created.
         args: The arguments that callbacks see; transformers' loop has others.
-        first: Is told of each event before all others.
-        last: Is told of each event after all others.
+        first: The callback that gets each event before all others.
+        last: The callback that gets each event after all others.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Callbacks(CallbackHandler):
         vars(self).update(vars(made))
         self.callbacks: list[transformers.TrainerCallback]
         self.idle: list[Any] = []
-        """Those of the user's whose work is done by callbacks of ours."""
+        """The user's callbacks whose work is done by ours."""
         self.args = args
         self.first = first
         self.last = last
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Tell all of an event; an error of one of them goes on, with the callback named."""
+        """Call all callbacks for an event; an error in one propagates, with the callback named."""
         for callback in (self.first, *self.callbacks, self.last):
             if type(callback) in _OURS or callback in self.idle:
                 continue

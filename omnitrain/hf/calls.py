@@ -1,9 +1,9 @@
-"""What scripts call on a `transformers.Trainer`, and what their subclasses override of it, answered by our trainer.
+"""The methods that scripts call on a `transformers.Trainer` and that subclasses override, for our trainer.
 
-Names, signatures and results are transformers'. The default of what may be overridden is what our trainer does without
-it, so that `super()` works as in a subclass of `transformers.Trainer`. Methods with which a run is built (loaders,
-optimizer, schedule) are called when it begins, as there, and not by the constructor: a subclass may set what they need
-after `super().__init__()`.
+Names, signatures and results are those of transformers. The default of a method that can be overridden is what our
+trainer does anyway, so `super()` works as in a subclass of `transformers.Trainer`. Methods that build a run (loaders,
+optimizer, schedule) are called at its beginning, as in transformers, not by the constructor: a subclass may set what
+they need after `super().__init__()`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ANSWERED_BY_ENGINE = (
     "get_decay_parameter_names", "get_sp_size", "get_total_train_batch_size", "get_tp_size", "init_hf_repo",
     "num_examples", "store_flos",
 )  # fmt: skip
-"""Attributes of `transformers.Trainer` that are read from the engine, which is one."""
+"""Attributes of `transformers.Trainer` that are read from the engine."""
 
 
 _AT_THE_START = ("get_train_dataloader", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
@@ -71,13 +71,13 @@ CALLED = (
     "evaluate",
     "log",
 )
-"""Methods of `transformers.Trainer` that a run calls, so that overriding them has an effect."""
+"""Methods of `transformers.Trainer` that a run calls, so overriding them has an effect."""
 
 
 class TrainResult(MetricsDict):
-    """History and best of a run, as every trainer returns them, which also answers as transformers' `TrainOutput`.
+    """The history of a run, as every trainer returns it, which also works as transformers' `TrainOutput`.
 
-    It is unpacked as that is: `step, loss, metrics = trainer.train()`. Its keys are those of the history, in `keys()`.
+    It unpacks like that: `step, loss, metrics = trainer.train()`. Its keys, in `keys()`, are those of the history.
 
     Attributes:
         global_step: Optimizer steps of the run.
@@ -103,10 +103,10 @@ class TrainResult(MetricsDict):
 
 
 class Calls(BaseTrainer):
-    """The calling surface of `transformers.Trainer`. Where one call means two things, its argument names decide."""
+    """The interface of `transformers.Trainer`. If a call has two meanings, the names of its arguments decide."""
 
     ASSIGNABLE: ClassVar[frozenset[str]] = frozenset({"compute_metrics"})
-    """Arguments that have an effect when they are assigned, besides those of every trainer."""
+    """Arguments that may be assigned, in addition to those of every trainer."""
 
     engine: Engine
     training_args: transformers.TrainingArguments | None
@@ -119,24 +119,24 @@ class Calls(BaseTrainer):
     _has_own_schedule: bool
     """Whether the user has passed `lr_scheduler`."""
     _adopted: dict[str, Any]
-    """The training arguments as they were when the trainer was made."""
+    """The training arguments as they were when the trainer was created."""
     _replaces: bool
     """Whether a second run in the folder of the training arguments replaces the first, as transformers does."""
 
     _threshold: float | None = None
-    """What an early stopping callback that was added takes for a gain."""
+    """The threshold of an early stopping callback that was added."""
     _overridden: frozenset[str] = frozenset()
     """Which of `CALLED` a subclass overrides."""
     _is_building = False
     """Whether a subclass is making the optimizer."""
     _made: Any = None
-    """What it has made so far."""
+    """What it has created so far."""
     _own_scheduler: Any = None
-    """The schedule that it has made together with the optimizer."""
+    """The schedule that it has created together with the optimizer."""
     _begins = False
     """Whether a run is beginning."""
     _is_set_up = True
-    """Whether what a subclass makes at the beginning of a run is there."""
+    """Whether the objects that a subclass creates at the beginning of a run exist."""
 
     get_optimizer_cls_and_kwargs: Callable[..., Any] = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
 
@@ -177,46 +177,46 @@ class Calls(BaseTrainer):
         store_flos: Callable[..., Any]
 
     def _of_engine(self, name: str) -> Any:
-        """Return what transformers keeps of the run."""
+        """Return what transformers records of the run."""
         if name in ANSWERED_BY_ENGINE and "engine" in vars(self):
             return getattr(self.engine, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def args(self) -> transformers.TrainingArguments:
-        """The training arguments, the user's own if there are any."""
+        """The training arguments: the user's, if any were passed."""
         return self._engine_args if self.training_args is None else self.training_args
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        """Whether DeepSpeed cuts up the weights."""
+        """Whether DeepSpeed shards the weights."""
         return getattr(self.engine.real_accelerator.state, "deepspeed_plugin", None) is not None
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        """Whether FSDP cuts up the weights."""
+        """Whether FSDP shards the weights."""
         return getattr(self.engine.real_accelerator.state, "fsdp_plugin", None) is not None
 
     @property
     def tokenizer(self) -> Any:
-        """Transformers' former name of `processing_class`."""
+        """Transformers' former name for `processing_class`."""
         return self.processing_class
 
     @property
     def control(self) -> Any:
-        """What callbacks on this rank have requested, ours and those of transformers (`control.should_save`)."""
+        """The requests of callbacks on this rank, both ours and transformers' (`control.should_save`)."""
         return Controls(self)
 
     @control.setter
     def control(self, control: Any) -> None:
-        """Take what a method of transformers' callback handler returns, which is this already."""
+        """Accept the return value of transformers' callback handler, which is this object already."""
         if control is self.engine.control or isinstance(control, (Controls, Control)):
             return
         self.engine.control = control
 
     @property
     def compute_metrics(self) -> Any:
-        """What evaluations compute; a subclass may set it aside for an evaluation of its own."""
+        """The metrics of evaluations; a subclass may replace it temporarily for its own evaluation."""
         return self.settings.compute_metrics
 
     @compute_metrics.setter
@@ -240,18 +240,18 @@ class Calls(BaseTrainer):
         trial: Any = None,
         ignore_keys_for_eval: Collection[str] | None = None,
     ) -> TrainResult:
-        """Train to the first limit, and return history and best, which also answer as transformers' `TrainOutput`.
+        """Train to the first limit, and return the history, which also works as transformers' `TrainOutput`.
 
         Args:
-            resume_from: A checkpoint's folder, "last", "best", or "auto"; True, as in transformers, is the newest one
-                in the run's folder, of which there must be one.
-            allow_change: Settings, data and functions that may differ from those of the checkpoint, by argument.
-            resume_from_checkpoint: transformers' name of `resume_from`.
-            trial: Not to be given: `hyperparameter_search` makes a trainer for each trial.
-            ignore_keys_for_eval: Keys of the model's output that evaluations leave out of the predictions.
+            resume_from: The folder of a checkpoint, "last", "best", or "auto"; True, as in transformers, is the newest
+                one in the run's folder, which must exist.
+            allow_change: Names of arguments (settings, data, functions) that may differ from those of the checkpoint.
+            resume_from_checkpoint: transformers' name for `resume_from`.
+            trial: Do not pass it: `hyperparameter_search` creates a trainer for each trial.
+            ignore_keys_for_eval: Keys of the model's output to leave out of the predictions in evaluations.
 
         Raises:
-            ConfigError: If there is no checkpoint to go on from, or the arguments contradict each other.
+            ConfigError: If there is no checkpoint to resume from, or the arguments contradict each other.
             CheckpointError, NonFiniteError, KeyboardInterrupt, SystemExit: As for every trainer.
         """
         if trial is not None:
@@ -269,7 +269,7 @@ class Calls(BaseTrainer):
         return TrainResult(history, self._output())
 
     def _newest(self) -> str:
-        """Return what stands for the newest checkpoint of the run."""
+        """Return the value of `resume_from` for the newest checkpoint of the run."""
         if self.store is None or not self.ranks.on_main("a look at `save_dir`", self.store.checkpoints):
             raise ConfigError(
                 f"No valid checkpoint found in output directory ({self.save_dir or self._output_dir}), and "
@@ -279,7 +279,7 @@ class Calls(BaseTrainer):
         return "auto"
 
     def _refuse_changed_arguments(self) -> None:
-        """Raise ConfigError for training arguments that were changed after the trainer was made."""
+        """Raise ConfigError for training arguments that were changed after the trainer was created."""
         now = {} if self.training_args is None else vars(self.training_args)
         changed = [name for name, value in self._adopted.items() if now.get(name) != value]
         if changed:
@@ -289,7 +289,7 @@ class Calls(BaseTrainer):
             )
 
     def _tell_of_earlier_run(self) -> None:
-        """Say that the checkpoints of an earlier run in the same folder will be replaced."""
+        """Warn that the checkpoints of an earlier run in the same folder will be replaced."""
         there = self.store.checkpoints() if self._replaces and self.store is not None and self.is_main_process else []
         if there:
             logger.warning(
@@ -299,7 +299,7 @@ class Calls(BaseTrainer):
             )  # fmt: skip
 
     def _output(self) -> TrainOutput:
-        """Return what transformers' loop returned, or what it would have where no step was left."""
+        """Return the result of transformers' loop, or the equivalent if no step was left."""
         output, progress = self.engine.output, self.progress
         rows = self.metrics["train_metrics_history"]
         mean = float(rows[-1]["train_loss"]) if rows else 0.0
@@ -309,27 +309,27 @@ class Calls(BaseTrainer):
         return TrainOutput(progress.step, loss, metrics)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return a new model from `model_init`; for a trial of a search, the search makes the trainer that asks."""
+        """Return a new model from `model_init`; in a search, the trainer of each trial calls this itself."""
         if self.model_init is None:
             raise ConfigError("There is no `model_init` to make a model with. Pass it to the constructor.")
         return self._new_model(self.seed, self.device)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as `transformers.Trainer.hyperparameter_search` does; each trial is a run of a trainer like this."""
+        """Search like `transformers.Trainer.hyperparameter_search`; each trial is a run of a trainer like this one."""
         return self.engine.hyperparameter_search(*args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the optimizer, which is built when it is first used."""
+        """Return the optimizer, which is built on first use."""
         if self._is_building and self._made is None:
             self._made = self._default_optimizer()
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the schedule for so many steps, which the next run then has.
+        """Return the schedule for this many steps, which the next run then uses.
 
         Args:
             num_training_steps: Optimizer steps of the run.
-            optimizer: The one whose rates it moves; None is the trainer's.
+            optimizer: The optimizer whose rates it sets; None is the trainer's.
         """
         if not self._has_own_schedule:
             args = self.args
@@ -338,11 +338,11 @@ class Calls(BaseTrainer):
         return self.lr_scheduler
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Build optimizer and schedule for so many steps."""
+        """Build optimizer and schedule for this many steps."""
         self.create_scheduler(num_training_steps, self.create_optimizer())
 
     def get_num_trainable_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trainable parameters, counted in single numbers."""
         return sum(one.numel() for one in self.model.parameters() if one.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
@@ -350,7 +350,7 @@ class Calls(BaseTrainer):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
-        """Return the group of the optimizer that has a parameter; all groups without one."""
+        """Return the optimizer's group with a parameter, or all groups if none is given."""
         groups = self.optimizer.param_groups
         if param is None:
             return [group["params"] for group in groups]
@@ -359,18 +359,18 @@ class Calls(BaseTrainer):
     # --- data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of the training set as transformers makes it; a run has an order of its own."""
+        """Return a loader of the training set as transformers builds it; a run has its own order."""
         return self.engine.stock_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return a loader of a set, or of the evaluation set or one of several by its name, as transformers does."""
+        """Return a loader, as transformers does, of a set, of the evaluation set, or of one of several by name."""
         return self.engine.get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return a loader of a set as transformers makes it."""
+        """Return a loader of a set as transformers builds it."""
         return self.engine.get_test_dataloader(test_dataset)
 
-    # --- evaluating; transformers' tracker of memory tells what is measured by the names of what calls it
+    # --- evaluating; transformers' memory tracker needs these method names, as it looks at the name of its caller
 
     def evaluate(
         self,
@@ -382,18 +382,19 @@ class Calls(BaseTrainer):
         ignore_keys: Collection[str] | None = None,
         **generation: Any,
     ) -> dict[str, float]:
-        """Return `<prefix>_loss` and the metrics of a dataset, a loader, a dict of named sets, or of the eval set.
+        """Return `<prefix>_loss` and the metrics on a dataset, a loader or a dict of named sets; default: the eval set.
 
         Args:
-            dataset: What to evaluate; the name of one of several evaluation sets, too.
-            prefix: What names of metrics begin with. By position, a list or None is transformers' `ignore_keys`.
-            metric_key_prefix: transformers' name of `prefix`.
-            eval_dataset: transformers' name of `dataset`.
-            ignore_keys: Keys of the model's output that are left out of the predictions.
+            dataset: What to evaluate; can also be the name of one of several evaluation sets.
+            prefix: The prefix of the metrics' names. As a positional argument, a list or None is transformers'
+                `ignore_keys`.
+            metric_key_prefix: transformers' name for `prefix`.
+            eval_dataset: transformers' name for `dataset`.
+            ignore_keys: Keys of the model's output to leave out of the predictions.
             generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
         evaluation: Any = self._evaluation
-        if evaluation.is_of_run:  # an override of this method, called as a part of the run
+        if evaluation.is_of_run:  # called by an override of this method, as part of the run
             return evaluation.go_on()
         dataset = either_name("dataset", dataset, "eval_dataset", eval_dataset)
         if prefix is None or not isinstance(prefix, str):
@@ -426,13 +427,13 @@ class Calls(BaseTrainer):
         test_dataset: Any = None,
         **generation: Any,
     ) -> Predictions:
-        """Return predictions and labels as arrays in the dataset's order, one row a sample, and the metrics if any.
+        """Return predictions and labels as arrays, one row per sample in the dataset's order, and any metrics.
 
         Args:
-            dataset: What to predict.
-            ignore_keys: Keys of the model's output that are left out of the predictions.
-            metric_key_prefix: What names of metrics begin with.
-            test_dataset: transformers' name of `dataset`.
+            dataset: The data to predict.
+            ignore_keys: Keys of the model's output to leave out of the predictions.
+            metric_key_prefix: The prefix of the metrics' names.
+            test_dataset: transformers' name for `dataset`.
             generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
         evaluation: Any = self._evaluation
@@ -455,21 +456,21 @@ class Calls(BaseTrainer):
         ignore_keys: Collection[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return predictions, labels, metrics and how many samples there were, for an `evaluate` of a subclass.
+        """Return predictions, labels, metrics and the number of samples, for an `evaluate` of a subclass.
 
-        Such an `evaluate` writes the row of logs and tells callbacks for itself, as in transformers.
+        Such an `evaluate` writes the row of logs and calls the callbacks itself, as in transformers.
 
         Args:
-            dataloader: What `get_eval_dataloader` or `get_test_dataloader` returned.
-            description: Not used: a progress bar of ours says what it is about.
-            prediction_loss_only: Whether no predictions are kept; None is as the training arguments say.
-            ignore_keys: Keys of the model's output that are left out of the predictions.
-            metric_key_prefix: What names of metrics begin with.
+            dataloader: From `get_eval_dataloader` or `get_test_dataloader`.
+            description: Not used: our progress bar has its own text.
+            prediction_loss_only: Whether to keep no predictions; None follows the training arguments.
+            ignore_keys: Keys of the model's output to leave out of the predictions.
+            metric_key_prefix: The prefix of the metrics' names.
         """
         evaluation: Any = self._evaluation
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         loader, part = self._sets.loader_for(unprepared(dataloader)), (metric_key_prefix, not loss_only)
-        generation = vars(self).get("_gen_kwargs", {})  # as subclasses of Seq2SeqTrainer set it
+        generation = vars(self).get("_gen_kwargs", {})  # set by subclasses written for Seq2SeqTrainer
         with self._leaving_out(ignore_keys), evaluation.generating("evaluation_loop", generation):
             if evaluation.is_of_run:
                 found = evaluation.go_over(loader, *part)
@@ -487,11 +488,11 @@ class Calls(BaseTrainer):
     # --- logs and callbacks
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add a row to transformers' history, and tell its callbacks."""
+        """Add a row to transformers' history, and call its callbacks."""
         self.engine.write_log(logs, start_time)
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, ours or one of transformers; an instance or a class."""
+        """Add a callback, ours or transformers', as an instance or a class."""
         if isinstance(callback, transformers.EarlyStoppingCallback):
             callback = self._early_stopping(callback)
         if isinstance(callback, Callback):
@@ -501,7 +502,7 @@ class Calls(BaseTrainer):
             self.engine.add_callback(callback)
 
     def _early_stopping(self, callback: transformers.EarlyStoppingCallback) -> EarlyStopping:
-        """Return ours for transformers', whose count is kept in checkpoints."""
+        """Return our callback for transformers': its count is kept in checkpoints."""
         if not self._evaluates:
             raise ConfigError("EarlyStoppingCallback judges evaluations, and there are none. Pass `eval_dataset`.")
         threshold = float(callback.early_stopping_threshold or 0.0)
@@ -509,7 +510,7 @@ class Calls(BaseTrainer):
         return EarlyStopping(callback.early_stopping_patience)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, or the first of a class, and return it; None if there is none."""
+        """Remove a callback, or the first one of a class, and return it; None if there is none."""
         if isinstance(callback, Callback) or (isinstance(callback, type) and issubclass(callback, Callback)):
             found = next((one for one in self.lifecycle.callbacks if one is callback or type(one) is callback), None)
             if found in self._callbacks:
@@ -519,15 +520,15 @@ class Calls(BaseTrainer):
         return self.engine.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, or the first of a class."""
+        """Remove a callback, or the first one of a class."""
         self.pop_callback(callback)
 
     def is_world_process_zero(self) -> bool:
-        """Return whether this is the rank that prints and writes."""
+        """Return whether this is the main rank, which prints and writes."""
         return self.is_main_process
 
     def is_local_process_zero(self) -> bool:
-        """Return whether this is the first rank of its machine."""
+        """Return whether this is the first rank on its machine."""
         return self._engine_args.local_process_index == 0
 
     # --- saving
@@ -542,16 +543,16 @@ class Calls(BaseTrainer):
     ) -> Path:
         """Write the weights as safetensors, the model's config, and the tokenizer or processor if there is one.
 
-        Of a model with adapters of PEFT, these are written, in PEFT's own form.
+        For a model with PEFT adapters, only the adapters are written, in PEFT's format.
 
         Args:
-            path: The folder; None is that of the run.
-            overwrite: Whether to replace a model that is there; None is as transformers does with training arguments,
-                which replaces it, and otherwise as our other trainers do, which refuse to.
-            output_dir: transformers' name of `path`; it replaces a model that is there.
+            path: The folder; None is the folder of the run.
+            overwrite: Whether to replace an existing model; None replaces it if training arguments were passed, as in
+                transformers, and refuses otherwise, like our other trainers.
+            output_dir: transformers' name for `path`; an existing model is replaced.
 
         Raises:
-            ConfigError: If a model is there that is not to be replaced, or there is no folder.
+            ConfigError: If an existing model is not to be replaced, or there is no folder.
         """
         if overwrite is None:
             overwrite = path is None or output_dir is not None or self.training_args is not None
@@ -566,7 +567,7 @@ class Calls(BaseTrainer):
         return folder
 
     def save_state(self) -> None:
-        """Write transformers' history as `trainer_state.json` into the folder of the run."""
+        """Write transformers' history to `trainer_state.json` in the folder of the run."""
         if self.is_main_process:
             folder = Path(self._own_folder())
             folder.mkdir(parents=True, exist_ok=True)
@@ -579,7 +580,7 @@ class Calls(BaseTrainer):
         return Path(folder)
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return metrics as they are printed, with units."""
+        """Return metrics formatted for printing, with units."""
         return trainer_pt_utils.metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
@@ -587,12 +588,12 @@ class Calls(BaseTrainer):
         trainer_pt_utils.log_metrics(self, split, metrics)
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> Path:
-        """Write metrics as `<split>_results.json` into `save_dir`, else where the training arguments write.
+        """Write metrics to `<split>_results.json` in `save_dir`, or in the folder of the training arguments.
 
         Args:
             split: "train", "eval", "test", ...
-            metrics: By name.
-            combined: Whether to add them to `all_results.json` as well, as transformers does.
+            metrics: Values by name.
+            combined: Whether to add them to `all_results.json` too, as transformers does.
         """
         folder = self.save_dir or Path(self._output_dir or "")
         if combined:
@@ -613,10 +614,10 @@ class Calls(BaseTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the mean loss of a batch on the device, and with `return_outputs` what the model returned.
+        """Return the mean loss of a batch on the device, and with `return_outputs` the model's output.
 
-        A mean is what an override returns, too: how much it weighs in its step is counted as for every loss, so that
-        the numbers are the same in every split. `num_items_in_batch` is that weight: a sum divided by it is a mean.
+        An override returns a mean, too: its weight in the step is counted as for every loss, so every split gives the
+        same numbers. `num_items_in_batch` is that weight: a sum divided by it is a mean.
         """
         unit = self.unit
         if isinstance(unit, ModelUnit):
@@ -629,7 +630,7 @@ class Calls(BaseTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Collection[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Return loss, logits and labels of a batch in an evaluation; called without gradients, as evaluations are."""
+        """Return the loss, logits and labels of an evaluation batch; called without gradients."""
         with torch.no_grad(), self._autocast():
             output = self._evaluated(model, self._prepare_batch(inputs))
         return output.loss, None if prediction_loss_only else output.outputs, output.labels
@@ -659,7 +660,7 @@ class Calls(BaseTrainer):
         return StepOutput(loss.reshape(()), None, labels)
 
     def _evaluated(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and outputs without gradients, less `ignore_keys`."""
+        """Return loss and outputs without gradients and without `ignore_keys`."""
         labels = labels_of(batch, self.settings.label_names or ())
         evaluation: Any = self._evaluation
         needs_loss = labels is not None or not evaluation.is_predicting
@@ -674,7 +675,7 @@ class Calls(BaseTrainer):
     # --- logs
 
     def take_log(self, logs: dict[str, float], start_time: float | None) -> None:
-        """Give a row of logs to `log`; one of a subclass may take the row alone, as it did in earlier versions."""
+        """Pass a row of logs to `log`; a subclass's may take only the row, as in earlier versions."""
         if "log" in self._overridden and not _takes(self.log, logs, start_time):
             self.log(logs)
         else:
@@ -683,14 +684,14 @@ class Calls(BaseTrainer):
     # --- a micro-batch
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run a micro-batch forward and backward, and return its part of the step's loss.
+        """Run forward and backward on a micro-batch, and return its part of the step's loss.
 
-        An override calls it by `super()`, once: the weight of a micro-batch in its step is applied here.
+        An override must call it once by `super()`: the weight of a micro-batch in its step is applied here.
         """
         return self.engine.run_micro_batch(model, inputs, num_items_in_batch)
 
     def take_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Return what `training_step` does with the next micro-batch; called by transformers' loop."""
+        """Return the result of `training_step` for the next micro-batch; called by transformers' loop."""
         before = self._step.turn
         loss = self.training_step(model, inputs, None)
         if self._step.turn != before + 1:
@@ -705,7 +706,7 @@ class Calls(BaseTrainer):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; None while a subclass is making it, as in transformers."""
+        """The optimizer; None while a subclass is creating it, as in transformers."""
         return self._made if self._is_building else self.backend.optimizer
 
     @optimizer.setter
@@ -734,7 +735,7 @@ class Calls(BaseTrainer):
             self._is_building = False
 
     def _default_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that a subclass without one of its own has."""
+        """Return the optimizer for a subclass that does not create its own."""
         return super()._build_optimizer()
 
     def _begin_run(self, resumes: bool) -> None:
@@ -765,14 +766,14 @@ class Calls(BaseTrainer):
     # --- data
 
     def _eval_loader_of(self, dataset: Any) -> Any:
-        """Return what `get_eval_dataloader` of a subclass makes of a set, or of each of several."""
+        """Return the loader from a subclass's `get_eval_dataloader` for a set, or for each of several."""
         named = self.eval_dataset if dataset is None else dataset
         if is_named_sets(named):
             return {name: unprepared(self.get_eval_dataloader(one)) for name, one in named.items()}
         return unprepared(self.get_eval_dataloader(dataset))
 
 
-if not TYPE_CHECKING:  # to which any name would be an attribute
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
     Calls.__getattr__ = Calls._of_engine
 
 
@@ -789,7 +790,7 @@ def _parts(predictions: Any) -> Sequence[Any]:
 
 
 def _copied(batch: Any) -> Any:
-    """Return a batch from which labels may be popped."""
+    """Return a copy of a batch, from which labels can be popped."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 

@@ -1,4 +1,4 @@
-"""Data of HFTrainer: a loader that transformers' loop counts by, those that its callbacks see, and prepared ones."""
+"""Data of HFTrainer: the loader by which transformers' loop counts, loaders for its callbacks, and prepared ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["counting_loader", "shown_loader", "unprepared"]
 
 
 class _Requests(Sampler[Any]):
-    """The micro-batches of the present epoch as (epoch, indices); skipping some of them reads nothing."""
+    """The micro-batches of the current epoch as (epoch, indices); skipping some of them reads nothing."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self.owner = owner
@@ -46,7 +46,7 @@ class _Fetched(Dataset[Any]):
 
 
 class _Windows(IterableDataset[Any]):
-    """The rest of the present epoch of data that are no dataset by index, as lists of a window's micro-batches."""
+    """The rest of the current epoch of data without indices, as lists of a window's micro-batches."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self.owner = owner
@@ -71,7 +71,7 @@ def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
     It reads nothing unless it is iterated: the loop's own batches come from the trainer's feed.
     """
     loader = owner.train_loader
-    generator = torch.Generator().manual_seed(owner.seed)  # else it draws from the training's generator
+    generator = torch.Generator().manual_seed(owner.seed)  # otherwise it draws from the generator of training
     if by_window or not isinstance(loader, MapLoader):
         return DataLoader(_Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
     return DataLoader(
@@ -97,13 +97,13 @@ class _Batches(Sampler[Any]):
 
 
 def shown_loader(loader: Any, batch_size: int) -> Any:
-    """Return what transformers' callbacks are to see of a loader: the user's own, or PyTorch's with the user's dataset.
+    """Return a loader for transformers' callbacks: the user's own, or a DataLoader with the user's dataset.
 
-    It reads nothing unless it is iterated, and does not disturb the run that reads by the loader meanwhile.
+    It reads nothing unless it is iterated, and does not disturb a run that uses our loader meanwhile.
     """
     if isinstance(loader, GivenLoader):
         return loader.loader
-    generator = torch.Generator().manual_seed(0)  # else it draws from the training's generator
+    generator = torch.Generator().manual_seed(0)  # otherwise it draws from the generator of training
     if isinstance(loader, MapLoader):
         batches, collate = _Batches(loader), loader.fetch.collate
         return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=collate, generator=generator)
@@ -115,14 +115,14 @@ def shown_loader(loader: Any, batch_size: int) -> Any:
 
 _KEPT = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers")  # fmt: skip
-"""What a loader is made with, beside its dataset and the order of it."""
+"""The arguments of a loader, besides its dataset and order."""
 
 
 def unprepared(loader: Any) -> Any:
-    """Return what `accelerator.prepare` made a loader of, for it yields a share of the data, and trainers share it out.
+    """Return the loader as it was before `accelerator.prepare`, which splits the data as the trainer does itself.
 
     Raises:
-        ConfigError: If it is one of a stream, whose shares cannot be put together again.
+        ConfigError: If it is a loader of a stream, for which the split cannot be undone.
     """
     if not isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
         return loader

@@ -1,8 +1,8 @@
 """transformers' own Trainer as the engine of `HFTrainer`: its loop, with our data, step, evaluation and checkpoints.
 
-`Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` and `Boundary` pass its events on
-to the lifecycle of omnitrain, `Reporter` passes our events on to transformers' callbacks. The facades stand in for the
-accelerator, optimizer and schedule that the loop expects.
+`Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` and `Boundary` pass its events to
+our lifecycle, and `Reporter` passes our events to transformers' callbacks. The facades replace the accelerator,
+optimizer and schedule that the loop expects.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class EngineLoop(Loop):
-    """Our loop where transformers' goes through the epochs; it answers requests as everywhere.
+    """Our loop when transformers' loop runs the epochs; it acts on requests as usual.
 
     Args:
-        engine: Returns the engine, which is made after the loop.
+        engine: Returns the engine, which is created after the loop.
         parts: The arguments of `Loop`.
     """
 
@@ -66,18 +66,18 @@ class EngineLoop(Loop):
 
     @property
     def asks_alone(self) -> bool:
-        """Whether this rank may request something in a step that others do not: transformers' callbacks may."""
+        """Whether this rank may request something in a step that others do not, as transformers' callbacks may."""
         return True
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything may have been requested on this rank, transformers' callbacks included."""
+        """Whether anything may have been requested on this rank, including by transformers' callbacks."""
         return self._engine().is_in_train or super().has_requests
 
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
-        """Return which of these requests any rank has made, transformers' callbacks included."""
+        """Return which of these requests any rank has made, including those of transformers' callbacks."""
         engine = self._engine()
-        if not engine.is_in_train:  # their flags are those of an earlier run
+        if not engine.is_in_train:  # the flags belong to an earlier run
             return super().agree(where, *requests, ahead=ahead)
         engine.take_flags(requests)
         asked = super().agree(where, *requests, ahead=ahead)
@@ -85,9 +85,9 @@ class EngineLoop(Loop):
         return asked
 
     def _act_on(self, asked: Control) -> None:
-        """Do what is requested as everywhere, but for what transformers' callbacks call off or add meanwhile.
+        """Act on requests as usual, including what transformers' callbacks cancel or add meanwhile.
 
-        Their flags show what is still to come, when they are told of a log and of an evaluation.
+        When they are called for a log or an evaluation, their flags show what is still to come.
         """
         engine, lifecycle = self._engine(), self.lifecycle
         if engine.is_in_train:
@@ -104,14 +104,14 @@ class EngineLoop(Loop):
     def rehearse_evaluation(self) -> None:
         evaluation: Any = self.evaluation
         with self._untold():
-            if "evaluate" in self._engine().owner._overridden:  # which may need no loss, and score in its own way
+            if "evaluate" in self._engine().owner._overridden:  # the user's `evaluate` may need no loss
                 evaluation.rehearse(self.sets.eval, self.is_interrupted)
             else:
                 super().rehearse_evaluation()
 
     @contextlib.contextmanager
     def _untold(self) -> Iterator[None]:
-        """Tell transformers' callbacks of no batch that is evaluated inside: they do not know yet that a run begins."""
+        """Hide batches evaluated inside from transformers' callbacks, which do not know yet that a run begins."""
         evaluation: Any = self.evaluation
         evaluation.is_told = False
         try:
@@ -124,7 +124,7 @@ class EngineLoop(Loop):
         super().settle()
 
     def _save(self, is_asked: bool) -> None:
-        """Save as everywhere, and what a callback asks for with `save_strategy="no"` into `output_dir`."""
+        """Save as usual; what a callback requests with `save_strategy="no"` goes to `output_dir`."""
         owner: Any = self.hooks
         if is_asked or self.checkpointer.owes_best:
             self._engine().count_operations()
@@ -138,9 +138,9 @@ class EngineLoop(Loop):
             owner.store = self.checkpointer.store = None
 
     def settle_by_steps(self) -> None:
-        """Settle a run whose evaluations and checkpoints come at intervals of steps, if it has ended.
+        """Settle a run that has ended, if its evaluations and checkpoints come at intervals of steps.
 
-        transformers' callbacks know these to come before the end of the epoch.
+        transformers' callbacks expect these before the end of the epoch.
         """
         args = self._engine().shown_args
         if "epoch" not in (word_of(args.eval_strategy), word_of(args.save_strategy)):
@@ -149,7 +149,7 @@ class EngineLoop(Loop):
                 self.settle()
 
     def evaluate(self, counts: bool = True) -> None:
-        """Evaluate as a part of the run, unless it is the last evaluation and `eval_delay` says it is too early."""
+        """Evaluate as part of the run, unless it is the last evaluation and too early by `eval_delay`."""
         engine, lifecycle = self._engine(), self.lifecycle
         if not (lifecycle.is_closing and is_delayed(engine.training_args, lifecycle.progress)):
             with contextlib.nullcontext() if engine.is_in_train else self._untold():
@@ -157,25 +157,25 @@ class EngineLoop(Loop):
 
 
 class Engine(Searching):
-    """transformers' Trainer, used for its loop alone.
+    """transformers' Trainer, used only for its loop.
 
-    A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and whatever else that loop calls.
+    A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and other methods that the loop calls.
 
     Args:
         owner: The trainer whose run this is.
         training_args: The user's TrainingArguments, or None.
-        by_window: Whether transformers' loop gets whole windows, for data whose length is unknown or may change.
-        shown_args: What callbacks see of the arguments, theirs and ours; `args` is what transformers' loop goes by.
+        by_window: Whether transformers' loop gets whole windows, because the data's length is unknown or may change.
+        shown_args: The arguments that callbacks see, theirs and ours; `args` is for transformers' loop.
         scratch: A folder for temporary files.
         trial: The trial of a search that this run is, or None.
-        accelerator: The `Accelerator` of a backend that shards; None has transformers make one.
+        accelerator: The `Accelerator` of a backend that shards; None lets transformers create one.
         kwargs: The arguments of `transformers.Trainer`.
     """
 
     has_ended: bool = False
-    """Whether the present epoch is over."""
+    """Whether the current epoch is over."""
     stops: bool | None = None
-    """Whether transformers' callbacks had asked for the end of the run when the data of an epoch ended."""
+    """Whether transformers' callbacks had requested a stop when the data of an epoch ended."""
     owner: Any
     state: transformers.TrainerState
     control: transformers.TrainerControl
@@ -184,26 +184,26 @@ class Engine(Searching):
     lr_scheduler: Any
     accelerator: Any
     real_accelerator: Any
-    """Accelerate's `Accelerator`, of which transformers' loop sees a facade."""
+    """accelerate's `Accelerator`; transformers' loop sees a facade of it."""
     gather_function: Any
     window: Window
-    """The window of the present step."""
+    """The window of the current step."""
     windows: Iterator[Window]
     """The windows of the rest of the epoch."""
     output: Any = None
-    """What transformers' loop has returned."""
+    """The return value of transformers' loop."""
     _own_loss: float | None = None
     """The loss of the row of logs that transformers is about to write."""
     _evaluated: tuple[Any, Any] = (None, None)
-    """The loader of the latest evaluation, and what callbacks see of it."""
+    """The loader of the latest evaluation, and the loader that callbacks see."""
     _asked_in_log = (False, False)
-    """The flags for an evaluation and a checkpoint after callbacks were told of a log."""
+    """The flags for an evaluation and a checkpoint after callbacks were called for a log."""
     _is_asked_for = False
-    """Whether it is our trainer that runs transformers' loop."""
+    """Whether our trainer runs transformers' loop."""
     _untold_evaluation: dict[str, float] | None = None
-    """An evaluation before the first step, before transformers' callbacks were told that the run began."""
+    """The evaluation before the first step, until transformers' callbacks know that the run has begun."""
     _told_save: int = -1
-    """The step of the checkpoint that callbacks were told of last."""
+    """The step of the last checkpoint for which callbacks were called."""
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """What transformers' loop passed to `_maybe_log_save_evaluate` at this step."""
 
@@ -230,7 +230,7 @@ class Engine(Searching):
         place: Any = kwargs["args"].output_dir
         with self._tolerance:
             os.makedirs(place, exist_ok=True)
-        if self._tolerance.has_failed:  # transformers makes the folder, and would end with the error of the disk
+        if self._tolerance.has_failed:  # transformers creates the folder, and would raise the disk's error
             kwargs["args"].output_dir = str(scratch)
         super().__init__(**kwargs)
         self.args.output_dir = place
@@ -242,13 +242,13 @@ class Engine(Searching):
         self._callbacks = Callbacks(made, self.shown_args, Bridge(self), Boundary(self))
 
     callback_handler: Any = property(_give_callbacks, _take_callbacks, doc="The callbacks, who are told of each event.")
-    """Transformers makes one, and would tell it of the first event before anything can be put in its place."""
+    """transformers creates one, and would call it for the first event before it could be replaced."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' loop, for `HFTrainer.train`, or a trial of a search.
+        """Run transformers' loop for `HFTrainer.train`, or for a trial of a search.
 
         Raises:
-            ConfigError: If it was not called by HFTrainer.
+            ConfigError: If HFTrainer did not call it.
         """
         if not self._is_asked_for and self.hp_search_backend is not None:
             return run_trial(self, *args, **kwargs)
@@ -260,25 +260,25 @@ class Engine(Searching):
         return super().train(*args, **kwargs)
 
     def run(self) -> None:
-        """Run transformers' loop from where the run is."""
+        """Run transformers' loop from the current position."""
         owner = self.owner
         self.optimizer, self.lr_scheduler = owner.optimizer, ScheduleFacade(owner)  # type: ignore[assignment]
         self.has_ended, self._is_asked_for, self._told_save = False, True, -1
         self.output = self.train(resume_from_checkpoint=self._start(), trial=self.own_trial and self.own_trial.trial)
 
     def recall(self) -> None:
-        """Take up transformers' history, and what its callbacks keep, of a run that is resumed where it had ended."""
+        """Restore transformers' history and the states of its callbacks if a run is resumed after its end."""
         self.state = self.present_state()
         self._load_callback_state()
 
     def _start(self) -> str | None:
-        """Return a folder with the state that transformers needs to begin where the run is; None at the beginning."""
+        """Return a folder with the state that transformers needs to start at the current position; None at 0."""
         owner, progress = self.owner, self.owner.progress
         if not (progress.epoch or progress.samples_in_epoch):
             return None
         share = owner.batch_size * owner.world_size * owner.gradient_accumulation_steps
         state = self.present_state()
-        # transformers' loop derives the position in the data from it; the Bridge sets the step
+        # transformers' loop derives the position in the data from this; the Bridge sets the step
         state.global_step = progress.epoch * (owner.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
         folder = self.scratch / "start"
         folder.mkdir(exist_ok=True)
@@ -286,7 +286,7 @@ class Engine(Searching):
         return str(folder)
 
     def present_state(self) -> transformers.TrainerState:
-        """Return what transformers is to know of the run so far: its own history, and what its callbacks keep."""
+        """Return transformers' state of the run so far: its own history, and the states of its callbacks."""
         owner, state = self.owner, transformers.TrainerState()
         resumed = owner._checkpointer.resumed
         left = None if resumed is None else resumed[0] / "trainer_state.json"
@@ -299,17 +299,17 @@ class Engine(Searching):
     # --- set-up
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Use the accelerator of a backend that shards, else make one; transformers' loop sees it through a facade."""
+        """Use the accelerator of a backend that shards, or create one; transformers' loop sees a facade of it."""
         if self.real_accelerator is None:
             super().create_accelerator_and_postprocess()
             self.real_accelerator = self.accelerator
         self.accelerator = AcceleratorFacade(self.owner, self.real_accelerator)  # type: ignore[assignment]
         self.gather_function = self.real_accelerator.gather_for_metrics
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False  # it is the backend's business
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False  # the backend shards
 
     @property
     def facade(self) -> OptimizerFacade:
-        """What transformers' loop has for an optimizer."""
+        """The optimizer of transformers' loop."""
         return self.accelerator.optimizer  # type: ignore[attr-defined]
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
@@ -318,27 +318,27 @@ class Engine(Searching):
     # --- data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader that transformers' loop counts by; batches come from `get_batch_samples`."""
+        """Return a loader by which transformers' loop counts; batches come from `get_batch_samples`."""
         return counting_loader(self.owner, self.by_window)
 
     def stock_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader that transformers makes of the training set."""
+        """Return the loader that transformers builds for the training set."""
         with self._as_stock():
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return the loader that transformers makes of an evaluation set."""
+        """Return the loader that transformers builds for an evaluation set."""
         with self._as_stock():
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader that transformers makes of a test set."""
+        """Return the loader that transformers builds for a test set."""
         with self._as_stock():
             return super().get_test_dataloader(test_dataset)
 
     @contextlib.contextmanager
     def _as_stock(self) -> Iterator[None]:
-        """Have accelerate share out the samples of loaders that are made inside, and move batches to the device."""
+        """Let accelerate split the samples of loaders built inside, and move their batches to the device."""
         self.accelerator.prepares_loaders = True  # type: ignore[attr-defined]
         try:
             yield
@@ -346,23 +346,23 @@ class Engine(Searching):
             self.accelerator.prepares_loaders = False  # type: ignore[attr-defined]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """Return the micro-batches of the next window: one by one, or as one if their length is unknown."""
+        """Return the micro-batches of the next window: one by one, or as a single item if their number is unknown."""
         window = next(self.windows, None)
         if window is None:
-            # transformers' loop relies on a length, and ends the run after an epoch without a step
+            # transformers' loop relies on a length, and would end the run after an epoch without a step
             self.control.should_epoch_stop, self.stops = True, self.control.should_training_stop
             return [], None
         self.window = window
         return [window.batches] if self.by_window else window.batches, None
 
     def start_windows(self) -> None:
-        """Begin with the windows of the epoch where the run is."""
+        """Start the windows of the epoch at the current position."""
         owner, progress, feed = self.owner, self.owner.progress, self.owner._feed
         windows = feed.windows(owner.train_loader, progress.epoch, progress)
         self.windows = iter(feed.until_signal(windows))
 
     def restart_step(self) -> list[Any]:
-        """Return the samples of the present step in other micro-batches; so are those of the rest of the epoch."""
+        """Return the samples of the current step in other micro-batches, as for the rest of the epoch."""
         self.start_windows()
         ((batches,), _) = self.get_batch_samples(self.windows, 1, self.args.device)
         self.owner._step.restart(self.window)
@@ -375,7 +375,7 @@ class Engine(Searching):
 
     @smaller_on_out_of_memory
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run a micro-batch forward and backward, or those of a window in turn; return the loss."""
+        """Run forward and backward on a micro-batch, or on each one of a window; return the loss."""
         owner, step = self.owner, self.owner._step
         total = torch.zeros((), device=self.args.device)
         if step.is_empty:
@@ -389,7 +389,7 @@ class Engine(Searching):
         return total
 
     def run_micro_batch(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run a micro-batch forward and backward as transformers does, and return its part of the step's loss."""
+        """Run forward and backward on a micro-batch as transformers does, and return its part of the step's loss."""
         with _keeping_modes(model):
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -400,7 +400,7 @@ class Engine(Searching):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return a micro-batch's part of the window's loss; outside of training, the plain loss."""
+        """Return a micro-batch's part of the window's loss; outside training, the plain loss."""
         owner = self.owner
         if not (model.training and self.is_in_train):
             output = owner.backend.forward(owner._forward, owner._prepare_batch(inputs))
@@ -409,17 +409,17 @@ class Engine(Searching):
         return (loss, {}) if return_outputs else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return how many there are in a micro-batch, or in those of a window."""
+        """Return the floating-point operations of a micro-batch, or of those of a window."""
         batches = inputs if self.by_window else [inputs]
         return sum(super(Engine, self).floating_point_ops(dict(one)) for one in batches if isinstance(one, Mapping))
 
     def count_operations(self) -> None:
-        """Add the operations since the latest log to those that transformers' state has, which a checkpoint keeps."""
+        """Add the operations since the latest log to transformers' state, which is in checkpoints."""
         if self.is_in_train:
             self.store_flos()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Leave norm and clipping to the step, which does them once, as every trainer does."""
+        """Leave norm and clipping to our step, which does them once, as in every trainer."""
 
     def _get_learning_rate(self) -> float:
         return self.owner._loop.learning_rates()["learning_rate"]
@@ -427,37 +427,37 @@ class Engine(Searching):
     # --- logs, evaluation, checkpoints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "train_runtime" in logs:  # the end of the run, whose length theirs does not know
+        if "train_runtime" in logs:  # the end of the run; transformers does not know its length
             seconds = logs["train_runtime"] or 1.0
             logs["train_samples_per_second"] = round(self.owner.progress.samples / seconds, 3)
         elif "loss" in logs and self.is_in_train and (norm := self.owner._step.grad_norm) is not None:
             logs["grad_norm"] = float(norm)
         if "loss" in logs and self._own_loss is not None:
-            logs["loss"], self._own_loss = self._own_loss, None  # theirs leaves out what was before a resume
+            logs["loss"], self._own_loss = self._own_loss, None  # transformers' loss lacks what was before a resume
         self.owner.take_log(logs, start_time)
-        # what callbacks have asked for is for our loop to do, and not for theirs
+        # our loop acts on the requests of callbacks, not transformers'
         self._asked_in_log = self.control.should_evaluate, self.control.should_save
         if "loss" in logs:
             self.control.should_evaluate = self.control.should_save = False
 
     def write_log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add a row to transformers' history, and tell its callbacks."""
+        """Add a row to transformers' history, and call its callbacks."""
         super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Answer the requests of our callbacks and theirs, and end the run where it is to end."""
+        """Act on the requests of our callbacks and transformers', and end the run at its limit."""
         self._log_arguments = args, kwargs
         loop = self.owner._loop
         loop.answer()
         if self.has_ended and self.owner.lifecycle.stop:
-            loop.close()  # before transformers' own end of training
+            loop.close()  # before transformers' own end-of-training code
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Name the folder to save into, and else none: they list it at the end, where a bad disk would end the run."""
+        """Return the folder only for saving: transformers lists it at the end, where a bad disk would be an error."""
         return super()._get_output_dir(trial) if self.control.should_save else os.devnull
 
     def take_flags(self, requests: Sequence[str]) -> None:
-        """Take what transformers' callbacks ask for by their flags as requests of ours."""
+        """Turn the flags of transformers' callbacks into our requests."""
         owner, control = self.owner, self.control
         if control.should_training_stop:
             owner.stop()
@@ -466,13 +466,13 @@ class Engine(Searching):
             control.should_log = False
         if "evaluate" in requests and control.should_evaluate:
             if owner.eval_loader is None:
-                owner.request_evaluate()  # which says why there is none
+                owner.request_evaluate()  # which raises the error that there is no evaluation set
             owner.control.evaluate, control.should_evaluate = True, False
         if "save" in requests and control.should_save:
             owner.control.save, control.should_save = True, False
 
     def report_log(self, logs: Mapping[str, float]) -> None:
-        """Let transformers write its row of logs for this step, with the loss of ours."""
+        """Let transformers write its row of logs for this step, with our loss."""
         self._own_loss = logs.get("loss")
         self.control.should_log = True
         args, kwargs = self._log_arguments
@@ -481,11 +481,11 @@ class Engine(Searching):
         self.control.should_evaluate, self.control.should_save = self._asked_in_log
 
     def report_evaluation(self, metrics: Mapping[str, float], is_told: bool = False) -> None:
-        """Let transformers' history, state and callbacks know of an evaluation, and of how long it took.
+        """Report an evaluation and its timings to transformers' history, state and callbacks.
 
         Args:
-            metrics: What came of it.
-            is_told: Whether the user's own `evaluate` has written the row of logs and told callbacks.
+            metrics: The result.
+            is_told: Whether the user's own `evaluate` has written the row of logs and called the callbacks.
         """
         if not is_told:
             told = {**metrics, **self.owner._evaluation.speeds}  # type: ignore[attr-defined]
@@ -497,18 +497,18 @@ class Engine(Searching):
             callback.early_stopping_patience_counter = objective.evaluations_without_gain
 
     def report_batch(self, loader: Any) -> None:
-        """Tell transformers' callbacks of a batch that an evaluation or a prediction is done with."""
+        """Call transformers' callbacks for a finished batch of an evaluation or a prediction."""
         if loader is not self._evaluated[0]:
             self._evaluated = loader, shown_loader(loader, self.owner.eval_batch_size)
         self.callback_handler.eval_dataloader = self._evaluated[1]
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def report_prediction(self, metrics: Mapping[str, float]) -> None:
-        """Tell transformers' callbacks that predictions are made."""
+        """Call transformers' callbacks for finished predictions."""
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, dict(metrics))
 
     def report_save(self) -> None:
-        """Tell transformers' callbacks that a checkpoint is complete, once: it may be written again at the end."""
+        """Call transformers' callbacks for a complete checkpoint, only once: it may be written again at the end."""
         if self._told_save == self.state.global_step:
             return
         self._told_save = self.state.global_step
@@ -517,15 +517,15 @@ class Engine(Searching):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as every trainer does, and tell transformers' callbacks of it."""
+        """Evaluate as every trainer does, and call transformers' callbacks."""
         return self.owner.evaluate(eval_dataset, metric_key_prefix)
 
     def write_own_files(self, folder: Path, stock: bool) -> None:
-        """Write transformers' history, model files, and if wanted what a stock `transformers.Trainer` resumes from.
+        """Write transformers' history, model files, and optionally the files from which its stock Trainer resumes.
 
         Args:
-            folder: Of the checkpoint.
-            stock: Whether to write that: it is pickled, and none of it is read by us.
+            folder: The folder of the checkpoint.
+            stock: Whether to write these: they are pickled, and we read none of them.
         """
         owner = self.owner
         if self.args.push_to_hub:
@@ -536,18 +536,18 @@ class Engine(Searching):
             write_optimizer(owner, decaying, ScheduleFacade(owner).state_dict(), folder)
             self._save_rng_state(str(folder))
         if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
-            self.state = self.present_state()  # transformers' loop has yet to begin
+            self.state = self.present_state()  # transformers' loop has not begun yet
         with self.showing_arguments() as shown:
             write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown if stock else None, folder)
         if self.saved_processor is not None:
             self.saved_processor.save_pretrained(str(folder))
 
     def stateful_callbacks(self) -> list[Any]:
-        """Return transformers' callbacks that keep a state."""
+        """Return the callbacks of transformers that have a state."""
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def _load_callback_state(self) -> None:
-        """Give transformers' callbacks back what they keep, by default and to the very objects that the user has."""
+        """Restore the states of transformers' callbacks, always, and in the user's own objects."""
         states: Any = self.state.stateful_callbacks
         for name, kept in states.items():
             own = [one for one in self.stateful_callbacks() if type(one).__name__ == name]
@@ -558,7 +558,7 @@ class Engine(Searching):
             if len(own) < len(states_of_name) and not is_ours:
                 logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)
 
-    # Whatever is to be restored has been restored from our files, or is in `_load_rng_state`.
+    # Everything has been restored from our files, or is restored in `_load_rng_state`.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         pass
@@ -570,7 +570,7 @@ class Engine(Searching):
         pass
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Put the generators back; called when the first batch of the resumed run is there."""
+        """Restore the generators; called once the first batch of the resumed run is ready."""
         checkpointer = self.owner._checkpointer
         if checkpointer.resumed is not None:
             checkpointer.restore_random_numbers(*checkpointer.resumed)
@@ -578,7 +578,7 @@ class Engine(Searching):
 
 @contextlib.contextmanager
 def _keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Keep transformers' step, which calls `model.train()`, from putting all modules into training."""
+    """Keep transformers' step, which calls `model.train()`, from putting all modules into training mode."""
     own = vars(model).get("train")
     vars(model)["train"] = lambda mode=True: model
     try:
@@ -590,14 +590,14 @@ def _keeping_modes(model: nn.Module) -> Iterator[None]:
 
 
 class Bridge(transformers.TrainerCallback):
-    """Their events onto our lifecycle, our requests onto their flags. Comes before the user's callbacks."""
+    """Passes transformers' events to our lifecycle, and our requests to its flags. Runs before the user's callbacks."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.owner: BaseTrainer = engine.owner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Say how long the run is, which only our limits know."""
+        """Set the length of the run, which only our limits know."""
         owner, engine = self.owner, self.engine
         state.max_steps = owner.total_steps or state.max_steps
         epochs = owner.epochs or (owner.total_steps or 0) / (owner.steps_per_epoch or 1) or state.num_train_epochs
@@ -627,12 +627,12 @@ class Bridge(transformers.TrainerCallback):
         return control
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The gradients are there: make them final."""
+        """The gradients are complete: clip them and tell our callbacks."""
         self.engine.facade.is_admitted = self.owner._step.finish()
         return control
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The optimizer has stepped, unless it was kept from it."""
+        """The optimizer has stepped, or the step was skipped."""
         self.owner._step.conclude(self.engine.facade.was_applied)
         return control
 
@@ -641,7 +641,7 @@ class Bridge(transformers.TrainerCallback):
         owner, window = self.owner, self.engine.window
         skipped = not self.engine.facade.was_applied
         owner.lifecycle.end_step(window.samples, window.tokens, skipped, window.micro_batches)
-        if self.engine.by_window:  # else transformers counts the same
+        if self.engine.by_window:  # otherwise transformers counts the same
             state.epoch = owner.progress.epochs
         return self._show(control)
 
@@ -657,7 +657,7 @@ class Bridge(transformers.TrainerCallback):
         return self._show(control)
 
     def _show(self, control: Any) -> Any:
-        """Show what our callbacks ask for on their flags, where transformers' callbacks may see and change it."""
+        """Show the requests of our callbacks in transformers' flags, where its callbacks can see and change them."""
         lifecycle = self.owner.lifecycle
         asked = lifecycle.control
         control.should_log |= asked.log
@@ -669,7 +669,7 @@ class Bridge(transformers.TrainerCallback):
 
 
 class Boundary(transformers.TrainerCallback):
-    """Comes after the user's callbacks: what they end between two micro-batches ends with the step."""
+    """Runs after the user's callbacks: a stop requested between two micro-batches takes effect after the step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -681,7 +681,7 @@ class Boundary(transformers.TrainerCallback):
         engine, lifecycle = self.engine, self.owner.lifecycle
         metrics, engine._untold_evaluation = engine._untold_evaluation, None
         if metrics is not None and lifecycle.evaluated_step == lifecycle.progress.step:
-            engine.report_evaluation(metrics)  # else it is of a run that came to no step
+            engine.report_evaluation(metrics)  # otherwise it belongs to a run that made no step
         return control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -700,7 +700,7 @@ class Boundary(transformers.TrainerCallback):
 
 
 class Reporter(Callback):
-    """Tells transformers' callbacks, the search and the Hub what our loop has done; comes after all of ours."""
+    """Reports what our loop does to transformers' callbacks, the search and the Hub; runs after all our callbacks."""
 
     order = 95
 
@@ -708,7 +708,7 @@ class Reporter(Callback):
         self._engine = engine
 
     def on_log(self, trainer: Any, logs: Any) -> None:
-        """A row of logs is there; what a run has left over at its end transformers' callbacks are not told of."""
+        """A row of logs is ready; rows written only because the run ends are not reported to transformers."""
         engine, lifecycle = self._engine(), self._engine().owner.lifecycle
         is_left_over = lifecycle.is_closing or (word_of(engine.shown_args.logging_strategy) == "no" and lifecycle.stop)
         if engine.is_in_train and not is_left_over:
@@ -735,11 +735,11 @@ class Reporter(Callback):
             engine.report_save()
 
 
-# --- what transformers' loop sees of our parts
+# --- our parts as transformers' loop sees them
 
 
 class AcceleratorFacade:
-    """accelerate's Accelerator as transformers' loop may see it: the backend has wrapped the model, and steps."""
+    """accelerate's Accelerator as transformers' loop sees it: the backend has wrapped the model, and steps."""
 
     def __init__(self, owner: BaseTrainer, accelerator: Any) -> None:
         self._owner = owner
@@ -751,7 +751,7 @@ class AcceleratorFacade:
         return getattr(self._accelerator, name)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Return the wrapped model for a model, a loader as it is, and a facade for the optimizer."""
+        """Return the wrapped model for a model, a loader unchanged, and a facade for the optimizer."""
         if objects and all(isinstance(one, DataLoader) for one in objects):
             if self.prepares_loaders:
                 objects = tuple(self._accelerator.prepare_data_loader(one) for one in objects)
@@ -766,11 +766,11 @@ class AcceleratorFacade:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the latest step of the optimizer was left out."""
+        """Whether the latest step of the optimizer was skipped."""
         return not self.optimizer.was_applied
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing: `Engine.training_step` says which micro-batch is the last."""
+        """Do nothing: `Engine.training_step` knows which micro-batch is the last."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -778,14 +778,14 @@ class AcceleratorFacade:
         self._owner._backward(loss)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Keep what there is: it is still needed."""
+        """Do nothing: the objects are still needed."""
         return objects
 
     clear = free_memory
 
 
 class OptimizerFacade(torch.optim.Optimizer):
-    """The optimizer that transformers' loop gets: its step is the trainer's update, if the gradients are finite."""
+    """The optimizer for transformers' loop: its step is the trainer's update, if the gradients are finite."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self._owner = owner
@@ -816,13 +816,13 @@ class OptimizerFacade(torch.optim.Optimizer):
 
 
 class ScheduleFacade:
-    """Our schedule as transformers' loop may see it: it reads the rate and saves the state; the step moves it."""
+    """Our schedule as transformers' loop sees it, which reads the rate and saves the state; our step advances it."""
 
     def __init__(self, owner: BaseTrainer) -> None:
         self._owner = owner
 
     def step(self, *args: Any) -> None:
-        """Do nothing: the step has moved the schedule already, if the update was made."""
+        """Do nothing: our step has already advanced the schedule, if the update was made."""
 
     def get_last_lr(self) -> list[float]:
         """Return the rates in force."""
@@ -832,6 +832,6 @@ class ScheduleFacade:
         """Return the state of the real schedule."""
         if self._owner.lr_scheduler is not None:
             return self._owner.lr_scheduler.state_dict()
-        rates, step = self.get_last_lr(), self._owner.progress.step  # as transformers' constant schedule keeps it
+        rates, step = self.get_last_lr(), self._owner.progress.step  # as in transformers' constant schedule
         steps = {"last_epoch": step, "_step_count": step + 1}
         return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}

@@ -1,6 +1,6 @@
 """Evaluation features of HFTrainer: generation, label names, extra inputs of metrics, half-precision weights.
 
-The evaluation loop itself is in `run/evaluation.py`.
+`run/evaluation.py` has the evaluation loop itself.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ __all__ = ["HFEvaluation", "prefixed"]
 
 
 _OF_THE_CLOCK = ("_runtime", "_samples_per_second", "_steps_per_second")
-"""Ends of the names of what transformers adds to metrics, of which no two runs have the same."""
+"""Suffixes of the timings that transformers adds to metrics, which differ in every run."""
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the metrics of a prediction, whose names begin with `test_`, with another prefix."""
+    """Return the metrics of a prediction with another prefix than `test_`."""
     return {f"{prefix}_{name.removeprefix('test_')}": value for name, value in metrics.items()}
 
 
 class _CutShort(BaseException):
-    """A signal has cut an evaluation short."""
+    """A signal has interrupted an evaluation."""
 
 
 class HFEvaluation(Evaluation):
     """The evaluations of HFTrainer.
 
     Args:
-        engine: Returns the engine, which is made later.
+        engine: Returns the engine, which is created later.
         training_args: The user's TrainingArguments, or None.
         parts: The arguments of `Evaluation`.
     """
 
     generation: Generation | None = None
-    """What generates the answers that metrics look at, if the training arguments ask for that."""
+    """Generates the answers for metrics, if the training arguments ask for that."""
 
     def __init__(
         self,
@@ -62,23 +62,23 @@ class HFEvaluation(Evaluation):
         self._engine = engine
         self._training_args = training_args
         self.is_predicting: bool = False
-        """Whether predictions are what is wanted, for which there may be no labels."""
+        """Whether this is a prediction, for which there may be no labels."""
         self.is_told = True
-        """Whether transformers' callbacks are told of each batch."""
+        """Whether transformers' callbacks are called for each batch."""
         self.speeds: dict[str, float] = {}
-        """How long the latest evaluation or prediction took, as transformers adds it to the metrics."""
+        """The timings of the latest evaluation or prediction, as transformers adds them to the metrics."""
         self.ignored: frozenset[str] = frozenset()
-        """Keys of the model's output that are left out of the predictions."""
+        """Keys of the model's output to leave out of the predictions."""
         self._of_run: Callable[[], dict[str, float] | None] | None = None
-        """What does an evaluation of the run, which an `evaluate` of the user's is asked for."""
+        """Runs an evaluation of the run, for which the user's `evaluate` was called."""
         self._is_interrupted: Callable[[int], bool] = lambda number: False
         """Whether to end that evaluation."""
         self.is_told_by_user: bool = False
-        """Whether the latest evaluation of the run was the user's own, who then writes its log and tells callbacks."""
+        """Whether the user's `evaluate` ran the latest evaluation of the run, wrote its log and called callbacks."""
 
     @contextlib.contextmanager
     def leaving_out(self, keys: Collection[str]) -> Iterator[None]:
-        """Leave keys of the model's output out of the predictions inside."""
+        """Leave these keys of the model's output out of the predictions inside."""
         before = self.ignored
         self.ignored = frozenset(keys) or before
         try:
@@ -88,14 +88,14 @@ class HFEvaluation(Evaluation):
 
     @contextlib.contextmanager
     def generating(self, call: str, options: Mapping[str, Any]) -> Iterator[None]:
-        """Generate by these arguments of `model.generate` inside, if anything is generated.
+        """Generate with these arguments of `model.generate` inside, if anything is generated.
 
         Args:
-            call: What they were passed to.
-            options: The arguments; None stands for one that was not passed.
+            call: The method to which they were passed.
+            options: The arguments; None means not passed.
 
         Raises:
-            TypeError: If the training arguments are none by which anything could be generated.
+            TypeError: If the training arguments do not support generation.
         """
         if options and not isinstance(self._training_args, Seq2SeqTrainingArguments):
             raise TypeError(
@@ -108,7 +108,7 @@ class HFEvaluation(Evaluation):
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
-        """Evaluate as every trainer does; as a part of the run by the user's own `evaluate`, if there is one."""
+        """Evaluate as every trainer does; as part of the run, by the user's own `evaluate` if there is one."""
         owner, evaluate = self._engine().owner, self._timed
         is_of_run = loader is owner.eval_loader and owner._loop.is_evaluating and not only_first
         if not is_of_run or self._of_run is not None or "evaluate" not in owner._overridden:
@@ -125,11 +125,11 @@ class HFEvaluation(Evaluation):
 
     @property
     def is_of_run(self) -> bool:
-        """Whether an `evaluate` of the user's was asked for an evaluation of the run."""
+        """Whether the user's `evaluate` was called for an evaluation of the run."""
         return self._of_run is not None
 
     def go_on(self) -> dict[str, float]:
-        """Do the evaluation of the run that an `evaluate` of the user's was asked for."""
+        """Run the evaluation of the run for which the user's `evaluate` was called."""
         assert self._of_run is not None
         self.is_told_by_user = False
         metrics = self._of_run()
@@ -138,7 +138,7 @@ class HFEvaluation(Evaluation):
         return metrics
 
     def go_over(self, loader: Loader, prefix: str, predicts: bool) -> Predictions:
-        """Do an evaluation of another loader in the midst of that one, for predictions or for metrics alone."""
+        """Evaluate another loader within that evaluation, for predictions or only for metrics."""
         found = self.over(loader, prefix, predicts, self._is_interrupted)
         if found is None:
             raise _CutShort
@@ -147,7 +147,7 @@ class HFEvaluation(Evaluation):
     def over(
         self, loader: Loader, prefix: str, predicts: bool, is_interrupted: Callable[[int], bool]
     ) -> Predictions | None:
-        """Return predictions and metrics of a loader, or metrics alone; None if a signal cut it short."""
+        """Return predictions and metrics of a loader, or only metrics; None if a signal interrupted it."""
         if not predicts:
             metrics = super().evaluate(loader, prefix, is_interrupted)
             return None if metrics is None else Predictions(None, None, metrics)
@@ -157,7 +157,7 @@ class HFEvaluation(Evaluation):
         return Predictions(found.predictions, found.labels, prefixed(found.metrics, prefix))
 
     def rehearse(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
-        """Run the first batch of each set, without a look at what comes of it."""
+        """Run the first batch of each set, and ignore the result."""
         for one in loader.values() if isinstance(loader, Mapping) else [loader]:
             with contextlib.suppress(Inconclusive):
                 self._run(one, is_interrupted, needs_loss=False, only_first=True)
@@ -165,7 +165,7 @@ class HFEvaluation(Evaluation):
     def _timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
-        """Return what `Evaluation.evaluate` does, and note how long it took."""
+        """Return the result of `Evaluation.evaluate`, and record how long it took."""
         start = time.time()
         metrics = super().evaluate(loader, prefix, is_interrupted, only_first)
         self._note_speeds(loader, prefix, start)
@@ -194,7 +194,7 @@ class HFEvaluation(Evaluation):
 
     def forward(self, batch: Any) -> StepOutput:
         backend, generation = self.hooks.backend, self._generation_in_use
-        # without labels a model of pairs cannot run forward, but it can generate
+        # without labels an encoder-decoder model cannot run forward, but it can generate
         needs_forward = generation is None or labels_of(batch) is not None
         output = super().forward(batch) if needs_forward else StepOutput(None)
         names = self._label_names
@@ -207,7 +207,7 @@ class HFEvaluation(Evaluation):
         return output
 
     def _extra(self, batch: Any, output: StepOutput) -> dict[str, Any] | None:
-        """Return what `include_for_metrics` asks for: the model's main input, and its loss for each sample."""
+        """Return the extras from `include_for_metrics`: the model's main input, and its loss for each sample."""
         wanted = (self._training_args and self._training_args.include_for_metrics) or ()
         found: dict[str, Any] = {}
         if "inputs" in wanted:
@@ -225,21 +225,21 @@ class HFEvaluation(Evaluation):
 
     @property
     def _label_names(self) -> Sequence[str]:
-        """The keys of labels where they say more than ours: the user's, or several that transformers finds.
+        """The keys of labels if they differ from ours: the user's, or several that transformers finds.
 
-        Of answers to questions, these are where they begin and where they end.
+        For question answering, these are the start and end positions.
         """
         found = self._engine().label_names
         return self.hooks.settings.label_names or (found if len(found) > 1 else ())
 
     @property
     def _generation_in_use(self) -> Generation | None:
-        """The model that generates, where predictions are used."""
+        """The Generation, if its predictions are used."""
         return self.generation if self.is_predicting or self.hooks.settings.compute_metrics is not None else None
 
     @property
     def filler(self) -> int:  # type: ignore[override]
-        """What predictions of different lengths are filled up with to make one array."""
+        """The value that pads predictions of different lengths to one array."""
         generation = self._generation_in_use
         return IGNORED_LABEL if generation is None else generation.filler(unwrap(self.hooks.backend.model))
 
@@ -255,9 +255,9 @@ class HFEvaluation(Evaluation):
 
     @contextlib.contextmanager
     def outside_run(self) -> Iterator[None]:
-        """Hold the weights in the precision of `bf16_full_eval` or `fp16_full_eval`, unless a run is under way.
+        """Convert the weights to the precision of `bf16_full_eval` or `fp16_full_eval`, unless a run is active.
 
-        The original weights are kept, and put back.
+        The original weights are kept and restored.
         """
         dtype, model = _full_evaluation(self._training_args), self.hooks.backend.model
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -274,7 +274,7 @@ class HFEvaluation(Evaluation):
 
 
 def _full_evaluation(args: Any) -> torch.dtype | None:
-    """Return the precision that transformers' arguments ask evaluations for; None is that of the weights."""
+    """Return the precision of evaluations in transformers' arguments; None is that of the weights."""
     if args is None or not (args.bf16_full_eval or args.fp16_full_eval):
         return None
     return torch.bfloat16 if args.bf16_full_eval else torch.float16

@@ -1,6 +1,6 @@
-"""Files of transformers beside those of a checkpoint: those that a stock Trainer resumes from, and model folders.
+"""transformers' files in addition to a checkpoint's own: those from which a stock Trainer resumes, and model folders.
 
-Of the files in a checkpoint we read the history in `trainer_state.json` alone.
+Of these, we read only the history in `trainer_state.json`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["check_stock_checkpoints", "write_model", "write_optimizer", "write_s
 
 
 def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a `stock_checkpoints` that is no switch, or has nothing to be written to.
+    """Raise ConfigError if `stock_checkpoints` is not True or False, or if there is no folder to write to.
 
     Args:
-        stock_checkpoints: What was given.
+        stock_checkpoints: The argument.
         given: The other arguments.
     """
     if not isinstance(stock_checkpoints, bool):
@@ -42,25 +42,25 @@ def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) ->
 def write_optimizer(owner: BaseTrainer, decaying: Collection[str], steps: Mapping[str, Any], folder: Path) -> None:
     """Write the states of optimizer and schedule.
 
-    Sharded state has been put together in the checkpoint's own file, and is read from there: all of it is in the main
-    process's memory for a moment, as with a stock Trainer.
+    Sharded state was gathered for the checkpoint's own file and is read from there: for a moment all of it is in the
+    main process's memory, as with a stock Trainer.
 
     Args:
         owner: The trainer.
-        decaying: The parameters that transformers would decay; they are a group of their own with a stock Trainer.
+        decaying: The parameters with weight decay in transformers; in a stock Trainer they form a separate group.
         steps: The state of the schedule.
-        folder: Of the checkpoint.
+        folder: The folder of the checkpoint.
     """
     optimizer = _optimizer_state(owner, decaying, folder)
     if len(optimizer["param_groups"]) > len(owner.optimizer.param_groups):
-        lists = ("base_lrs", "_last_lr", "lr_lambdas")  # an entry for each group
+        lists = ("base_lrs", "_last_lr", "lr_lambdas")  # one entry per group
         steps = {**steps, **{name: 2 * list(steps[name]) for name in lists if name in steps}}
     torch.save(optimizer, folder / "optimizer.pt")
     torch.save(steps, folder / "scheduler.pt")
 
 
 def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path) -> dict[str, Any]:
-    """Return the optimizer's state by number, as a stock Trainer has it: in its two groups, if ours is in one."""
+    """Return the optimizer's state by number as in a stock Trainer: in its two groups, if ours has one."""
     tensors, content = owner.backend.optimizer_state()
     if any(map(is_in_parts, tensors.values())):
         tensors = load_tensors(folder / OPTIMIZER)
@@ -89,14 +89,14 @@ def write_state(
     args: transformers.TrainingArguments | None,
     folder: Path,
 ) -> None:
-    """Write transformers' history, and what its callbacks keep.
+    """Write transformers' history, and the states of its callbacks.
 
     Args:
         owner: The trainer.
         state: transformers' state of the run.
-        stateful: The callbacks, and transformers' control, that keep a state.
-        args: The training arguments as the user gave them, to be written too.
-        folder: Of the checkpoint.
+        stateful: The callbacks with a state, and transformers' control.
+        args: The user's training arguments, which are written too.
+        folder: The folder of the checkpoint.
     """
     held: dict[str, Any] = {}
     for one in stateful:

@@ -20,13 +20,13 @@ _DEFAULT_LENGTH = 20
 
 
 class Generation:
-    """Generates the tokens that metrics look at, as wide as `Seq2SeqTrainer` makes them.
+    """Generates the tokens for metrics, of the same width as `Seq2SeqTrainer`.
 
-    All of a set are filled up with one token, and their labels with -100, so that no split into batches shows.
+    All answers of a set are padded with one token, and their labels with -100, so the split into batches has no effect.
 
     Args:
         args: The user's Seq2SeqTrainingArguments.
-        processing_class: Knows the token to pad with; without it the model's config does.
+        processing_class: Has the padding token; without it, the model's config does.
     """
 
     def __init__(self, args: transformers.Seq2SeqTrainingArguments, processing_class: Any) -> None:
@@ -36,7 +36,7 @@ class Generation:
 
     @contextlib.contextmanager
     def limited(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Generate by these arguments of `model.generate` inside, and else by those of the training arguments."""
+        """Generate with these arguments of `model.generate` inside, and those of the training arguments otherwise."""
         before, said = self.limits, {name: value for name, value in options.items() if value is not None}
         kept = before if "max_new_tokens" not in said else before.keys() - {"max_length"}
         self.limits = {name: before[name] for name in kept} | said
@@ -50,9 +50,9 @@ class Generation:
 
         Args:
             model: The bare module.
-            batch: On the device; its labels are kept from the model.
-            labels: Those of the batch, or None.
-            synced: Whether no process may end before the others, as each holds a part of the weights.
+            batch: On the device; the model does not get its labels.
+            labels: The labels of the batch, or None.
+            synced: Whether no process may finish before the others, because each has a part of the weights.
         """
         tokens = model.generate(**_questions(batch), **{"synced_gpus": synced, **self.limits})
         tokens = getattr(tokens, "sequences", tokens)
@@ -70,7 +70,7 @@ class Generation:
         return tokens, labels
 
     def filler(self, model: Any) -> int:
-        """Return the token that short answers are filled up with."""
+        """Return the token that pads short answers."""
         for place, name in (
             (self.processing_class, "pad_token_id"),
             (self.processing_class, "eos_token_id"),
@@ -86,16 +86,16 @@ class Generation:
 
 
 def take_generation(args: Any, model: Any, metrics: Any, processing_class: Any) -> Generation | None:
-    """Give the model the generation config of transformers' arguments, and return what generates if they ask for it.
+    """Set the model's generation config from transformers' arguments, and return a Generation if they ask for it.
 
     Args:
         args: The user's TrainingArguments, or None.
         model: The bare module.
-        metrics: What the user gave as `compute_metrics`.
+        metrics: The user's `compute_metrics`.
         processing_class: The tokenizer or processor, or None.
 
     Raises:
-        ConfigError: If the model cannot generate, or a metric by name is to look at what it generated.
+        ConfigError: If the model cannot generate, or a metric by name would get generated tokens.
     """
     if getattr(args, "generation_config", None) is not None:
         model.generation_config = transformers.Seq2SeqTrainer.load_generation_config(args.generation_config)
@@ -116,7 +116,7 @@ def take_generation(args: Any, model: Any, metrics: Any, processing_class: Any) 
 
 
 def _width(config: Any, tokens: torch.Tensor) -> int:
-    """Return how wide `Seq2SeqTrainer` makes these tokens, or labels."""
+    """Return the width to which `Seq2SeqTrainer` pads these tokens or labels."""
     size, longest = tokens.shape[-1], config.max_length or _DEFAULT_LENGTH
     if size >= longest and config.max_new_tokens is not None:
         longest = config.max_new_tokens + 1
@@ -124,7 +124,7 @@ def _width(config: Any, tokens: torch.Tensor) -> int:
 
 
 def _questions(batch: Any) -> dict[str, Any]:
-    """Return what a model is to go on from: no labels, and no tokens of the decoder that were made from them."""
+    """Return the inputs for generation: without labels, and without decoder tokens that were made from labels."""
     if not isinstance(batch, Mapping):
         raise DataError(
             f"`predict_with_generate=True` needs batches that are dicts, got a {type(batch).__name__}: the entries "

@@ -1,6 +1,6 @@
-"""Uploads to the Hub by transformers' Trainer: when, and under which arguments.
+"""Uploads to the Hub by transformers' Trainer: when, and with which arguments.
 
-What is in a checkpoint is in `checkpoint/contents.py` and `files.py`.
+`checkpoint/contents.py` and `files.py` have the contents of a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Uploading(transformers.Trainer):
-    """transformers' Trainer, whose uploads are of whole checkpoints and say what the user said."""
+    """transformers' Trainer, which uploads whole checkpoints and the user's own arguments."""
 
     owner: BaseTrainer
     training_args: transformers.TrainingArguments | None
     shown_args: transformers.TrainingArguments
     _has_output_dir = True
-    """Whether the user said where to write, which is what a model on the Hub is named after."""
+    """Whether the user set an output folder, from which a model on the Hub gets its name."""
     _sent: Path | None = None
-    """The checkpoint that was sent last."""
+    """The checkpoint that was uploaded last."""
 
     @contextlib.contextmanager
     def showing_arguments(self) -> Iterator[transformers.TrainingArguments]:
-        """Let transformers see the arguments of the run where it writes them down; its loop has others."""
+        """Let transformers use the arguments of the run inside, where it writes them; its loop has others."""
         owner, own = self.owner, self.args
         shown = copy.copy(self.shown_args)
         shown.output_dir, shown._n_gpu = own.output_dir, own.n_gpu
@@ -51,11 +51,11 @@ class Uploading(transformers.Trainer):
 
     @property
     def saved_processor(self) -> Any:
-        """What is saved beside the model: the tokenizer or processor, else the tokenizer of the collator."""
+        """What is saved with the model: the tokenizer or processor, or otherwise the collator's tokenizer."""
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as transformers does, but for sharded weights, which our trainer puts together."""
+        """Write the model as transformers does, except for sharded weights, which our trainer gathers."""
         if self.owner.backend.sharding is None:
             super().save_model(output_dir, _internal_call)
         else:
@@ -70,7 +70,7 @@ class Uploading(transformers.Trainer):
         """Upload the model as it is now, with a model card.
 
         Raises:
-            ConfigError: If it has no name.
+            ConfigError: If the model has no name.
         """
         if self.hub_model_id is None and self.args.hub_model_id is None and not self._has_output_dir:
             raise ConfigError(
@@ -80,25 +80,25 @@ class Uploading(transformers.Trainer):
             return super().push_to_hub(*args, **kwargs)
 
     def push_checkpoint(self, folder: Path) -> None:
-        """Upload from a checkpoint in the background, as `hub_strategy` says; the last one of a run in any case."""
+        """Upload a checkpoint in the background, as `hub_strategy` says; the last one of a run in any case."""
         if self.owner.lifecycle.is_closing:
             if self.owner.lifecycle.stop == "signal":
-                return  # which leaves time for little
-            self._finish_current_push()  # else it is left out
+                return  # there is little time after a signal
+            self._finish_current_push()  # otherwise this upload would be skipped
         self._tell_failed_pushes()
         self._sent = folder
         try:
             with self.showing_arguments():
                 self._push_from_checkpoint(str(folder))
-        except Exception as error:  # of the network, or of the disk that a copy goes to: the checkpoint is there
+        except Exception as error:  # from the network, or the disk of a copy: the checkpoint itself is safe
             if self.owner.settings.save_required:
                 raise
             logger.warning("%s could not be sent to the Hub: %s. The run goes on.", folder.name, error)
 
     def await_folder(self, folder: Path) -> None:
-        """Wait for an upload that reads what the checkpoint to come will replace, or have deleted."""
+        """Wait for an upload that reads what the next checkpoint will replace or delete."""
         if self.args.hub_strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            return  # of the others a copy is sent
+            return  # for other strategies a copy is uploaded
         if self._sent == folder or self.owner.settings.save_total_limit is not None:
             self._finish_current_push()
 
@@ -107,7 +107,7 @@ class Uploading(transformers.Trainer):
         self._tell_failed_pushes()
 
     def _tell_failed_pushes(self) -> None:
-        """Warn of uploads that came to nothing, which transformers does not."""
+        """Warn about failed uploads, which transformers does not."""
         jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
         for job in [job for job in jobs if job.done() and job.exception() is not None]:
             jobs.remove(job)

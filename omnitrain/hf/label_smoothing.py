@@ -19,13 +19,14 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class SmoothedLoss:
-    """Cross entropy in which `factor` of each label's probability goes to all classes: the mean over labels that count.
+    """Cross entropy with the share `factor` of each label's probability spread over all classes; a mean over labels.
 
-    It is the formula of transformers' LabelSmoother, which always sums over the classes in float32.
+    Labels of -100 do not count. It is the formula of transformers' LabelSmoother, which always sums over the classes in
+    float32.
 
     Args:
-        factor: That share.
-        shifted: Whether scores are compared with the labels one place after them, as in causal language models.
+        factor: The share.
+        shifted: Whether scores are compared with the labels one position later, as in causal language models.
 
     >>> round(float(SmoothedLoss(0.1)(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))), 4)
     0.2269
@@ -37,7 +38,7 @@ class SmoothedLoss:
         self.__qualname__ = f"{type(self).__name__}({factor:g})"  # so that a resume with another factor is reported
 
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
-        """Return the loss of a batch, from what the model returned for it without its labels."""
+        """Return the loss of a batch, from the model's output for it without labels."""
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             found = "none" if labels is None else f"{getattr(labels, 'dtype', type(labels).__name__)}"
             raise DataError(
@@ -47,7 +48,7 @@ class SmoothedLoss:
         scores = outputs["logits"] if isinstance(outputs, Mapping) else outputs
         scores = scores[0] if isinstance(scores, (tuple, list)) else scores
         if scores.dtype in (torch.float16, torch.bfloat16):
-            scores = scores.float()  # as models of transformers do for their own loss
+            scores = scores.float()  # as transformers' models do for their own loss
         if self.shifted:
             scores, labels = scores[..., :-1, :], labels[..., 1:]
         return F.cross_entropy(
@@ -56,12 +57,12 @@ class SmoothedLoss:
 
 
 def smooth_labels(args: Any, model: Any, given: dict[str, Any]) -> None:
-    """Take the loss that transformers' arguments ask for, if they do, into ours.
+    """Set `loss_fn` to the smoothed loss if transformers' arguments ask for it.
 
     Args:
         args: The user's TrainingArguments, or None.
-        model: The model to be trained.
-        given: The keyword arguments of HFTrainer; `loss_fn` is filled.
+        model: The model to train.
+        given: The keyword arguments of HFTrainer; `loss_fn` is filled in.
 
     Raises:
         ConfigError: If there is a custom loss: transformers would silently smooth nothing.

@@ -1,4 +1,4 @@
-"""`model_init`: a new model for each run that starts afresh, and for each trial of a search."""
+"""`model_init`: a new model for each fresh run, and for each trial of a search."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["check_model_init", "new_model"]
 
 
 def check_model_init(model: Any, model_init: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what does not say what is to be trained, or is bound to one model where each run has its own.
+    """Check that either a model or `model_init` is given, and nothing bound to one model if each run has its own.
 
     Raises:
-        ConfigError: If so.
+        ConfigError: If the check fails.
     """
     if (model is None) == (model_init is None):
         said = "neither is given" if model is None else "both are given"
@@ -40,10 +40,10 @@ def check_model_init(model: Any, model_init: Any, given: Mapping[str, Any]) -> N
 
 
 def new_model(model_init: Callable[..., Any], trial: Any, seed: int, device: torch.device) -> nn.Module:
-    """Return a new model, whose weights depend on the seed alone; the program's random numbers stay as they are.
+    """Return a new model, whose weights depend only on the seed; the program's random numbers stay as they are.
 
     Raises:
-        ConfigError: If `model_init` takes more than a trial, or returns no model.
+        ConfigError: If `model_init` takes other arguments than a trial, or returns no model.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = [one for one in inspect.signature(model_init).parameters.values() if one.kind in positional]

@@ -14,7 +14,7 @@ __all__ = ["is_delayed", "policies_of"]
 
 
 def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
-    """Return callbacks for those training arguments that are no plain intervals."""
+    """Return callbacks for the training arguments that are not plain intervals."""
     found: list[Callback] = []
     if args is not None and args.logging_first_step:
         found.append(_LogsFirstStep())
@@ -26,7 +26,7 @@ def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
 
 
 def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) -> bool:
-    """Return whether it is too early in a run for an evaluation, by transformers' `eval_delay`."""
+    """Return whether it is too early for an evaluation, by transformers' `eval_delay`."""
     if args is None or not args.eval_delay:
         return False
     return (progress.step if word_of(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
@@ -41,7 +41,7 @@ class _LogsFirstStep(Callback):
 
 
 class _DelaysEvaluations(Callback):
-    """Takes back what the interval of evaluations has asked for too early; it comes right after that."""
+    """Withdraws evaluations that their interval requests too early; it runs right after the interval's callback."""
 
     order = 0
 
@@ -57,7 +57,7 @@ class _DelaysEvaluations(Callback):
 
 
 class _SavesBest(Callback):
-    """Saves after an evaluation that was the best so far."""
+    """Saves after each evaluation that is the best so far."""
 
     order = 20
 

@@ -1,6 +1,6 @@
 """Hyperparameter search: each trial runs a full trainer built with the same arguments.
 
-The values of the next trial are chosen by the backend of `transformers.Trainer.hyperparameter_search`.
+The backend of `transformers.Trainer.hyperparameter_search` chooses the values of each trial.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def take_callbacks(new: Searching, old: Searching) -> None:
-    """Give an engine the callbacks of another, the very objects, and those that are told nothing."""
+    """Give an engine the same callback objects as another one, including those that get no events."""
     ours: Any = new.callback_handler
     theirs: Any = old.callback_handler
     ours.callbacks = list(theirs.callbacks)
@@ -37,11 +37,11 @@ def take_callbacks(new: Searching, old: Searching) -> None:
 
 
 def remembered(init: Constructor) -> Constructor:
-    """Return a constructor that notes what it was called with, so that a search can make trainers alike."""
+    """Return a constructor that records its arguments, so that a search can create equal trainers."""
 
     @functools.wraps(init)
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self).setdefault("_made_with", (args, kwargs))  # of a subclass, whose constructor comes first, its own
+        vars(self).setdefault("_made_with", (args, kwargs))  # a subclass's constructor comes first and sets its own
         init(self, *args, **kwargs)
 
     return cast(Constructor, noting)
@@ -49,10 +49,10 @@ def remembered(init: Constructor) -> Constructor:
 
 @contextlib.contextmanager
 def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Have `engine` search: until the end of this context it trains trials.
+    """Let `engine` search inside: it then trains trials.
 
     Raises:
-        ConfigError: If there is nothing to search with, or in a way that would not give the same result twice.
+        ConfigError: If the search lacks something it needs, or would not give the same result twice.
     """
     owner: Any = engine.owner
     for name, value, why in (
@@ -77,7 +77,7 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
             )
     kept = engine.model, engine.model_wrapped
     engine._folders = ()
-    setattr(engine, "model_init", owner.model_init)  # noqa: B010 - transformers looks for it, and types it as None
+    setattr(engine, "model_init", owner.model_init)  # noqa: B010 - transformers needs it, and types it as None
     try:
         yield
     finally:
@@ -86,13 +86,13 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
 
 
 def run_trial(engine: Searching, resume_from_checkpoint: str | None = None, trial: Any = None) -> None:
-    """Train a trainer like the one of `engine` with the values of a trial, and leave the objective with `engine`.
+    """Train a trainer like that of `engine` with the values of a trial, and set the objective on `engine`.
 
-    A trial whose loss is not finite has NaN for its objective: a backend counts it as failed, and goes on.
+    A trial whose loss is not finite gets NaN as its objective: the backend counts it as failed, and goes on.
 
     Raises:
-        ConfigError: If the trial names what is no training argument.
-        optuna.TrialPruned: If the backend has given the trial up.
+        ConfigError: If the trial names something that is not a training argument.
+        optuna.TrialPruned: If the backend has pruned the trial.
     """
     owner: Any = engine.owner
     args, kwargs = owner._made_with
@@ -110,24 +110,24 @@ def run_trial(engine: Searching, resume_from_checkpoint: str | None = None, tria
         engine.objective = math.nan
     except Exception as error:
         if owner.is_main_process or not _is_pruned(error):
-            raise  # what comes of a pruned trial, the main process alone is asked
+            raise  # only the main process is asked for the result of a pruned trial
     finally:
         trainer.backend.release()
         trainer._scratch.cleanup()
 
 
 class Searching(Uploading):
-    """transformers' Trainer, whose search has a trainer of ours for each trial."""
+    """transformers' Trainer, whose search runs one of our trainers for each trial."""
 
     def folder_of(self, trial: Any) -> str:
-        """Return the folder that a trial writes into."""
+        """Return the folder of a trial."""
         return super()._get_output_dir(trial)
 
     _folders: tuple[str, ...] = ()
-    """Those of the trials of the present search."""
+    """The folders of the trials of the current search."""
 
     def free_folder(self, wanted: str) -> str:
-        """Return the folder for a trial: with a number behind it, if another trial of the search has that name."""
+        """Return the folder for a trial, with a number appended if another trial of the search has that name."""
         numbered = (f"{wanted}-{number}" for number in itertools.count(2))
         folder = next(one for one in itertools.chain([wanted], numbered) if one not in self._folders)
         self._folders += (folder,)
@@ -143,7 +143,7 @@ class Searching(Uploading):
         hp_name: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Search as theirs does, with a whole run of a trainer like ours for each trial."""
+        """Search as transformers does, with a whole run of a trainer like ours for each trial."""
         with searching(self, backend, kwargs), self.owner.ranks.calling("hyperparameter_search()"):
             return super().hyperparameter_search(
                 hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
@@ -154,8 +154,8 @@ class Trial:
     """The changes of one trial to a trainer, and the reporting of its evaluations.
 
     Args:
-        engine: The one that searches.
-        trial: The backend's: an object of optuna, or a dict of values.
+        engine: The engine that searches.
+        trial: The backend's trial: an object from optuna, or a dict of values.
     """
 
     def __init__(self, engine: Searching, trial: Any) -> None:
@@ -171,7 +171,7 @@ class Trial:
         space: Any = engine.hp_space(asked)
         if not isinstance(space, Mapping):
             raise ConfigError(f"`hp_space` must return a dict of training arguments, got {space!r}.")
-        if isinstance(trial, dict):  # of W&B, whose space is the description of a sweep
+        if isinstance(trial, dict):  # from W&B, whose search space is the configuration of a sweep
             space = {name: trial[name] for name in space["parameters"] if name in trial}
         given: Any = engine.training_args
         known = [field.name for field in dataclasses.fields(given) if field.init]
@@ -184,9 +184,9 @@ class Trial:
         return dict(space)
 
     def arguments(self, given: transformers.TrainingArguments) -> transformers.TrainingArguments:
-        """Return the training arguments of the trial, which writes into a folder of its own."""
+        """Return the training arguments of the trial, which has its own folder."""
         changed = dataclasses.replace(given, **{**self.values, "output_dir": self.folder, "push_to_hub": False})
-        for name, value in vars(given).items():  # what is no field
+        for name, value in vars(given).items():  # attributes that are not fields
             vars(changed).setdefault(name, value)
         return changed
 
@@ -194,11 +194,11 @@ class Trial:
         """Tell the backend of an evaluation.
 
         Args:
-            running: The engine of the trial's own trainer.
-            metrics: Of the evaluation.
+            running: The engine of the trial's trainer.
+            metrics: The metrics of the evaluation.
 
         Raises:
-            optuna.TrialPruned: On all ranks, if the backend gives the trial up.
+            optuna.TrialPruned: On all ranks, if the backend prunes the trial.
         """
         trainer = running.owner
         self.engine.objective = self.engine.compute_objective(dict(metrics))

@@ -1,4 +1,4 @@
-"""HFTrainer: transformers' own loop and arguments, under the same contract as the other trainers."""
+"""HFTrainer: transformers' own loop and arguments, with the guarantees of the other trainers."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ NEVER_CALLED = {
     "_optimizer_step": "a callback's on_before_optimizer_step",
     "_answer_requests": "a callback",
 }
-"""Hooks that transformers' loop does not call, and where to put what they were to do."""
+"""Hooks that transformers' loop does not call, and what to use instead."""
 
 _ENDLESS = 1 << 40
 _OF_DATA = ("__getitem__", "__iter__", "__len__")
 _THEIR_ORDER = ("data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init", "compute_loss_func",
                 "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs",
                 "preprocess_logits_for_metrics")  # fmt: skip
-"""The arguments of `transformers.Trainer` by position, after model and training arguments."""
+"""The positional arguments of `transformers.Trainer`, after model and training arguments."""
 AnyCallback: TypeAlias = Callback | transformers.TrainerCallback | type[transformers.TrainerCallback]
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def in_either_order(init: Constructor) -> Constructor:
-    """Let a constructor of ours be called with transformers' arguments by position: the collator is the third."""
+    """Let our constructor accept transformers' positional arguments, of which the third is the collator."""
 
     @functools.wraps(init)
     def ordered(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -108,10 +108,10 @@ def in_either_order(init: Constructor) -> Constructor:
 
 
 class HFTrainer(Calls):
-    """Trains with `transformers.Trainer`, and gives what the other trainers give: numbers, checkpoints, guarantees.
+    """Trains with transformers' own loop, and gives the numbers, checkpoints and guarantees of the other trainers.
 
     `trainer.engine` is the real `transformers.Trainer`, for everything that is not ours (`engine.push_to_hub()`,
-    `engine.add_callback(...)`, ...). FSDP and DeepSpeed are asked for by the training arguments or by
+    `engine.add_callback(...)`, ...). FSDP and DeepSpeed are enabled by the training arguments or by
     `accelerate launch`, as in transformers.
     """
 
@@ -131,7 +131,7 @@ class HFTrainer(Calls):
     accelerator: Any = None
     """accelerate's `Accelerator`."""
     _trial: Trial | None = None
-    """The trial of a search that this trainer is for."""
+    """The trial of a search that this trainer runs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         for one in (*cls.__mro__[1:], cls.engine_class):
@@ -256,16 +256,16 @@ class HFTrainer(Calls):
         """Set up a trainer; nothing is trained or written before `train()`.
 
         Args:
-            model: Any `nn.Module`; left out where there is a `model_init`.
-            args: transformers' name of `training_args`.
-            training_args: transformers' TrainingArguments, or `HFTrainingArguments`, which takes older names too.
+            model: Any `nn.Module`; leave it out if you pass `model_init`.
+            args: transformers' name for `training_args`.
+            training_args: transformers' TrainingArguments, or `HFTrainingArguments`, which also takes older names.
             train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
-            eval_dataset: The same, or a dict of named sets; evaluations of it select the best.
+            eval_dataset: The same, or a dict of named sets; its evaluations select the best checkpoint.
             test_dataset: The same, for `test()`; never used to select anything.
-            compute_loss_func: transformers' name of `loss_fn`; called with num_items_in_batch=None.
+            compute_loss_func: transformers' name for `loss_fn`; called with num_items_in_batch=None.
             optimizers: transformers' pair of optimizer and schedule.
             optimizer_cls_and_kwargs: transformers' pair of an optimizer's class and its options.
-            model_init: Returns a new model, for each fresh `train()` and for each trial of a search.
+            model_init: Returns a new model for each fresh `train()` and for each trial of a search.
             stock_checkpoints: Whether a stock `transformers.Trainer` can resume from checkpoints; default False.
             train_loader: Your own loader instead of `train_dataset`, used unchanged.
             eval_loader: The same instead of `eval_dataset`.
@@ -332,7 +332,7 @@ class HFTrainer(Calls):
 
         Raises:
             ConfigError: If the training arguments and ours contradict each other.
-            ObjectiveError: If it cannot be told whether a higher or a lower `optimization_metric` is better.
+            ObjectiveError: If it is unknown whether a higher or a lower `optimization_metric` is better.
             TypeError: If an argument is unknown; the message names the nearest one.
         """
 
@@ -364,14 +364,14 @@ class HFTrainer(Calls):
             output_dir, name = training_args and training_args.output_dir, "output_dir"
         self._output_dir = None if output_dir is None else folder_path(output_dir, name)
         ours: dict[str, Any] = {}
-        if training_args is None:  # on a CPU transformers forms a process group only if its arguments ask for it
+        if training_args is None:  # on a CPU, transformers forms a process group only if its arguments ask for it
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
             ours["ddp_find_unused_parameters"] = False
         timeout, place = timeout_of(given), str(self._output_dir or self._scratch.name)
         self._plain_args = training_args or plain_arguments(place, timeout, **ours)
         self._engine_args = engine_arguments(self._plain_args, place)
         if self._engine_args.n_gpu > 1:
-            self._engine_args._n_gpu = 1  # else transformers copies the model to all of them, with other numbers
+            self._engine_args._n_gpu = 1  # or transformers copies the model to all GPUs, which changes the numbers
         self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
         ranks = connected_ranks(timeout) if self._engine_args.world_size > 1 else Ranks()
         refuse_lost_processes(ranks.world_size)
@@ -383,20 +383,20 @@ class HFTrainer(Calls):
         adopt_recomputation(self._engine_args, model, given)
         refuse_fp16(training_args, self._engine_args.device)
         given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
-        # transformers seeds the generators of the program when its Trainer is made
+        # transformers seeds the program's generators when its Trainer is created
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True), isolated_rng(self._engine_args.device):
             super()._construct(given, ranks)
 
     @staticmethod
     def _training_args_in(given: dict[str, Any]) -> transformers.TrainingArguments | None:
-        """Take the training arguments out of the user's, which may lack them by position too."""
+        """Remove the training arguments from the user's arguments, where they may be positional or missing."""
         training_args = given.pop("training_args", None)
         for name, value in (("training_args", training_args), ("args", given.get("args"))):
             is_data = name == "training_args" and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
             if isinstance(value, (str, bytes, type)) or not is_data:
                 check_type(name, value, transformers.TrainingArguments)
         if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
-            # HFTrainer(model, train_dataset, eval_dataset): by position, as with the other trainers
+            # HFTrainer(model, train_dataset, eval_dataset): positional, as with the other trainers
             names = ("train_dataset", "eval_dataset", "test_dataset")
             shifted = (training_args, given.get("train_dataset"), given.get("eval_dataset"))
             given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
@@ -405,7 +405,7 @@ class HFTrainer(Calls):
         return either_name("args", called_args, "training_args", training_args)
 
     def _adopt(self, given: dict[str, Any]) -> None:
-        """Take over what transformers' arguments say into ours."""
+        """Take over transformers' arguments into ours."""
         loss, optimizers = given.pop("compute_loss_func", None), given.pop("optimizers", (None, None))
         if given.get("optimizer_cls_and_kwargs") is not None:
             pair: Any = given["optimizer_cls_and_kwargs"]
@@ -431,14 +431,14 @@ class HFTrainer(Calls):
             adopt_precision(given)
 
     def _split(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
-        """Set transformers' callbacks apart; its early stopping is ours, whose state is kept in checkpoints."""
+        """Separate transformers' callbacks; its early stopping is replaced by ours, whose state is in checkpoints."""
         self._foreign: list[Any] = []
         self._idle: list[Any] = []
         own: list[Any] = []
         for callback in callbacks:
             if callback is transformers.EarlyStoppingCallback:
                 callback = transformers.EarlyStoppingCallback()
-            if type(callback) is transformers.EarlyStoppingCallback:  # a subclass may judge in its own way
+            if type(callback) is transformers.EarlyStoppingCallback:  # a subclass may decide in its own way
                 self._foreign.append(callback)
                 self._idle.append(callback)
                 meant = {"patience": callback.early_stopping_patience, "delta": callback.early_stopping_threshold}
@@ -472,7 +472,7 @@ class HFTrainer(Calls):
 
     @property
     def _by_window(self) -> bool:
-        """Whether transformers' loop gets whole windows, for data whose length it cannot go by, or that may change."""
+        """Whether transformers' loop gets whole windows, because the length of the data is unknown or may change."""
         is_own = "get_train_dataloader" in self._overridden
         return is_own or self._finds_batch_size or not isinstance(self.train_loader, MapLoader)
 
@@ -482,7 +482,7 @@ class HFTrainer(Calls):
 
     @property
     def _order_seed(self) -> int | None:
-        """The seed of the order of samples, where it is another one than `seed`."""
+        """The seed for the order of samples, if it differs from `seed`."""
         args = self.training_args
         return None if args is None or args.data_seed in (None, args.seed) else args.data_seed
 
@@ -518,12 +518,12 @@ class HFTrainer(Calls):
             self.objective.delta = self._threshold
 
     def _setup_training_components(self) -> None:
-        """Build the engine around the model, and put the model in place."""
+        """Build the engine around the model, and put the model on its device."""
         by_window = self._by_window
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.per_device_eval_batch_size = self.eval_batch_size
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
-        if by_window:  # of any length: the lifecycle ends the run, and the data an epoch
+        if by_window:  # of any length: the lifecycle ends the run, and the data end an epoch
             self._engine_args.gradient_accumulation_steps = 1
             self._engine_args.max_steps = _ENDLESS
             self._engine_args.ignore_data_skip = True
@@ -545,11 +545,10 @@ class HFTrainer(Calls):
             callbacks=self._foreign,
         )
         is_told = self.training_args is not None and "progress_bar" not in self._own_words
-        if (
-            not is_told or self.settings.progress_bar is not False
-        ):  # with transformers' logs off, it wants no bar either
+        if not is_told or self.settings.progress_bar is not False:
+            # transformers' printer replaces our bar only if the training arguments ask for it by `disable_tqdm`
             printers = [one for one in self.engine.callback_handler.callbacks if type(one) is PrinterCallback]
-            self._idle += printers  # it prints the rows of logs where `disable_tqdm` wants no bar
+            self._idle += printers
         self.engine.callback_handler.idle = self._idle
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
@@ -568,7 +567,7 @@ class HFTrainer(Calls):
         optimizer = self.engine.create_optimizer()
         groups = [group for group in optimizer.param_groups if group["params"]]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        if options[1:] and all(one == options[0] for one in options):  # with a decay of 0 nothing sets them apart
+        if options[1:] and all(one == options[0] for one in options):  # with a decay of 0 the groups do not differ
             held = {id(parameter) for group in groups for parameter in group["params"]}
             groups = [{**options[0], "params": [one for one in self.model.parameters() if id(one) in held]}]
         optimizer.param_groups[:] = groups
@@ -582,7 +581,7 @@ class HFTrainer(Calls):
         super()._finish_setup(*self._schedule())
 
     def _schedule(self) -> tuple[Any, int | None]:
-        """Return the schedule and warm-up of the training arguments, where ours name no others."""
+        """Return the schedule and warm-up of the training arguments, unless our arguments name others."""
         args, total, own = self.training_args, self.total_steps, self.settings.lr_scheduler
         if args is None or not isinstance(own, str | None) or self.train_loader is None:
             return None, None
@@ -598,7 +597,7 @@ class HFTrainer(Calls):
             return schedule_of(self._scheduler_config, **automatic, **counts), 0
         if is_known and not args.lr_scheduler_kwargs and (total is None or warmup < total):
             return name, warmup
-        # what a name alone does not say, and a warm-up that is longer than the run
+        # options that a name alone does not have, or a warm-up longer than the run
         return schedule_for(args, warmup, total), 0
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
@@ -607,12 +606,12 @@ class HFTrainer(Calls):
     # --- training
 
     def _begin_run(self, resumes: bool) -> None:
-        if not resumes and self.model_init is not None and self._trial is None:  # that of a trial is new already
+        if not resumes and self.model_init is not None and self._trial is None:  # the model of a trial is new already
             self._renew_model()
         super()._begin_run(resumes)
 
     def _renew_model(self) -> None:
-        """Begin with a new model, and what belongs to it."""
+        """Start with a new model and everything that belongs to it."""
         former = self.engine
         former._finish_current_push()
         self.backend.release()
@@ -624,7 +623,7 @@ class HFTrainer(Calls):
         take_callbacks(self.engine, former)
 
     def resolved_config(self) -> dict[str, Any]:
-        """Return every setting as it is in force, as JSON types."""
+        """Return every setting in force, as JSON types."""
         return {**super().resolved_config(), "order_seed": self._order_seed}
 
 
