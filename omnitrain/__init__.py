@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from omnitrain.hf.arguments import HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer
     from omnitrain.metrics import MetricsDict
+    from omnitrain.multitask import MultiTask, MultiTaskUnit
     from omnitrain.objective import Objective
     from omnitrain.progress import Progress
     from omnitrain.run.evaluation import Predictions
@@ -63,6 +64,8 @@ _HOMES = {
     "MissingExtraError": "errors",
     "MixUp": "algorithms.mixup",
     "ModelUnit": "units",
+    "MultiTask": "multitask",
+    "MultiTaskUnit": "multitask",
     "NonFiniteError": "errors",
     "Objective": "objective",
     "ObjectiveError": "errors",
@@ -101,6 +104,8 @@ __all__ = [
     "MissingExtraError",
     "MixUp",
     "ModelUnit",
+    "MultiTask",
+    "MultiTaskUnit",
     "NonFiniteError",
     "Objective",
     "ObjectiveError",

@@ -31,7 +31,7 @@ PACKAGE = ROOT / "omnitrain"
 FLOORS = {
     0: "errors duration progress metrics objective events",
     1: "whatever is named on no other floor",
-    2: "backends checkpoint callbacks algorithms units",
+    2: "backends checkpoint callbacks algorithms multitask units",
     3: "run",
     4: "trainers hf",
     5: "config cli checkpoint_cli demo launch __main__",

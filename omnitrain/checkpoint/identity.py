@@ -150,7 +150,11 @@ def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any]
             if time.monotonic() > end:
                 break
     found = {"size": size, "samples": {index: parts for index, parts in samples.items() if parts}}
-    return found if loader.rules is None else {**found, "rules": loader.rules.to_dict()}
+    rules = {} if loader.rules is None else loader.rules.to_dict()
+    options = getattr(dataset, "order_options", None)
+    if callable(options):
+        rules |= options()  # type: ignore[operator]
+    return {**found, "rules": rules} if rules else found
 
 
 def _changed_data(then: Mapping[str, Any], loader: Any) -> str:

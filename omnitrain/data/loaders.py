@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from omnitrain.data.sampling import (
     Counted,
     EpochSampler,
     Fetch,
+    GivenOrder,
     dealt,
     filled_up,
     share,
@@ -622,11 +623,16 @@ def make_loader(
         size = count_rows(dataset)
         if not size:
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
-        size = size if subset is None else min(size, subset)
-        order_seed = seed if order_seed is None else order_seed
-        sampler = EpochSampler(
-            size, batch_size, shuffle=shuffle, seed=order_seed, rank=rank, world_size=world_size, whole=whole
-        )
+        own: Any = dataset  # which may say itself how it is ordered and collated
+        if callable(getattr(own, "collate_with", None)):
+            collate = cast(Collate, own.collate_with(collate))
+        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "whole": whole}
+        share["seed"] = seed if order_seed is None else order_seed
+        if shuffle and callable(getattr(own, "epoch_order", None)):
+            size, sampler = own.epoch_size, GivenOrder(own, batch_size, **share)
+        else:
+            size = size if subset is None else min(size, subset)
+            sampler = EpochSampler(size, batch_size, shuffle=shuffle, **share)
         if not sampler.size:
             raise DataError(
                 f"`{name}` has {size} samples, and without the last, incomplete batch of {whole} nothing is left. Make "

@@ -28,6 +28,7 @@ __all__ = [
     "Counted",
     "EpochSampler",
     "Fetch",
+    "GivenOrder",
     "Window",
     "dealt",
     "filled_up",
@@ -115,6 +116,9 @@ class EpochSampler:
     [[2, 3], [4]]
     """
 
+    _is_drawn_whole = False
+    """Whether an order is drawn as a whole however many samples there are."""
+
     def __init__(
         self,
         size: int,
@@ -133,7 +137,7 @@ class EpochSampler:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.is_keyed: bool = size > _DRAWN_WHOLE
+        self.is_keyed: bool = size > _DRAWN_WHOLE and not self._is_drawn_whole
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -152,9 +156,13 @@ class EpochSampler:
         if self.is_keyed:
             return permuted(np.arange(start, stop), self._samples, derive_seed(self.seed, epoch))
         if self._drawn is None or self._drawn[0] != epoch:
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
-            self._drawn = epoch, torch.randperm(self._samples, generator=generator).numpy()
+            self._drawn = epoch, self._draw(epoch)
         return self._drawn[1][start:stop]
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        """Return the order of an epoch, drawn as a whole."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
+        return torch.randperm(self._samples, generator=generator).numpy()
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[np.ndarray]:
         """Yield the indices of this process's micro-batches, from the sample at `position` of the epoch on."""
@@ -164,6 +172,40 @@ class EpochSampler:
             samples = self.samples(epoch, first, min(first + block, self.size))
             for start in range(0, len(samples), size):
                 yield share(samples[start : start + size], self.rank, self.world_size)
+
+
+class GivenOrder(EpochSampler):
+    """The order of a dataset that has one of its own: `epoch_order(epoch, seed)` with `epoch_size` samples.
+
+    Args:
+        dataset: The dataset.
+        options: The arguments of `EpochSampler` but for the size.
+    """
+
+    _is_drawn_whole = True
+
+    def __init__(self, dataset: Any, batch_size: int, **options: Any) -> None:
+        super().__init__(dataset.epoch_size, batch_size, **options)
+        self._dataset = dataset
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        """Return the order of the dataset.
+
+        Raises:
+            DataError: If it is not one of as many samples of the dataset.
+        """
+        order, named = np.asarray(self._dataset.epoch_order(epoch, self.seed)), type(self._dataset).__name__
+        if order.shape != (self._samples,) or order.dtype.kind not in "iu":
+            raise DataError(
+                f"{named}.epoch_order must return {self._samples} samples (`epoch_size`) as integers, got "
+                f"{order.dtype} of shape {order.shape}."
+            )
+        if not 0 <= order.min() <= order.max() < len(self._dataset):
+            raise DataError(
+                f"{named}.epoch_order must return samples from 0 to {len(self._dataset) - 1}, got {order.min()} to "
+                f"{order.max()}."
+            )
+        return order.astype(np.int64)
 
 
 _DRAWN_WHOLE = 1 << 24

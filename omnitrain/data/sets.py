@@ -146,6 +146,11 @@ class Sets:
         """Return a loader of the training set with micro-batches of this size."""
         settings = self._settings
         self._refuse_split(settings.train_dataset, "train_dataset")
+        if not settings.shuffle and hasattr(settings.train_dataset, "epoch_order"):
+            raise ConfigError(
+                f"`shuffle=False` contradicts `train_dataset`, a {type(settings.train_dataset).__name__}, which has an "
+                "order of its own. Leave it out."
+            )
         if settings.drop_last and is_stream(settings.train_dataset):
             raise ConfigError(
                 "`drop_last=True` needs data with a length, so that the number of steps is known; "

@@ -1,0 +1,268 @@
+"""Training on several tasks at once: the mix, the loss, resumes, and every trainer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from omnitrain import (
+    AccelerateTrainer,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HFTrainer,
+    MultiTask,
+    MultiTaskUnit,
+    Trainer,
+)
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS.values(), ids=TRAINERS)
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+class Heads(nn.Module):
+    """A shared body with a head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4, dtype=torch.float64)
+        self.heads = nn.ModuleDict(
+            {"kind": nn.Linear(4, 3, dtype=torch.float64), "size": nn.Linear(4, 1, dtype=torch.float64)}
+        )
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        return self.heads[task](self.body(x).tanh())
+
+
+def numbers(size: int, task: str, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x[:, :3].argmax(1) if task == "kind" else x.sum(1, keepdim=True))
+
+
+LOSSES = {"kind": F.cross_entropy, "size": F.mse_loss}
+
+
+def mixed(**options: Any) -> MultiTask:
+    return MultiTask({"kind": numbers(20, "kind"), "size": numbers(9, "size")}, **options)
+
+
+def build(trainer_class: Any, tasks: MultiTask | None = None, weights: Any = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Heads()
+    options = {"epochs": 3, "batch_size": 8, "learning_rate": 0.05, "progress_bar": False, **options}
+    return trainer_class(
+        model, train_dataset=tasks or mixed(), unit=MultiTaskUnit(model, LOSSES, weights or {"size": 0.5}), **options
+    )
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in trainer.model.state_dict().items()}
+
+
+def is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+# The mix
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4), epoch_size=st.none() | st.integers(1, 90),
+    mixing=st.sampled_from(["proportional", "uniform", "round_robin"]), seed=st.integers(0, 2**63),
+)  # fmt: skip
+def test_over_the_epochs_each_task_has_its_share_and_all_its_samples_are_used_equally_often(
+    sizes: list[int], epoch_size: int | None, mixing: Any, seed: int
+) -> None:
+    tasks = MultiTask({f"t{i}": list(range(size)) for i, size in enumerate(sizes)}, mixing, epoch_size=epoch_size)
+    used: Counter[tuple[str, int]] = Counter()
+    shares = [size / sum(sizes) if mixing == "proportional" else 1 / len(sizes) for size in sizes]
+    for epoch in range(4):
+        order = tasks.epoch_order(epoch, seed)
+        assert len(order) == (epoch_size or sum(sizes))
+        assert np.array_equal(order, tasks.epoch_order(epoch, seed))
+        found = Counter(tasks[i][0] for i in order)
+        for i, share in enumerate(shares):
+            assert abs(found[f"t{i}"] - share * len(order)) < 1
+        used.update(tasks[i] for i in order)
+    for i, size in enumerate(sizes):
+        counts = [used[f"t{i}", sample] for sample in range(size)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_shares_follow_the_temperature_and_a_dict() -> None:
+    def counts(**options: Any) -> list[int]:
+        tasks = MultiTask({"a": list(range(900)), "b": list(range(100))}, **options)
+        return [int(np.sum(tasks.epoch_order(0, 1) < 900)), int(np.sum(tasks.epoch_order(0, 1) >= 900))]
+
+    assert counts() == [900, 100]
+    assert counts(temperature=2) == [750, 250]  # the square roots are 30 and 10
+    assert counts(temperature=1e9) == counts(mixing="uniform") == counts(mixing="round_robin") == [500, 500]
+    assert counts(mixing={"a": 1, "b": 3}, epoch_size=40) == [10, 30]
+
+
+def test_tasks_take_turns_in_round_robin_and_come_at_random_otherwise() -> None:
+    tasks = {"a": list(range(50)), "b": list(range(50)), "c": list(range(50))}
+    turns = [MultiTask(tasks)[i][0] for i in MultiTask(tasks, "round_robin").epoch_order(3, 7)]
+    assert turns == ["a", "b", "c"] * 50
+    at_random = [[MultiTask(tasks)[i][0] for i in MultiTask(tasks, "uniform").epoch_order(e, 7)] for e in range(2)]
+    assert at_random[0] != turns and at_random[0] != at_random[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "told"),
+    [
+        (lambda: MultiTask({}), ConfigError, "`tasks` must be a dict"),
+        (lambda: MultiTask(cast("Any", [numbers(3, "kind")])), ConfigError, "`tasks` must be a dict"),
+        (lambda: MultiTask({"a": []}), DataError, "'a' has no samples"),
+        (lambda: MultiTask({"a": (x for x in "ab")}), DataError, "'a' must have a length"),
+        (lambda: mixed(mixing="proportionate"), ConfigError, "'proportionate'.*Did you mean 'proportional'"),
+        (lambda: mixed(mixing={"kind": 1}), ConfigError, "positive share, got None for 'size'"),
+        (lambda: mixed(mixing={"kind": 1, "size": 1, "sise": 1}), ConfigError, "'sise', which is no task"),
+        (lambda: mixed(mixing="uniform", temperature=2), ConfigError, "`temperature=2` has an effect on"),
+        (lambda: mixed(temperature=0), ConfigError, "`temperature` must be a positive number, got 0"),
+        (lambda: mixed(epoch_size=0), ConfigError, "`epoch_size`.*got 0"),
+        (lambda: MultiTaskUnit(nn.Linear(2, 2)), ConfigError, "must take the name of the task as `task`"),
+        (lambda: MultiTaskUnit(Heads(), weights={"kind": -1}), ConfigError, "'kind'.*at least 0, got -1"),
+        (
+            lambda: MultiTaskUnit(Heads(), losses=cast("Any", {"kind": nn.MSELoss})),
+            ConfigError,
+            "'kind' must be callable",
+        ),
+        (lambda: mixed().evaluation({"kinds": []}), ConfigError, "'kinds', which is no task.*'kind'"),
+        (lambda: build(Trainer, shuffle=False), ConfigError, "`shuffle=False` contradicts"),
+        (lambda: build(Trainer, eval_dataset=numbers(4, "kind")), None, ""),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Any, error: Any, told: str) -> None:
+    if error is None:
+        with pytest.raises(DataError, match=r"MultiTask.evaluation"):
+            make().train()
+        return
+    with pytest.raises(error, match=told):
+        make()
+
+
+# Training
+
+
+def test_both_tasks_learn_and_each_has_its_own_metrics(trainer_class: Any) -> None:
+    tasks = MultiTask({"kind": numbers(400, "kind"), "size": numbers(100, "size")}, mixing="uniform")
+    sets = tasks.evaluation(
+        {"kind": numbers(50, "kind", 1), "size": numbers(50, "size", 1)}, {"kind": "accuracy", "size": "r2"}
+    )
+    trainer = build(trainer_class, tasks, eval_dataset=sets, epochs=6, optimization_metric="kind_accuracy")
+    best = trainer.train()["best_valid"]
+    assert best["kind_accuracy"] > 0.8 and best["size_r2"] > 0.8
+    assert best["eval_loss"] == pytest.approx((best["eval_kind_loss"] + best["eval_size_loss"]) / 2)
+
+
+def test_the_loss_is_the_weighted_mean_over_the_targets_of_a_step() -> None:
+    trainer = build(Trainer, mixed(epoch_size=10), epochs=1, batch_size=10, log_steps=1)
+    before = Heads()
+    before.load_state_dict(weights_of(trainer))
+    order = trainer.train_dataset.epoch_order(0, 42)
+    before.requires_grad_(False)
+    total = torch.zeros((), dtype=torch.float64)
+    for i in order:
+        task, (x, y) = trainer.train_dataset[int(i)]
+        total += LOSSES[task](before(x[None], task), y[None]) * (0.5 if task == "size" else 1.0)
+    assert trainer.train()["train_metrics_history"][0]["train_loss"] == pytest.approx(float(total) / 10, rel=1e-12)
+
+
+@pytest.mark.parametrize("mixing", ["proportional", "round_robin"])
+def test_any_split_of_a_step_gives_the_same_weights(trainer_class: Any, mixing: Any) -> None:
+    found = []
+    for batch, accumulation in [(8, 1), (4, 2), (1, 8)]:
+        trainer = build(trainer_class, mixed(mixing=mixing), batch_size=batch, gradient_accumulation_steps=accumulation)
+        trainer.train()
+        found.append(weights_of(trainer))
+    for other in found[1:]:
+        for name, one in found[0].items():
+            assert torch.allclose(one, other[name], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("mixing", ["proportional", "uniform", "round_robin", {"kind": 1, "size": 2}])
+def test_a_run_stopped_in_mid_epoch_resumes_bit_for_bit(trainer_class: Any, mixing: Any, tmp_path: Path) -> None:
+    straight = build(trainer_class, mixed(mixing=mixing))
+    straight.train()
+    build(trainer_class, mixed(mixing=mixing), save_dir=tmp_path, epochs=None, max_steps=6).train()
+    resumed = build(trainer_class, mixed(mixing=mixing), save_dir=tmp_path)
+    resumed.train(resume_from="auto")
+    assert is_same(weights_of(resumed), weights_of(straight))
+
+
+def test_a_resume_with_another_mix_is_refused_with_both(tmp_path: Path) -> None:
+    build(Trainer, save_dir=tmp_path, epochs=None, max_steps=6).train()
+    with pytest.raises(CheckpointError, match=r"training set has mixing='uniform' now, and had 'proportional'"):
+        build(Trainer, mixed(mixing="uniform"), save_dir=tmp_path).train(resume_from="auto")
+
+
+def test_workers_and_token_labels_and_models_that_return_their_loss() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor, task: str) -> Any:
+            logits = self.head(self.embed(ids))
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def words(size: int, ignored: int) -> list[dict[str, torch.Tensor]]:
+        rows = []
+        for i in range(size):
+            labels = torch.arange(4) % 3
+            labels[: ignored * (i % 3)] = -100
+            rows.append({"ids": (torch.arange(4) + i) % 9, "labels": labels})
+        return rows
+
+    found = []
+    for batch, workers in [(6, 0), (2, 1)]:
+        torch.manual_seed(0)
+        model = Tagger().double()
+        tasks = MultiTask({"a": words(11, 1), "b": words(7, 0)})
+        trainer = Trainer(
+            model, tasks, unit=MultiTaskUnit(model), batch_size=batch, gradient_accumulation_steps=6 // batch,
+            num_workers=workers, epochs=2, learning_rate=0.01, progress_bar=False,
+        )  # fmt: skip
+        trainer.train()
+        found.append(weights_of(trainer))
+    for name, one in found[0].items():
+        assert torch.allclose(one, found[1][name], rtol=0, atol=1e-12), name
+
+
+def test_an_order_of_its_own_that_is_none_is_refused() -> None:
+    class Odd(MultiTask):
+        def epoch_order(self, epoch: int, seed: int) -> np.ndarray:
+            return super().epoch_order(epoch, seed) + 20
+
+    with pytest.raises(DataError, match=r"Odd.epoch_order must return samples from 0 to 28, got 20 to"):
+        build(Trainer, Odd({"kind": numbers(20, "kind"), "size": numbers(9, "size")})).train()
+
+
+def test_streams_and_batches_of_another_kind_are_refused() -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([])
+
+    with pytest.raises(DataError, match="must have a length"):
+        MultiTask({"a": Endless()})
+    model = Heads()
+    unit, loader = MultiTaskUnit(model), DataLoader(numbers(4, "kind"))
+    trainer = Trainer(model, train_loader=loader, unit=unit, progress_bar=False)
+    with pytest.raises(DataError, match=r"needs the batches of a MultiTask dataset, got (tuple|list)"):
+        trainer.train()
