@@ -29,7 +29,7 @@ from omnitrain import (
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
-@pytest.fixture(params=TRAINERS.values(), ids=TRAINERS)
+@pytest.fixture(params=TRAINERS.values(), ids=list(TRAINERS))
 def trainer_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 

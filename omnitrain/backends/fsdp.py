@@ -36,7 +36,11 @@ class FSDP(DDP):
         start_from_main(self.model, self.ranks)  # before it is sharded
         model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
         self.optimizer = prepared.optimizer
-        bare = getattr(model, "_orig_mod", model)  # accelerate's own settings may have it compiled
+        bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
+        for module in bare.modules():
+            if isinstance(module, FSDPModule) and self.accelerator.device.type == "cpu":
+                # gloo of PyTorch 2.8, asked for the average, gives the sum. In 2.13 the bits are the same either way.
+                module.set_force_sum_reduction_for_comms(True)
         if self.ranks.is_main:
             _warn_if_undivided(bare)
         return bare, self.compiled(model)

@@ -180,9 +180,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "a callback that asks": {"callbacks": lambda: [Moody()], "eval_steps": 1, "save_steps": 3},
     "saves in the background": {"save_steps": 2, "eval_steps": 3, "async_save": True},
     "skipped steps": {
-        "model": Overflowing, "prepare": scale, "save_steps": 2, "eval_steps": 2, "lr_scheduler": "linear",
+        "model": Overflowing, "dataset": lambda: Numbered(dtype=torch.float32), "prepare": scale, "save_steps": 2,
+        "eval_steps": 2, "lr_scheduler": "linear",
     },
-    "bf16": {"autocast": "bf16", "model": lambda: Net(torch.float32), "save_steps": 2},
+    "bf16": {
+        "autocast": "bf16", "model": lambda: Net(torch.float32), "dataset": lambda: Numbered(dtype=torch.float32),
+        "save_steps": 2,
+    },
     "a stream without length": {"dataset": Endless, "save_steps": 2, "eval_steps": 2},
     "a stream that can be put back": {"dataset": Seekable, "save_steps": 2, "eval_steps": 2},
     "a stream without length, saved at its end": {"dataset": Endless, "save_steps": 3, "eval_steps": 3},
@@ -429,7 +433,10 @@ def test_moments_keep_a_dtype_that_is_not_the_parameters(folder: Path) -> None:
                     self.state[parameter]["count"] = self.state[parameter].get("count", torch.zeros(1).short()) + 1
             return super().step(closure)
 
-    options = {"optimizer": Momentum, "model": lambda: Net(torch.float32)}
+    options = {
+        "optimizer": Momentum, "model": lambda: Net(torch.float32),
+        "dataset": lambda: Numbered(dtype=torch.float32),
+    }  # fmt: skip
     expected = play(folder / "straight", **options)
     found = play(folder / "cut", [{"cut": ("stop", 4)}, {}], **options)
     assert not differences(found, expected)
