@@ -1,7 +1,7 @@
 """The `omnitrain` command: its arguments, and its exit codes.
 
-Each subcommand is one function that adds its parser; what a subcommand does is in a module of its own, imported when
-it runs, so that `--help` and a mistyped option are answered without waiting for torch.
+Each subcommand is one function that adds its parser. Its work is in a separate module, imported when it runs, so
+`--help` and a mistyped option are answered without waiting for torch.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ DATA = {
     "digits": "a convolutional network on scikit-learn's handwritten digits, in seconds",
     "stdlib": "a character-level GPT on the source of Python's standard library, in about a minute",
 }
-"""The functions of `omnitrain.demo` behind each choice of `--data`, and what they train."""
+"""The functions in `omnitrain.demo` behind each choice of `--data`, and what they train."""
 
-_CHECKPOINT = "a run's folder (its last checkpoint then), a checkpoint's folder, or RUN/last or RUN/best"
-_RUN = "a run's folder (all of its checkpoints then), a checkpoint's folder, or RUN/last or RUN/best"
+_CHECKPOINT = "the folder of a run (for its last checkpoint) or of a checkpoint, or RUN/last or RUN/best"
+_RUN = "the folder of a run (for all its checkpoints) or of a checkpoint, or RUN/last or RUN/best"
 CHECKPOINT = {
-    "ls": ("List the checkpoints: step, epoch, score, which is last and best, size, whether it is complete.", [_RUN]),
-    "verify": ("Read every file and compare it with its hash; exit code 1 names what is damaged.", [_RUN]),
-    "show": ("Print progress, objective, settings, versions and tensors of a checkpoint.", [_CHECKPOINT]),
+    "ls": ("List the checkpoints: step, epoch, score, last or best, size, and whether they are complete.", [_RUN]),
+    "verify": ("Compare every file with its hash; name damaged files, and exit with code 1 if there are any.", [_RUN]),
+    "show": ("Print the progress, objective, settings, versions and tensors of a checkpoint.", [_CHECKPOINT]),
     "export": (
-        "Write the weights and the model's config, or the adapters of PEFT, as a folder of their own.",
+        "Write the weights and the model's config, or the PEFT adapters, to a new folder.",
         [_CHECKPOINT, "a new folder"],
     ),
-    "diff": ("List changed settings and the largest differences of the weights.", [_CHECKPOINT, _CHECKPOINT]),
+    "diff": ("List changed settings and the largest differences in the weights.", [_CHECKPOINT, _CHECKPOINT]),
 }
-"""The functions of `omnitrain.checkpoint_cli` behind `omnitrain checkpoint`: what they do, and the paths they take."""
+"""The functions in `omnitrain.checkpoint_cli` behind `omnitrain checkpoint`: what they do, and the paths they take."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `omnitrain` command and return its exit code.
 
-    0 is done, 1 an error, 2 a wrong option or path, 130 a run ended by Ctrl-C; SIGTERM ends it with SystemExit(143).
-    `launch` passes on the exit code of the script.
+    0: success, 1: an error, 2: a wrong option or path, 130: ended by Ctrl-C; SIGTERM raises SystemExit(143).
+    `launch` returns the exit code of the script.
 
     Args:
-        argv: The words after the command's name; None takes the process's own.
+        argv: The arguments after the command's name; None takes those of the process.
     """
     args = _parser().parse_args(argv)
     try:
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("omnitrain: stopped by Ctrl-C.", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `omnitrain demo | head`: whoever read us has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails once more
+    except BrokenPipeError:  # `omnitrain demo | head`: the reader is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
         return 1
     except (OmnitrainError, OSError) as error:
         print(f"omnitrain: {type(error).__name__}: {error}", file=sys.stderr)
@@ -78,9 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Any) -> None:
-    about = "Train on real data that is already on this machine, without a network."
+    about = "Train on real data that is already on this machine; no network needed."
     demo = commands.add_parser("demo", help=about, description=about, allow_abbrev=False)
-    demo.add_argument("--trainer", choices=TRAINERS, default="native", help="which trainer (default: %(default)s)")
+    demo.add_argument("--trainer", choices=TRAINERS, default="native", help="the trainer to use (default: %(default)s)")
     demo.add_argument(
         "--data",
         choices=DATA,
@@ -92,7 +92,7 @@ def _add_demo(commands: Any) -> None:
         type=Path,
         default=Path("runs/demo"),
         metavar="FOLDER",
-        help="where weights, metrics and curves go; an earlier demo there is replaced (default: %(default)s)",
+        help="folder for weights, metrics and curves; an earlier demo in it is replaced (default: %(default)s)",
     )
     demo.set_defaults(run=_demo)
 
@@ -109,22 +109,22 @@ def _add_launch(commands: Any) -> None:
     launch = commands.add_parser(
         "launch",
         help=about,
-        description=f"{about} Its exit code is the script's.",
+        description=f"{about} The exit code is that of the script.",
         allow_abbrev=False,
         usage="omnitrain launch [-n N] [--fsdp | --zero {1,2,3}] [options] [-m] script [arguments of the script]",
     )
     add = launch.add_argument
-    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
+    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes per machine (default: 1)")
     way = launch.add_mutually_exclusive_group()
-    way.add_argument("--fsdp", action="store_true", help="cut parameters, gradients and optimizer state up by FSDP 2")
-    way.add_argument("--zero", type=int, choices=(1, 2, 3), help="cut them up by DeepSpeed ZeRO, in this stage")
-    add("--cpu", action="store_true", help="keep off the GPUs; the default where there are none")
-    add("--nnodes", dest="machines", type=int, default=1, metavar="N", help="machines; start the same on each of them")
-    add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="where the machines meet: one of them")
-    add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes if one dies, at most N times")
-    add("-m", dest="is_module", action="store_true", help="the script is the name of a module, as in `python -m`")
-    add("script", help="the script, or module")
-    add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    way.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer state with FSDP 2")
+    way.add_argument("--zero", type=int, choices=(1, 2, 3), help="shard with DeepSpeed ZeRO, in this stage")
+    add("--cpu", action="store_true", help="do not use GPUs; the default if there are none")
+    add("--nnodes", dest="machines", type=int, default=1, metavar="N", help="machines; run the same command on each")
+    add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="address of one of the machines, where all meet")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes if one dies, up to N times")
+    add("-m", dest="is_module", action="store_true", help="run a module by its name, as with `python -m`")
+    add("script", help="the script or module")
+    add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
     launch.set_defaults(run=_launch)
 
 
@@ -140,7 +140,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 def _add_checkpoint(commands: Any) -> None:
-    about = "Look into the checkpoints of a run."
+    about = "Inspect, verify, compare and export checkpoints."
     checkpoint = commands.add_parser("checkpoint", help=about, description=about, allow_abbrev=False)
     actions = checkpoint.add_subparsers(title="commands", metavar="command", required=True)
     for name, (what, paths) in CHECKPOINT.items():
@@ -150,11 +150,11 @@ def _add_checkpoint(commands: Any) -> None:
             action.add_argument(f"path{number}", type=Path, metavar=metavar, help=path)
         if name == "export":
             about = (
-                "merge adapters into their base, or add what did not train to what did: the folder of the base's "
-                "weights, or nothing if the checkpoint has them (save_frozen=True)"
+                "merge adapters into their base model, or add the weights that were not trained; BASE is the folder "
+                "with the base model's weights, not needed if the checkpoint has them (save_frozen=True)"
             )
             action.add_argument("--merge", nargs="?", type=Path, const=True, default=False, metavar="BASE", help=about)
-            action.add_argument("--adapter", metavar="NAME", help="which of several adapters is merged")
+            action.add_argument("--adapter", metavar="NAME", help="which of several adapters to merge")
         action.set_defaults(run=_checkpoint, action=name)
 
 
@@ -165,7 +165,7 @@ def _checkpoint(args: argparse.Namespace) -> int | None:
     options = {name: getattr(args, name) for name in ("merge", "adapter") if name in args}
     try:
         return getattr(checkpoint_cli, args.action)(*paths, **options)
-    except ConfigError as error:  # a path that is none of what it should be: as wrong as a wrong option
+    except ConfigError as error:  # a wrong path, which counts like a wrong option
         print(f"omnitrain: {error}", file=sys.stderr)
         return 2
 
