@@ -1,4 +1,4 @@
-"""`python -m omnitrain` is the command `omnitrain`."""
+"""`python -m omnitrain` runs the `omnitrain` command."""
 
 from omnitrain.cli import main
 

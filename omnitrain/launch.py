@@ -1,8 +1,8 @@
-"""The `omnitrain launch` command: starts a script on several processes and passes on its exit code.
+"""The `omnitrain launch` command: starts a script on several processes and returns its exit code.
 
 It is torchrun with accelerate's environment: torchrun's agent starts, watches and restarts the processes, and
-`AccelerateTrainer` finds in the environment what accelerate's own launcher would have put there. That one starts a
-single process where it is asked for several on a CPU. Reading the command line belongs in `cli.py`.
+`AccelerateTrainer` finds the environment variables of accelerate's own launcher, which would start only a single
+process on a CPU. `cli.py` reads the command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Launch", "start"]
 
 @dataclass(slots=True)
 class Launch:
-    """What is to be started, and on what.
+    """What to start, and where.
 
     >>> launch = Launch("train.py", ["--lr", "0.1"], processes=2, zero=3)
     >>> launch.command()
@@ -34,27 +34,27 @@ class Launch:
     """The path of a script, or the name of a module."""
     arguments: Sequence[str] = ()
     processes: int = 1
-    """On this machine."""
+    """The number of processes on this machine."""
     fsdp: bool = False
     zero: int | None = None
     """DeepSpeed's stage."""
     cpu: bool = False
-    """Keep off the GPUs."""
+    """Whether to use no GPUs."""
     is_module: bool = False
     machines: int = 1
     endpoint: str | None = None
-    """Where the machines meet: host:port of one of them."""
+    """The rendezvous of the machines: host:port of one of them."""
     max_restarts: int = 0
 
     def check(self, gpus: int = 0) -> None:
-        """Refuse what could not work, before anything is started.
+        """Refuse options that cannot work, before anything is started.
 
         Args:
-            gpus: How many this machine has.
+            gpus: The number of GPUs of this machine.
 
         Raises:
             ConfigError: If the options contradict each other, the machine, or the disk.
-            MissingExtraError: If DeepSpeed is asked for and not installed.
+            MissingExtraError: If DeepSpeed is needed and not installed.
         """
         if self.processes < 1 or self.machines < 1 or self.max_restarts < 0:
             raise ConfigError(
@@ -81,19 +81,19 @@ class Launch:
             raise MissingExtraError("--zero", "deepspeed", "deepspeed")
 
     def command(self) -> list[str]:
-        """Return the words for torchrun."""
+        """Return the command line for torchrun."""
         words = ["--nproc-per-node", str(self.processes), "--max-restarts", str(self.max_restarts)]
         if self.machines == 1:
-            words.append("--standalone")  # a free port, so that several runs share a machine
+            words.append("--standalone")  # uses a free port, so several runs can share a machine
         else:
             words += ["--nnodes", str(self.machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.endpoint)]
         return [*words, *(["-m"] if self.is_module else []), self.script, *self.arguments]
 
     def environment(self, cores: int) -> dict[str, str]:
-        """Return the variables that the processes are to find; what the user has set of the others stays.
+        """Return the environment variables to set for the processes; all others stay as the user has set them.
 
         Args:
-            cores: How many this machine has, to be shared by the processes.
+            cores: The number of cores of this machine, which the processes share.
         """
         found = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * self.machines)}
         if self.fsdp or self.zero is not None:
@@ -103,26 +103,26 @@ class Launch:
             found["FSDP_VERSION"] = "2"
         if self.zero is not None:
             found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(self.zero)
-        if self.cpu and self.zero is not None:  # accelerate turns DeepSpeed off where ACCELERATE_USE_CPU is set
+        if self.cpu and self.zero is not None:  # accelerate turns DeepSpeed off if ACCELERATE_USE_CPU is set
             found |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "false"}
         elif self.cpu:
             found["ACCELERATE_USE_CPU"] = "true"
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(1, cores // self.processes))
-        # torchrun's 30 seconds are too few to save a large model after a signal
+        # torchrun's 30 seconds are too short to save a large model after a signal
         found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
         return found
 
 
 def start(launch: Launch) -> int:
-    """Run the script on its processes, hand signals on to them, and return the exit code of the first that failed.
+    """Run the script on its processes, forward signals, and return the exit code of the first process that failed.
 
-    0 is returned if none did; death by a signal counts as 128 and the signal's number, as in a shell.
+    It is 0 if none failed, and 128 plus the signal's number for death by a signal, as in a shell.
 
     Raises:
-        ConfigError: If it cannot work; nothing has been started then.
+        ConfigError: If the options cannot work; then nothing is started.
     """
-    launch.check()  # most mistakes are answered without waiting for torch
+    launch.check()  # finds most mistakes before importing torch
     import torch
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -32,17 +32,17 @@ __all__ = [
 
 
 def import_class(path: str, wanted: type, name: str) -> Any:
-    """Return the class at a dotted path such as "torch.optim.SGD", before anything of it is called.
+    """Return the class at a dotted path such as "torch.optim.SGD", without calling anything in it.
 
-    Importing a module runs it, so this is done for packages of optimizers and for what the program has imported.
+    Importing a module runs it, so only packages of optimizers are imported; others must be imported by the program.
 
     Args:
         path: The path.
-        wanted: What it must be a subclass of.
-        name: The argument it was given for.
+        wanted: The required base class.
+        name: The argument with this path.
 
     Raises:
-        ConfigError: If it is none, or of a package that the program has not imported.
+        ConfigError: If it is not such a class, or from a package that the program has not imported.
     """
     module, _, attribute = path.rpartition(".")
     package = module.partition(".")[0]
@@ -65,14 +65,14 @@ def import_class(path: str, wanted: type, name: str) -> Any:
 
 
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "torchao", "torch_optimizer", "pytorch_optimizer", "timm", "apex")
-"""Packages of optimizers and schedules, which are imported for a path."""
+"""Packages of optimizers and schedules, which may be imported for a path."""
 
 
 def optimizer_class(spec: str) -> Any:
     """Return the optimizer for a short name ("adamw", "SGD") or a dotted path.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If there is no such optimizer.
     """
     if "." in spec:
         return import_class(spec, torch.optim.Optimizer, "optimizer")
@@ -94,10 +94,10 @@ def build_optimizer(
     learning_rate: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `spec` names, over the parameters of `model` that require gradients.
+    """Return the optimizer for `spec`, over the parameters of `model` that require gradients.
 
-    A class, its dotted path or short name gets `lr` and `weight_decay` where it takes them. Any other callable gets the
-    parameters and nothing else. None is AdamW, fused where device and dtypes allow.
+    A class, its dotted path or short name gets `lr` and `weight_decay` if it takes them. Any other callable gets only
+    the parameters. None is AdamW, fused if devices and dtypes allow it.
 
     Raises:
         ConfigError: If nothing is trainable, the path leads nowhere, or an instance has none of the model's parameters.
@@ -136,9 +136,9 @@ def build_optimizer(
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW in one kernel where PyTorch has one for these parameters, else the ordinary one."""
+    """Return fused AdamW if PyTorch supports it for these parameters, and ordinary AdamW otherwise."""
     parameters = list(parameters)
-    # PyTorch looks at devices and dtypes only in the first step, and then raises.
+    # PyTorch checks devices and dtypes only in the first step, where it raises.
     fused = all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=fused or None)
 
@@ -185,10 +185,10 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": _linear,
     "cosine": _cosine,
 }
-"""Factor of the learning rate by the fraction of the steps after warm-up, by transformers' names."""
+"""Factor of the learning rate as a function of the fraction of steps after warm-up, by transformers' names."""
 
 TRANSFORMERS_SCHEDULES = ("cosine_with_restarts", "inverse_sqrt", "polynomial")
-"""Rarer ones, which transformers itself makes if it is installed; its others need more than a name."""
+"""Further schedules, which transformers builds if it is installed; its others need more than a name."""
 
 
 def build_scheduler(
@@ -198,7 +198,7 @@ def build_scheduler(
     warmup_steps: int,
     total_steps: int | None,
 ) -> Any:
-    """Return the schedule that `spec` names: an instance, a name of transformers, or a callable of the optimizer.
+    """Return the schedule for `spec`: an instance, a name from transformers, or a callable of the optimizer.
 
     Raises:
         ConfigError: If the name is unknown, the length of the run is needed but unknown, the instance belongs
@@ -245,7 +245,7 @@ def build_scheduler(
 
 
 def follows_evaluations(scheduler: Any) -> bool:
-    """Return whether a schedule's step takes a metric, as that of ReduceLROnPlateau does."""
+    """Return whether a schedule's `step` takes a metric, as in ReduceLROnPlateau."""
     if scheduler is None:
         return False
     taken = inspect.signature(scheduler.step).parameters.get("metrics")
@@ -284,11 +284,11 @@ def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, to
 
 
 def check_optimizers(optimizers: Any, takes_several: bool) -> None:
-    """Raise ConfigError unless these are optimizers by name that can be kept in checkpoints.
+    """Raise ConfigError unless these are optimizers by name that can be saved in checkpoints.
 
     Args:
-        optimizers: What was assigned to `self.optimizers`.
-        takes_several: Whether the backend does.
+        optimizers: The value assigned to `self.optimizers`.
+        takes_several: Whether the backend supports several.
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise ConfigError(f"`optimizers` must be a dict of optimizers by name, got {optimizers!r}.")
@@ -310,7 +310,7 @@ def check_optimizers(optimizers: Any, takes_several: bool) -> None:
 
 
 def optimizers_among(attributes: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers that an object holds, by attribute; of those in a list or dict, by attribute and key."""
+    """Return the optimizers among an object's attributes, by attribute; those in a list or dict also by key."""
     found: dict[str, torch.optim.Optimizer] = {}
     for name, value in attributes.items():
         entries = {name: value}

@@ -26,7 +26,7 @@ _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What the forward pass computes in. Weights and optimizer state keep the dtype that the model came with.
+    """The precision of the forward pass. Weights and optimizer state keep the model's dtype.
 
     >>> Precision.parse("bfloat16", torch.device("cpu"))
     Precision(name='bf16', device_type='cpu')
@@ -40,7 +40,7 @@ class Precision:
         """Read the `autocast` argument.
 
         Raises:
-            ConfigError: If the name is unknown, or fp16 is asked for on a CPU, which has no fp16 autocast.
+            ConfigError: If the name is unknown, or it is fp16 on a CPU, which has no fp16 autocast.
         """
         name = _name_of(autocast)
         if name == "fp16" and device.type == "cpu":
@@ -50,12 +50,12 @@ class Precision:
         return cls(name, device.type)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which forward and loss run."""
+        """Return the context for the forward pass and the loss."""
         dtype = _DTYPES[self.name]
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
 
     def grad_scaler(self, initial_scale: float) -> torch.amp.GradScaler:
-        """Return the loss scaler: a working one for fp16, PyTorch's own null object for everything else."""
+        """Return the loss scaler: enabled for fp16, disabled for everything else."""
         return torch.amp.GradScaler(self.device_type, init_scale=initial_scale, enabled=self.name == "fp16")
 
 
@@ -70,7 +70,7 @@ def _name_of(autocast: str | torch.dtype | None) -> str:
 
 
 def precision_name(autocast: str | torch.dtype | None) -> str:
-    """Return what accelerate calls the precision: "no", "fp16" or "bf16".
+    """Return accelerate's name for the precision: "no", "fp16" or "bf16".
 
     Raises:
         ConfigError: If the name is unknown.
@@ -80,7 +80,7 @@ def precision_name(autocast: str | torch.dtype | None) -> str:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """Return the device that was asked for, else the first there is of cuda, xpu, mps and cpu.
+    """Return the device that was asked for, or the first available of cuda, xpu, mps and cpu.
 
     Raises:
         ConfigError: If it does not exist here.
@@ -98,7 +98,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device has no memory left."""
+    """Return whether an error means that a device is out of memory."""
     from accelerate.utils.memory import should_reduce_batch_size
 
     known = isinstance(error, Exception) and should_reduce_batch_size(error)
@@ -106,6 +106,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Return whether an error leaves the device unusable, as an assertion in a CUDA kernel does."""
-    lost = getattr(torch, "AcceleratorError", ())  # of torch 2.8 and later
+    """Return whether an error leaves the device unusable, such as an assertion in a CUDA kernel."""
+    lost = getattr(torch, "AcceleratorError", ())  # in torch 2.8 and later
     return isinstance(error, lost) or "CUDA error" in str(error) or "device-side assert" in str(error)

@@ -1,6 +1,6 @@
-"""What became of a process of this machine, as others have written down which it was.
+"""Whether a process of this machine is alive, identified by a record that it wrote of itself.
 
-A number alone says little: it means another process in another container, and is used again.
+A process id alone is not enough: it means another process in another container, and ids are reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["is_alive", "is_known", "own_process"]
 
 
 def own_process() -> dict[str, Any]:
-    """Return what tells this process from all others, on this machine or another; JSON types."""
+    """Return an identification of this process, unique over machines; JSON types."""
     return {
         "host": platform.node(),
         "boot": _boot(),
@@ -26,18 +26,18 @@ def own_process() -> dict[str, Any]:
 
 
 def is_known(process: Mapping[str, Any]) -> bool:
-    """Return whether this process can tell what became of another one, which has to be in the same container."""
+    """Return whether this process can check another one, which must be in the same container."""
     return (process["boot"], process["namespace"]) == (_boot(), _namespace()) and os.name == "posix"
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:
-    """Return whether a process that is known has not ended."""
+    """Return whether a known process has not ended."""
     try:
         os.kill(process["pid"], 0)
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # it is another user's
+        pass  # it belongs to another user
     (state, found), started = _stat_of(process["pid"]), process.get("started")
     return state not in ("Z", "X") and (started is None or found is None or found == started)
 
@@ -54,7 +54,7 @@ def _namespace() -> str:
 
 
 def _stat_of(pid: int) -> tuple[str, str | None]:
-    """Return the state of a process and when it started, as Linux has them."""
+    """Return the state and the start time of a process, from Linux's /proc."""
     fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (fields[0], fields[19]) if len(fields) > 19 else ("", None)
 

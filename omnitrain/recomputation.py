@@ -1,4 +1,4 @@
-"""Activations that are computed once more for the backward pass instead of being kept, of any model."""
+"""Recomputation of activations in the backward pass, instead of keeping them, for any model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from omnitrain.errors import ConfigError
 
 __all__ = ["blocks_in", "own_way", "recompute_activations"]
 
-_NAMES = ("activation_checkpointing", "gradient_checkpointing")  # the newer one of transformers first
+_NAMES = ("activation_checkpointing", "gradient_checkpointing")  # transformers' newer name first
 _HOLDERS = (nn.ModuleList, nn.Sequential)
 
 
 def own_way(model: Any) -> functools.partial[Any] | None:
-    """Return what has a model of transformers recompute activations in its own way; None if it has none."""
+    """Return the function with which a transformers model enables its own recomputation; None if it has none."""
     for name in _NAMES if getattr(model, "supports_gradient_checkpointing", True) else ():
         if callable(enable := getattr(model, f"{name}_enable", None)):
             return functools.partial(enable, **{f"{name}_kwargs": {"use_reentrant": False}})
@@ -30,12 +30,12 @@ def own_way(model: Any) -> functools.partial[Any] | None:
 
 
 def recompute_activations(model: nn.Module, wanted: bool | Sequence[str]) -> None:
-    """Have a model recompute activations, in its own way if it is one of transformers', else block by block.
+    """Let a model recompute activations: in its own way if it is from transformers, otherwise block by block.
 
     Args:
-        model: The bare module; changed in place, and for good.
-        wanted: Regular expressions of the names of its blocks; True finds them: they are what its `ModuleList`s and
-            `Sequential`s hold, if that has layers in turn.
+        model: The bare module; changed in place, permanently.
+        wanted: Regular expressions for the names of its blocks; True finds them: the members of its `ModuleList`s and
+            `Sequential`s that have layers in turn.
 
     Raises:
         ConfigError: If there are no such blocks.
@@ -51,7 +51,7 @@ def recompute_activations(model: nn.Module, wanted: bool | Sequence[str]) -> Non
 
 def _found_blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = list(dict.fromkeys(blocks_in(model)))
-    if not found:  # then a Sequential of layers is one, if there are several
+    if not found:  # then each Sequential of layers is a block, if there are several
         found = [one for one in model.modules() if one is not model and isinstance(one, nn.Sequential) and len(one) > 1]
     if not found or (len(found) == 1 and isinstance(found[0], nn.Sequential)):
         raise ConfigError(
@@ -64,7 +64,7 @@ def _found_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks in a module: what its lists hold, if that is made of layers; of nested blocks the inner ones."""
+    """Yield the blocks in a module: the members of its lists that consist of layers; the inner ones if nested."""
     holds_blocks = isinstance(module, _HOLDERS)
     for child in module.children():
         inner = list(blocks_in(child)) if not holds_blocks or isinstance(child, _HOLDERS) else []
@@ -90,7 +90,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 class _Recomputed:
-    """The `forward` of a block that keeps its inputs alone, and is called again for the backward pass.
+    """The `forward` of a block that keeps only its inputs, and is called again for the backward pass.
 
     Args:
         block: The module.
@@ -105,16 +105,16 @@ class _Recomputed:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         how: dict[str, Any] = {"context_fn": self._contexts} if next(self.block.buffers(), None) is not None else {}
-        # arguments by position, where PyTorch looks for the devices whose random numbers it puts back
+        # positional, because PyTorch finds there the devices whose random numbers it restores
         return checkpoint(self._call, args, kwargs, use_reentrant=False, **how)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.run(*args, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of both calls; the second one finds buffers as they were, and leaves them as they are.
+        """Return the contexts of both calls; the second one uses the earlier buffers, and leaves the present ones.
 
-        Else it would count a batch of BatchNorm twice, and iterate on what a spectral norm has found.
+        Otherwise BatchNorm would count a batch twice, and a spectral norm would iterate further.
         """
         stores = [one._buffers for one in self.block.modules()]
         before = [

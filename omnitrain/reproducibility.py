@@ -1,7 +1,7 @@
 """Seeds and random state, and randomness in datasets that is keyed by sample.
 
-Three global generators feed user code: torch's default one, numpy's and Python's `random`. Training owns them;
-data, evaluation and saving must leave them as they were. Nothing here knows of datasets or trainers.
+User code draws from three global generators: torch's default one, numpy's and Python's `random`. They belong to
+training; data, evaluation and saving must leave them unchanged. Nothing here knows about datasets or trainers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(*parts: int) -> int:
-    """Mix integers into one 64-bit seed: near inputs give unrelated seeds (splitmix64's finalizer).
+    """Mix integers into one 64-bit seed; close inputs give unrelated seeds (splitmix64's finalizer).
 
     >>> derive_seed(42, 0) != derive_seed(42, 1)
     True
@@ -48,18 +48,18 @@ def derive_seed(*parts: int) -> int:
 
 
 class Generator(Protocol):
-    """One of the global generators, and the four things that are done with it."""
+    """One of the global generators, with four operations."""
 
     def mark(self) -> Any:
-        """Return its present state."""
+        """Return its current state."""
         ...
 
     def moved(self, mark: Any) -> bool:
-        """Return whether it was drawn from, or seeded, since `mark`."""
+        """Return whether it was drawn from or seeded since `mark`."""
         ...
 
     def restore(self, mark: Any) -> None:
-        """Put it back to `mark`."""
+        """Restore it to `mark`."""
         ...
 
     def seed(self, seed: int) -> None:
@@ -68,10 +68,10 @@ class Generator(Protocol):
 
 
 class _TorchGenerator:
-    # torch.manual_seed would seed every device's generator too, which costs many times as much.
+    # torch.manual_seed would seed every device's generator too, which takes many times as long.
 
     def mark(self) -> bytes:
-        # as bytes, since torch.equal takes five times as long
+        # compared as bytes, since torch.equal takes five times as long
         return torch.default_generator.get_state().numpy().tobytes()
 
     def moved(self, mark: bytes) -> bool:
@@ -85,10 +85,10 @@ class _TorchGenerator:
 
 
 class _PythonGenerator:
-    """Python's `random`. Asking for its state makes a tuple of 625 ints, which takes 8 microseconds.
+    """Python's `random`. Getting its state builds a tuple of 625 ints, which takes 8 microseconds.
 
-    CPython keeps them behind the object's header: the position, then the 624 words. They are only read, and only if
-    a comparison with the real state shows once that they are there.
+    CPython keeps them after the object's header: the position, then the 624 words. We only read that memory, and only
+    if one comparison with the real state has shown that they are there.
     """
 
     def __init__(self) -> None:
@@ -119,10 +119,10 @@ class _PythonGenerator:
 
 
 def _find_flag() -> Any:
-    """Return the flag of numpy's legacy generator that says whether a normal number is in store; None if not found.
+    """Return the flag of numpy's legacy generator for a stored normal number; None if not found.
 
-    It stands in the generator's object before that number, which is looked for there. Asking numpy takes as long as
-    asking for the whole state.
+    It is in the generator's object, just before that number, by which we find it. Asking numpy takes as long as getting
+    the whole state.
     """
     generator: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
     if sys.implementation.name != "cpython":
@@ -142,11 +142,11 @@ def _find_flag() -> Any:
 
 
 class _NumpyGenerator:
-    """numpy's legacy generator. Reading or setting its whole state takes 25 microseconds, so its memory is looked at.
+    """numpy's legacy generator. Reading or setting its whole state takes 25 microseconds, so we access its memory.
 
-    `ctypes.state_address` (public) points to the Mersenne Twister's 624 words of 32 bits and its position. Not in
-    there is the normal number that `randn` may have in store for its next call; with one, the whole state is used.
-    Whether there is one has to be asked for each time: a generator that is seeded anew comes to the same words without.
+    `ctypes.state_address` (public) points to the Mersenne Twister's 624 words of 32 bits and its position. It does not
+    include the normal number that `randn` may store for its next call; if there is one, the whole state is used. That
+    must be checked each time: after a new seed, a generator may reach the same words without a stored number.
     """
 
     def __init__(self) -> None:
@@ -179,21 +179,21 @@ class _NumpyGenerator:
         if has_more:
             np.random.set_state(state)
         else:
-            np.random.seed(0)  # drops the number in store
+            np.random.seed(0)  # drops the stored number
             ctypes.memmove(self._memory, words, len(words))
 
     def seed(self, seed: int) -> None:
-        # The upper half: numpy and torch run the same Mersenne Twister, so that the same 32 bits as torch's would give
-        # them the same numbers.
+        # The upper half: numpy and torch use the same Mersenne Twister, so the same 32 bits would give both the same
+        # numbers.
         np.random.seed(seed >> 32)
 
 
 GENERATORS: tuple[Generator, ...] = (_TorchGenerator(), _NumpyGenerator(), _PythonGenerator())
-"""The global generators of the processor's side: torch, numpy, random."""
+"""The global generators of the CPU: torch, numpy, random."""
 
 
 def snapshot_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of every generator that training draws from, the device's included."""
+    """Return the state of every generator that training draws from, including the device's."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
@@ -212,7 +212,7 @@ def _device_state(device: torch.device | None) -> torch.Tensor | None:
 
 
 def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put every generator back to what `snapshot_rng` returned."""
+    """Restore every generator from `snapshot_rng`."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -221,7 +221,7 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
 
 
 def _devices_like(device: torch.device | None) -> list[torch.device]:
-    """Return all devices of a kind, as seeding one of them seeds them all; none for the processor."""
+    """Return all devices of a kind, as seeding one of them seeds them all; none for the CPU."""
     if device is None or device.type in ("cpu", "meta"):
         return []
     return [torch.device(device.type, index) for index in range(torch.get_device_module(device).device_count())]
@@ -229,7 +229,7 @@ def _devices_like(device: torch.device | None) -> list[torch.device]:
 
 @contextlib.contextmanager
 def isolated_rng(device: torch.device | None = None, seed: int | None = None) -> Iterator[None]:
-    """Leave the generators as they were found, whatever happens inside; seeded with `seed` inside, if given."""
+    """Restore the generators afterwards, whatever happens inside; if `seed` is given, seed them with it inside."""
     marks = [(generator, generator.mark()) for generator in GENERATORS]
     devices = _devices_like(device)
     on_devices = [_device_state(one) for one in devices]
@@ -246,10 +246,10 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
 
 @contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Allow only deterministic kernels inside, if that is wanted; an operation that has none raises."""
+    """Allow only deterministic kernels inside, if wanted; an operation without one raises an error."""
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, before its first call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it, before its first call
         torch.use_deterministic_algorithms(True)
     try:
         yield

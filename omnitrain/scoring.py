@@ -1,7 +1,7 @@
-"""`compute_metrics`: turned into a `Scorer`, which the evaluation feeds batch by batch.
+"""Turns `compute_metrics` into a `Scorer`, which gets the evaluation batch by batch.
 
-Here belong the kinds of things a user may pass, how each is called, and what may come back. The metrics behind names
-are in `streaming/`; which metric is optimized, and in which direction, is decided in `objective.py`.
+Here belong the kinds of objects that a user can pass, how each is called, and what it may return. `streaming/` has the
+metrics behind names; `objective.py` decides which metric is optimized, and in which direction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXPECTED = (
 
 
 class EvalPrediction(NamedTuple):
-    """What a function of one argument gets where transformers is not loaded; unpacks as (predictions, labels).
+    """The input of a function of one argument if transformers is not imported; unpacks as (predictions, labels).
 
     >>> predictions, labels = EvalPrediction(np.zeros((2, 3)), np.array([0, 1]))
     >>> predictions.argmax(-1).tolist()
@@ -46,7 +46,7 @@ class EvalPrediction(NamedTuple):
 
 
 class _Part(Protocol):
-    """A metric, or several, that streams."""
+    """One or several streaming metrics."""
 
     higher_is_better: dict[str, bool]
 
@@ -62,8 +62,8 @@ class _Part(Protocol):
 class Scorer:
     """Scores the evaluation passes of a run, one at a time: `reset()`, `update()` per batch, `compute()`.
 
-    On several processes each updates its own scorer; then every process calls `reset()` and merges the `states()` of
-    all of them, itself included, in the order of ranks: so all end with the same bits.
+    With several processes, each updates its own scorer; then every process calls `reset()` and merges the `states()`
+    of all processes, including itself, in the order of ranks, so all get bit-equal results.
 
     >>> scorer = make_scorer(["accuracy", "log_loss"])
     >>> scorer.update(torch.tensor([[0.0, 0.0], [2.0, 2.0]]), torch.tensor([0, 1]))
@@ -74,18 +74,18 @@ class Scorer:
     def __init__(self, parts: Sequence[_Part], functions: Sequence[_Function]) -> None:
         self._parts, self._functions = list(parts), list(functions)
         self.keeps_predictions: bool = bool(functions)
-        """Whether `compute()` needs all predictions and labels: a plain function can be called only once."""
+        """Whether `compute()` needs all predictions and labels, because a plain function is called only once."""
         self.is_empty: bool = not parts and not functions
-        """Whether no metrics are asked for."""
+        """Whether there are no metrics."""
         self.higher_is_better: dict[str, bool] = {}
-        """The directions that are known, by metric name."""
+        """The known directions, by metric name."""
         for part in parts:
             self.higher_is_better.update(part.higher_is_better)
         known = [part.names for part in parts]
         self.names: list[str] | None = None
-        """The names of all results; None if unknown before the first evaluation."""
+        """The names of all results; None if unknown until the first evaluation."""
         self.takes_whole_batches: bool = any(isinstance(part, ByBatch) for part in parts)
-        """Whether `update()` is to be called with the batches of all processes, on the main one."""
+        """Whether to call `update()` with the batches of all processes, on the main process."""
         if not functions and None not in known:
             self.names = [name for names in known for name in names or ()]
 
@@ -95,24 +95,24 @@ class Scorer:
             part.reset()
 
     def update(self, outputs: Any, labels: Any) -> None:
-        """Take in one batch, as tensors on any device. Plain functions need nothing of it."""
+        """Add one batch, as tensors on any device. Plain functions do not use it."""
         if not self._parts:
             return
         if labels is None:
             raise DataError("`compute_metrics` needs labels, and this batch has none. Evaluate without metrics.")
         if isinstance(labels, (tuple, list)) and len(labels) == 1 and not isinstance(labels[0], str):
             labels = labels[0]
-        # Normal tensors inside inference mode, too: else the states could not be added to outside of it.
+        # Normal tensors even in inference mode: otherwise the states could not be updated outside it.
         with torch.inference_mode(False), torch.no_grad():
             for part in self._parts:
                 _named(part, part.update, outputs, labels)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return what other processes need to `merge()`; small and picklable, without predictions."""
+        """Return the states for `merge()` on other processes; small and picklable, without predictions."""
         return [part.state() for part in self._parts]
 
     def merge(self, states_of_other_process: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what `states()` returned on another process."""
+        """Add the result of `states()` from another process."""
         for part, state in zip(self._parts, states_of_other_process, strict=True):
             part.merge(state)
 
@@ -120,12 +120,12 @@ class Scorer:
         """Return the results of this pass as floats; a metric that had nothing to score is left out, with a warning.
 
         Args:
-            predictions: Where `keeps_predictions`: all outputs as arrays, a tuple of arrays for a tuple of outputs.
+            predictions: If `keeps_predictions`: all outputs as arrays, a tuple of arrays for a tuple of outputs.
             labels: All labels, likewise.
-            extra: What else an `EvalPrediction` is to hold, as arrays by name.
+            extra: Further fields for an `EvalPrediction`, as arrays by name.
 
         Raises:
-            DataError: A metric is no number, or two metrics have the same name.
+            DataError: A metric is not a number, or two metrics have the same name.
         """
         results: dict[str, float] = {}
         left_out: list[str] = []
@@ -147,7 +147,7 @@ class Scorer:
 
 
 def scores_for(loss_fn: Any, model: Any = None) -> Scores:
-    """Return what a loss of PyTorch, or a model of transformers, says of the scores that it is for.
+    """Return what is known about the scores from PyTorch's loss, or from a model of transformers.
 
     >>> scores_for(torch.nn.BCEWithLogitsLoss())
     Scores(are_probabilities=False, are_of_classes=False)
@@ -172,25 +172,25 @@ _SCORES_OF = {
 
 
 def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
-    """Return the scorer for what a user passed as `compute_metrics`.
+    """Return the scorer for the user's `compute_metrics`.
 
     * None: no metrics.
     * A name, such as "accuracy" or "f1_macro": streams, keeps no predictions (see `streaming/`).
-    * A torchmetrics metric or collection: streams. It gets the outputs (of a tuple the first, of a mapping the
-      "logits") and labels as they are. It is copied: your object stays as it is. Its results are named after its
+    * A torchmetrics metric or collection: streams. It gets the outputs (the first of a tuple, the "logits" of a
+      mapping) and labels as they are. It is copied, so your object does not change. Its results are named after its
       class or as in the collection; a vector gives `name_0`, `name_1`, ...
-    * A function of one required argument: gets an `EvalPrediction` of the raw outputs and labels, as from
+    * A function of one required argument: gets an `EvalPrediction` of the raw outputs and labels, as in
       transformers, and returns a dict of numbers.
     * A function of two required arguments, `f(y_true, y_pred)`: returns a dict of numbers, or a number that is named
-      after the function. Where outputs are class scores for integer labels, `y_pred` is their argmax, unless the
+      after the function. If outputs are class scores for integer labels, `y_pred` is their argmax, unless the
       argument is named `y_score`, `y_prob` or `y_proba`. Token labels (integers of more than one dimension) are
-      flattened to the positions whose label is not -100, with `y_pred` alike. All else comes as it is.
+      flattened to the positions whose label is not -100, and `y_pred` likewise. Everything else is passed as it is.
     * A list of these.
 
-    `scores` says how named metrics are to read the scores, where that is known.
+    `scores` says how named metrics should read the scores, if that is known.
 
     Raises:
-        ConfigError: Something is none of these, a name is unknown, or two metrics have the same name.
+        ConfigError: An object is none of these, a name is unknown, or two metrics have the same name.
     """
     asked = compute_metrics if isinstance(compute_metrics, (list, tuple)) else [compute_metrics]
     asked = [] if compute_metrics is None else list(asked)
@@ -211,7 +211,7 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
 
 
 def to_numpy(values: Any) -> Any:
-    """Return tensors, also inside tuples, lists and dicts, as arrays on the CPU; bfloat16 becomes float32."""
+    """Return tensors, including those in tuples, lists and dicts, as arrays on the CPU; bfloat16 becomes float32."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
@@ -223,7 +223,7 @@ def to_numpy(values: Any) -> Any:
 
 
 def _as_float(name: str, value: Any) -> float:
-    """Return a result as a float, so that neither graphs nor tensors stay alive in a history."""
+    """Return a result as a float, so that a history keeps no graph or tensor alive."""
     size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and size == 1:
         value = value.item()
@@ -243,13 +243,13 @@ class _Function:
     call: Callable[..., Any]
     name: str
     takes_pair: bool
-    """f(y_true, y_pred), else f(eval_pred)."""
+    """Whether it is f(y_true, y_pred); otherwise f(eval_pred)."""
     takes_scores: bool
-    """Class scores are passed on as they are, without an argmax."""
+    """Whether class scores are passed on as they are, without an argmax."""
 
     @classmethod
     def of(cls, function: Any) -> _Function:
-        """Tell from its signature how the function is to be called."""
+        """Determine from its signature how to call the function."""
         named = getattr(function, "func", function)  # functools.partial
         name = getattr(named, "__name__", type(named).__name__)
         if not callable(function) or inspect.isclass(function):
@@ -270,7 +270,7 @@ class _Function:
         return cls(function, name, takes_pair=len(required) == 2, takes_scores=scores)
 
     def compute(self, predictions: Any, labels: Any, extra: Mapping[str, Any]) -> Mapping[str, float | None]:
-        """Return the function's results, None for its own name if there is nothing to score."""
+        """Return the function's results; None under its own name if there is nothing to score."""
         if predictions is not None and labels is None:
             raise DataError(f"`compute_metrics` needs labels for {self.name}, and the set has none.")
         if predictions is None or _nothing_to_score(labels):
@@ -287,7 +287,7 @@ class _Function:
 
 
 def _named(metric: _Part | _Function, work: Callable[..., Any], *args: Any) -> Any:
-    """Return `work(*args)`, to whose error the name of the metric is added."""
+    """Return `work(*args)`; an error in it gets the name of the metric."""
     try:
         return work(*args)
     except Exception as error:
@@ -297,12 +297,12 @@ def _named(metric: _Part | _Function, work: Callable[..., Any], *args: Any) -> A
 
 
 class ByBatch:
-    """A function f(eval_pred, compute_result) of transformers' kind: it gets one batch after the other, as tensors.
+    """A function f(eval_pred, compute_result) as in transformers: it gets one batch after another, as tensors.
 
-    With the last one comes `compute_result=True`, so a batch is held back until the next is there. All else streams.
+    The last call has `compute_result=True`, so each batch is held back until the next one arrives.
 
     Args:
-        function: Keeps what it needs from call to call, and returns a dict of numbers when the result is asked for.
+        function: Keeps its own state between calls, and returns a dict of numbers if `compute_result` is True.
     """
 
     names: list[str] | None = None
@@ -318,21 +318,21 @@ class ByBatch:
         self._held = None
 
     def update(self, outputs: Any, labels: Any) -> None:
-        """Take in one batch, and hand the one before it to the function."""
+        """Add one batch, and pass the one before it to the function."""
         if self._held is not None:
             self._call(compute_result=False)
         self._held = (outputs, labels)
 
     def state(self) -> dict[str, Any]:
-        """Return the batch that is held back."""
+        """Return the batch held back."""
         return {"held": self._held}
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state()` returned."""
+        """Restore the state from `state()`."""
         self._held = self._held or state["held"]
 
     def compute(self) -> Mapping[str, float | None]:
-        """Return what the function returns for the last batch; nothing where there was none."""
+        """Return the function's result for the last batch; nothing if there was no batch."""
         if self._held is None:
             return {}
         result, self._held = self._call(compute_result=True), None
@@ -349,7 +349,7 @@ class ByBatch:
 
 
 def _eval_prediction_class() -> type:
-    """Return transformers' own class where transformers is loaded: a user's function may check for it."""
+    """Return transformers' class if transformers is imported: a user's function may check for it."""
     return getattr(sys.modules.get("transformers"), "EvalPrediction", EvalPrediction)
 
 
@@ -361,7 +361,7 @@ def _nothing_to_score(labels: Any) -> bool:
 
 
 def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[Any, Any]:
-    """Return y_true and y_pred as `make_scorer` describes them."""
+    """Return y_true and y_pred as described in `make_scorer`."""
     true, predicted = labels, main_output(predictions)
     if not isinstance(true, np.ndarray) or not isinstance(predicted, np.ndarray) or true.dtype.kind not in "iub":
         return true, predicted
@@ -370,7 +370,7 @@ def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[An
     if dim is not None:
         predicted = predicted.argmax(dim) if argmax else np.moveaxis(predicted, dim, -1)
     same = predicted.shape == true.shape
-    # Floats of the labels' shape may be scores of many labels a sample: only -100 shows that they are tokens.
+    # Floats of the labels' shape may be scores for several labels per sample: only -100 shows that they are tokens.
     if true.ndim > 1 and (dim is not None or (same and (is_class or bool((true == IGNORED).any())))):
         kept = true != IGNORED
         return true[kept], predicted[kept]
@@ -378,7 +378,7 @@ def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[An
 
 
 def _is_torchmetrics(value: Any) -> bool:
-    """Check without importing torchmetrics, which is imported already if there is such a metric."""
+    """Check without importing torchmetrics, which is already imported if there is such a metric."""
     module = sys.modules.get("torchmetrics")
     kinds = [getattr(module, name, None) for name in ("Metric", "MetricCollection")]
     return isinstance(value, tuple(kind for kind in kinds if kind))
@@ -389,7 +389,7 @@ def _not_distributed() -> bool:
 
 
 class _Torchmetrics:
-    """A copy of a torchmetrics metric or collection. Between processes our own states travel, not its own."""
+    """A copy of a torchmetrics metric or collection. We exchange its states between processes, not torchmetrics."""
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric.clone()
@@ -410,14 +410,14 @@ class _Torchmetrics:
         return [module for module in metric.modules() if isinstance(module, sys.modules["torchmetrics"].Metric)]
 
     def _tell_names(self) -> list[str] | None:
-        """Return the names of the results of a metric that has seen nothing, where it gives any."""
+        """Return the names of the results of a metric without data, if it gives any."""
         if any(getattr(one, "multioutput", None) == "raw_values" for one in self._leaves(self._metric)):
-            return None  # one value for each output column, and nobody knows yet how many there are
+            return None  # one value for each output column, of a number not known yet
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return list(self._flatten(self._metric.clone().compute())) or None
-        except Exception:  # many metrics refuse to compute from nothing, each in its own way
+        except Exception:  # many metrics refuse to compute without data, each in its own way
             return None
 
     def _flatten(self, result: Any) -> dict[str, float]:
@@ -460,11 +460,11 @@ class _Torchmetrics:
         return self._flatten((self._joined() if self._others else self._metric).compute())
 
     def _joined(self) -> Any:
-        """Return a copy with the states of all processes, reduced as torchmetrics reduces them over ranks."""
+        """Return a copy with the states of all processes, reduced as torchmetrics does over ranks."""
         joined = self._metric.clone().cpu()
         everyone = [self.state(), *self._others]
         for i, one in enumerate(self._leaves(joined)):
-            # A process that saw nothing has nothing to say: its zeros would pull a mean or a minimum.
+            # Leave out a process without data: its zeros would change a mean or a minimum.
             states = [each["states"][i] for each in everyone if each["counts"][i]]
             if not states:
                 continue

@@ -60,21 +60,21 @@ ScheduleName = Literal[
     "inverse_sqrt",
     "polynomial",
 ]
-"""Schedules that `lr_scheduler` knows by name; those from the fifth on are of transformers."""
+"""The names of schedules for `lr_scheduler`; those from the fifth on come from transformers."""
 
 PrecisionName = Literal["fp32", "fp16", "bf16", "float32", "float16", "half", "bfloat16"]
-"""What `autocast` may be called."""
+"""The names for `autocast`."""
 
 
 class Nothing(TypedDict):
-    """The further arguments of a constructor that has none: a type checker finds each that is misspelt."""
+    """The further arguments of a constructor, which has none: so a type checker finds misspelt names."""
 
 
 def takes_arguments(constructor: Constructor) -> Constructor:
-    """Let a constructor declare and document its arguments, and `_construct(given)` do the work.
+    """Let a constructor declare and document its arguments, while `_construct(given)` does the work.
 
-    `_construct` is called with the arguments that the caller passed, by name, so that it can tell them from defaults.
-    A name that the constructor does not declare is a TypeError that names the nearest one.
+    `_construct` is called with the arguments that the caller passed, by name, so it can tell them from defaults. A name
+    that the constructor does not declare raises a TypeError that names the nearest one.
     """
     signature = inspect.signature(constructor)
     known = [name for name in signature.parameters if name not in ("self", "unknown")]
@@ -116,7 +116,7 @@ def refuse_assignment(trainer: Any, name: str, value: Any) -> None:
 
 
 def change_setting(trainer: Any, **values: Any) -> None:
-    """Set attributes that are fixed for the user of a trainer, where the run itself has to change them."""
+    """Set attributes that are fixed for the user of a trainer; for changes made by the run itself."""
     vars(trainer).update(values)
 
 
@@ -134,14 +134,14 @@ _INSTEAD: dict[str, str] = {
     "save_steps": " A callback can ask for more: trainer.request_save().",
     "log_steps": " A callback can ask for more: trainer.request_log().",
 }
-"""What else can be done about a setting in a run, by its name."""
+"""What to do instead of assigning a setting, by its name."""
 
 MAY_BE_ASSIGNED = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
-"""Arguments that have an effect when they are assigned to a trainer, too; `ASSIGNABLE` of its class names others."""
+"""Arguments that may also be assigned to a trainer; `ASSIGNABLE` of its class names others."""
 
 
 def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:
-    """Raise for an argument that a trainer does not have; those of other trainers may be given as None or False."""
+    """Raise for an argument that a trainer does not have; other trainers' arguments may be passed as None or False."""
     reason = getattr(trainer, "REFUSED", {}).get(name)
     if reason is None:
         known = list(known)
@@ -153,7 +153,7 @@ def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of a trainer but for the model, as they were given. `BaseTrainer.__init__` describes each."""
+    """The arguments of a trainer, except the model, as passed. `BaseTrainer.__init__` describes each."""
 
     # <fields, written by `make signatures`>
     train_dataset: Any = None
@@ -235,7 +235,7 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Return the settings that a caller's arguments mean, with what None stands for filled in."""
+        """Return the settings for a caller's arguments, with None replaced by its meaning."""
         filled: dict[str, Any] = {
             name: value for name, value in given.items() if value is not None or name not in NONE_IS_DEFAULT
         }
@@ -244,14 +244,14 @@ class Settings:
         return cls(**filled)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of them by name."""
+        """Return all settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 DEFAULT_EPOCHS = 3
-"""The length of a run that nothing else limits."""
+"""The length of a run without another limit."""
 NONE_IS_DEFAULT = ("callbacks", "algorithms", "optimization_metric")
-"""Arguments that have a default other than None, and may be given as None all the same."""
+"""Arguments with a default other than None that can nevertheless be passed as None."""
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "scheduler_interval": ("step", "epoch"),
     "grad_reduction": ("mean", "sum", "per-token-mean"),
@@ -262,7 +262,7 @@ POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accu
             "keep_every")  # fmt: skip
 NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
 MOST = {"seed": 2**64 - 1}
-"""The largest integers there may be, where it is not what Python can count to."""
+"""The largest allowed integers, by argument, if there is a limit."""
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
             "save_required", "save_only_model", "save_frozen", "async_save", "deterministic", "detect_anomaly",
             "progress_bar")  # fmt: skip
@@ -274,16 +274,16 @@ NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
 NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "overwrite",
                   "save_required", "save_only_model", "save_frozen", "async_save")  # fmt: skip
 NEEDS_A_LIMIT = ("keep_every",)
-"""What has no effect without `save_total_limit`, as all checkpoints are kept then."""
+"""Arguments without effect if there is no `save_total_limit`, as all checkpoints are kept."""
 OF_A_LOADER = ("shuffle", "drop_last", "global_batch_size")
-"""What has no effect on a `train_loader`."""
+"""Arguments without effect on a `train_loader`."""
 OF_DATASETS = ("batch_size", "data_collator", "num_workers", "pin_memory")
-"""What has no effect where every set is a loader."""
+"""Arguments without effect if every set is a loader."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for the first argument that is wrong, or pair of arguments that contradict each other."""
+    """Raise ConfigError for the first wrong argument, or pair of contradicting arguments."""
     given = settings.to_dict()
     _check_each(given)
     _check_data(given)
@@ -291,31 +291,31 @@ def check_settings(settings: Settings) -> None:
 
 
 def refuse_class(name: str, value: Any) -> None:
-    """Raise ConfigError for a class where an instance is wanted.
+    """Raise ConfigError for a class if an instance is needed.
 
     Args:
         name: The argument.
-        value: What was given for it, or one of a list of them.
+        value: Its value, or one entry of its list.
     """
     if isinstance(value, type):
         raise ConfigError(f"`{name}` takes instances, got the class {value.__name__}. Pass {value.__name__}(...).")
 
 
 def check_list(name: str, value: Any) -> None:
-    """Raise ConfigError for a value that is no list of instances."""
+    """Raise ConfigError for a value that is not a list of instances."""
     refuse_class(name, value)
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ConfigError(f"`{name}` must be a list of instances, got {_shown(value)}.")
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raise ConfigError for a value that is neither True nor False, nor None."""
+    """Raise ConfigError for a value other than True, False and None."""
     if not isinstance(value, (bool, type(None))):
         raise ConfigError(f"`{name}` must be True or False, got {_shown(value)}.")
 
 
 def check_type(name: str, value: Any, *wanted: type) -> None:
-    """Raise ConfigError for a value that is of none of these types, nor None."""
+    """Raise ConfigError for a value that is neither None nor of one of these types."""
     if value is not None and not isinstance(value, wanted):
         names = " or ".join(one.__name__ for one in wanted)
         raise ConfigError(f"`{name}` must be an instance of {names}, got {_shown(value)}.")
@@ -325,14 +325,14 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_path(value: Any, name: str) -> Path:
-    """Return a path that a user gave, with `~` expanded.
+    """Return the user's path, with `~` expanded.
 
     Args:
-        value: What was given.
-        name: Of the argument.
+        value: The value of the argument.
+        name: The name of the argument.
 
     Raises:
-        ConfigError: If it is no path, or not one of this machine's file systems.
+        ConfigError: If it is not a path, or not on a file system of this machine.
 
     >>> local_path("runs/a", "save_dir").name
     'a'
@@ -347,15 +347,15 @@ def local_path(value: Any, name: str) -> Path:
         )
     try:
         return Path(text).expanduser()
-    except RuntimeError as error:  # there is no such user
+    except RuntimeError as error:  # `~name`, and there is no such user
         raise ConfigError(f"`{name}={text!r}`: {error} Pass the whole path.") from error
 
 
 def folder_path(value: Any, name: str) -> Path:
-    """Return the absolute path of a folder, there or not, so that it stays the same when the program changes its own.
+    """Return the absolute path of a folder, existing or not, so that a change of the working directory has no effect.
 
     Raises:
-        ConfigError: If it is no local path, or a file.
+        ConfigError: If it is not a local path, or is a file.
     """
     path = local_path(value, name).absolute()
     for there in (path, *path.parents):
@@ -369,7 +369,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether it is a number that a float can hold; True and False are none."""
+    """Return whether the value is a number that a float can hold; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -379,11 +379,11 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as an error shows it, however long it is."""
+    """Return a value in a form for errors, shortened if it is long."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, int) and abs(value) > 10**40:
-        return "a number of more than 40 digits"  # Python refuses to write one of thousands
+        return "a number of more than 40 digits"  # Python refuses to print one with thousands
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -509,7 +509,7 @@ def _check_data(given: Mapping[str, Any]) -> None:
 
 
 def is_loader(data: Any) -> bool:
-    """Return whether this is a DataLoader, which may be given for a dataset."""
+    """Return whether this is a DataLoader, which can be passed as a dataset."""
     return hasattr(data, "batch_sampler") and hasattr(data, "collate_fn")
 
 
@@ -557,10 +557,10 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
 
 
 def seconds_of(name: str, value: Any) -> float:
-    """Return the seconds of an argument that is a length of time: a number of seconds, or such as "10m".
+    """Return the seconds of an argument that is a time: a number of seconds, or a string such as "10m".
 
     Raises:
-        ConfigError: If it is no such length.
+        ConfigError: If it is not a time.
     """
     length = Duration.parse(value, "s", name)
     if length.unit != "s":
@@ -577,7 +577,7 @@ def resolve_accumulation(settings: Settings, world_size: int) -> int:
     """Return the micro-batches per window and process, from `global_batch_size` if that is given.
 
     Raises:
-        ConfigError: If the global batch does not divide, or contradicts `gradient_accumulation_steps`.
+        ConfigError: If the global batch size is not divisible, or contradicts `gradient_accumulation_steps`.
     """
     accumulation, whole, size = settings.gradient_accumulation_steps, settings.global_batch_size, settings.batch_size
     if whole is None:
@@ -597,7 +597,7 @@ def resolve_accumulation(settings: Settings, world_size: int) -> int:
 
 
 def describe(value: Any) -> Any:
-    """Return a setting as JSON types: plain values as they are, objects by the name of what they are."""
+    """Return a setting as JSON types: plain values as they are, objects by a name."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (Path, Duration)):
@@ -626,20 +626,20 @@ def _describe_data(data: Any) -> Any:
 
 OF_ONE_RANK = ("callbacks", "device", "num_workers", "pin_memory", "prefetch_factor", "progress_bar", "timeout",
                "trial_name")  # fmt: skip
-"""Arguments that each rank may have its own of: they decide no number, and nothing that ranks do together."""
+"""Arguments that may differ between ranks: they affect neither the numbers nor what the ranks do together."""
 
 
 def check_same_on_ranks(ranks: Ranks, described: Mapping[str, Any]) -> None:
-    """Compare the arguments of all ranks, but for those that each may have its own of.
+    """Compare the arguments of all ranks, except those that may differ.
 
-    Only the main rank uses `save_dir`, so the others may have another one; whether there is one, all must say alike.
+    Only the main rank uses `save_dir`, so the others may have another one; but either all ranks have one, or none.
 
     Args:
         ranks: The ranks of the run.
-        described: What `describe` makes of the arguments, by name.
+        described: The arguments by name, from `describe`.
 
     Raises:
-        DistributedError: On all ranks, naming the arguments that differ and what each rank has.
+        DistributedError: On all ranks; it names the arguments that differ, with the value on each rank.
     """
     common = {name: value for name, value in described.items() if name not in OF_ONE_RANK}
     if common.get("save_dir") is not None:

@@ -1,7 +1,7 @@
-"""Signals that the main thread has not handled: Python runs handlers in that thread alone, and between two calls.
+"""Signals that the main thread has not handled: Python runs handlers only in that thread, between two calls.
 
-While it waits inside a call of a library, a signal does nothing. Python's lowest handler writes each signal into a
-pipe all the same, where another thread can see it. What a signal does to a run is in `callbacks/interrupt.py`.
+While it waits inside a library call, a signal has no effect. But Python's low-level handler writes each signal into a
+pipe, where another thread can see it. `callbacks/interrupt.py` decides what a signal does to a run.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import time
 __all__ = ["error_of", "handle", "handled", "is_second", "listen", "stop_listening", "unhandled"]
 
 ECHO_SECONDS = 0.5
-"""The same signal once more within this time is the same request, sent to the process and to its group."""
+"""The same signal again within this time is the same request, sent to the process and to its group."""
 
 _lock = threading.RLock()  # a handler may interrupt another one
 _unhandled: list[tuple[int, float]] = []
 _first: list[tuple[int, float]] = []
 _pipe: list[int] = []
-"""Where the pipe is read and written; empty while nobody listens."""
+"""The two ends of the pipe, for reading and writing; empty if nobody listens."""
 
 
 def error_of(number: int) -> BaseException:
-    """Return what ends a program as this signal does: KeyboardInterrupt, or exit code 128 + number."""
+    """Return the exception that ends a program as this signal does: KeyboardInterrupt, or exit code 128 + number."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + (number or signal.SIGTERM))
 
 
 def listen() -> None:
-    """Begin to take note of signals; called in the main thread."""
+    """Start recording signals; called in the main thread."""
     _first.clear()
     if _pipe:
         return
@@ -44,7 +44,7 @@ def listen() -> None:
 
 
 def stop_listening() -> None:
-    """End what `listen` began."""
+    """Undo `listen`."""
     _first.clear()
     if _pipe:
         signal.set_wakeup_fd(-1)
@@ -53,7 +53,7 @@ def stop_listening() -> None:
 
 
 def handle(number: int) -> bool:
-    """Say in a handler that it handles this signal and all until now; return False for an echo of the first one."""
+    """Record in a handler that this signal and all before it are handled; return False for an echo of the first."""
     with _lock:
         _read()
         _unhandled.clear()
@@ -66,18 +66,18 @@ def handle(number: int) -> bool:
 
 
 def handled() -> int:
-    """Return the first signal that the main thread has handled; 0 before any."""
+    """Return the first signal that the main thread has handled; 0 if none."""
     return _first[0][0] if _first else 0
 
 
 def is_second(number: int, when: float) -> bool:
-    """Return whether a signal is another one than the first, and not the same once more by way of its group."""
+    """Return whether a signal is a second one, not the first one again by way of the process group."""
     first, then = _first[0] if _first else (_unhandled or [(number, when)])[0]
     return number != first or when - then >= ECHO_SECONDS
 
 
 def unhandled() -> list[tuple[int, float]]:
-    """Return each SIGTERM and SIGINT that no handler has handled yet, and when it was first seen."""
+    """Return each SIGTERM and SIGINT not yet handled, and when it was first seen."""
     with _lock:
         _read()
         return list(_unhandled)
@@ -98,7 +98,7 @@ def _close() -> None:
 
 def _leave_pipe_to_parent() -> None:
     global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held it
+    _lock = threading.RLock()  # another thread of the parent process may have held it
     if _pipe:
         with contextlib.suppress(ValueError):  # forked by another thread
             signal.set_wakeup_fd(-1)

@@ -1,6 +1,6 @@
-"""Names of other trainers' arguments, and what stands for them here: for the error of an unknown argument, and a page.
+"""Other trainers' names of arguments and their equivalents here, for errors about unknown arguments and for the docs.
 
-`docs/names.md` is made of this table by `make signatures`.
+`make signatures` writes `docs/names.md` from this table.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ __all__ = ["VOCABULARY", "Meaning", "advice", "table"]
 
 
 class Meaning(NamedTuple):
-    """What stands for a name here."""
+    """The equivalent of a name."""
 
     ours: str
     """An argument, a method ("stop()"), or one of another trainer ("AccelerateTrainer.accelerator"); "" for none."""
     word: str = ""
-    """What differs; where there is nothing of the kind, what to do instead."""
+    """What differs; without an equivalent, what to do instead."""
 
 
 _A = "AccelerateTrainer."
@@ -372,11 +372,11 @@ VOCABULARY: dict[str, dict[str, Meaning]] = {
     "EasyDeL": _EASYDEL,
     "Loops by hand": _HABITS,
 }
-"""The names by where they come from; each stands once."""
+"""The names by origin; each appears once."""
 
 
 def advice(name: str, known: list[str]) -> str:
-    """Return what to write for an argument of another trainer, as a sentence after a blank; "" if nobody has it.
+    """Return what to write for an argument of another trainer, as a sentence after a space; "" if it is unknown.
 
     Args:
         name: The argument.
@@ -392,7 +392,7 @@ def advice(name: str, known: list[str]) -> str:
         if kind and argument in known:
             kind = ""
         if not kind and argument not in known and not argument.endswith("()"):
-            return ""  # this trainer has another way, which it tells
+            return ""  # this trainer has its own advice
         where = f"an argument of {kind}: `{argument}`" if kind else f"`{argument}`"
         return f" Here it is {where}{f' ({word})' if (word := meant.word.rstrip('.')) else ''}."
     return ""

@@ -21,20 +21,20 @@ __all__ = ["EvalSet", "Sets", "is_named_sets"]
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """An evaluation set with rules of its own, among the named sets of `eval_dataset`.
+    """An evaluation set with its own rules, among the named sets of `eval_dataset`.
 
     Attributes:
         data: The dataset, or a loader.
-        metrics: What `compute_metrics` is for this set; "same" are those of the trainer, None is the loss alone.
-        weight: How much the set counts in `eval_loss` and the other means over the sets; 0 leaves it out of them.
-        every: How often it is evaluated, in steps or as "500ba" or "2ep": in the first evaluation at or after each
+        metrics: The `compute_metrics` of this set; "same" uses the trainer's, None computes only the loss.
+        weight: The weight of the set in `eval_loss` and the other means over the sets; 0 leaves it out of them.
+        every: How often to evaluate it, in steps or as "500ba" or "2ep": in the first evaluation at or after each
             multiple, and in one before the first step. None is in every evaluation; a set with an interval does not
             count in the means over the sets.
-        subset: The number of samples that are evaluated, the first ones; None is all.
-        unit: What computes loss and outputs on this set instead of the trainer's, as `unit` does.
+        subset: How many samples to evaluate, from the first; None is all.
+        unit: The `unit` for this set, which computes loss and outputs; None uses the trainer's.
 
     Raises:
-        ConfigError: If one of them is wrong.
+        ConfigError: If a value is wrong.
 
     >>> EvalSet([1, 2, 3], metrics="accuracy", every="2ep", subset=2).subset
     2
@@ -70,11 +70,11 @@ class EvalSet:
         return self.weight > 0 and self.every is None
 
     def is_due(self, row: Mapping[str, Any], last: Mapping[str, Any] | None) -> bool:
-        """Return whether it is to be evaluated.
+        """Return whether to evaluate the set now.
 
         Args:
-            row: Where the run is: its "step" and "epoch".
-            last: Where it was when the set was evaluated last; None if it never was.
+            row: The position of the run: its "step" and "epoch".
+            last: Its position at the latest evaluation of the set; None if there was none.
         """
         if not isinstance(self.every, Duration) or not row["step"]:
             return True
@@ -83,7 +83,7 @@ class EvalSet:
         return now > before
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what decides the numbers besides the data, as JSON types."""
+        """Return the rules that determine the numbers, without the data, as JSON types."""
         return {name: describe(getattr(self, name)) for name in ("metrics", "weight", "subset", "unit")}
 
 
