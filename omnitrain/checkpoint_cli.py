@@ -1,7 +1,7 @@
 """The `omnitrain checkpoint` command: lists, verifies, shows, exports and compares the checkpoints of a run.
 
-Only reading and telling belong here. Which words may be typed is in `cli.py`, what a checkpoint is, in `checkpoint/`.
-torch is loaded by `diff` alone, which computes with the weights. A terminal gets tables, all else plain columns.
+Only reading and reporting belong here. `cli.py` has the command line, `checkpoint/` the checkpoints themselves. Only
+`diff` imports torch, to compute with the weights. A terminal gets tables, everything else plain columns.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = ["diff", "export", "ls", "show", "verify"]
 
-WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would load torch
+WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would import torch
 CONFIGS = ("config.json", "generation_config.json")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 MOST_ROWS = 10
-"""How many tensors `diff` names: those that differ most."""
+"""How many tensors `diff` lists: those that differ most."""
 
 _FOLDER = re.compile(r"checkpoint-([0-9]+)(\.old)?")
 
 
 def ls(path: Path) -> None:
-    """Print one row per checkpoint: where in the run it was saved, its score, and whether all of it is there.
+    """Print one row per checkpoint: its position in the run, its score, and whether it is complete.
 
     Args:
-        path: A run folder or a checkpoint. Sizes are compared, contents are not: that is `verify`'s.
+        path: A run folder or a checkpoint. Only sizes are compared; `verify` checks contents.
     """
     store, folders = _checkpoints(path)
     marks = _marks(store)
@@ -64,10 +64,10 @@ def ls(path: Path) -> None:
 
 
 def verify(path: Path) -> int:
-    """Read every file of one checkpoint, or of all of a run, and compare it with its hash.
+    """Compare every file of one checkpoint, or of all checkpoints of a run, with its hash.
 
     Returns:
-        The exit code: 1 if anything is missing or damaged, which is named; else 0.
+        The exit code: 0, or 1 if files are missing or damaged, which are named.
     """
     store, folders = _checkpoints(path)
     damaged = 0
@@ -84,7 +84,7 @@ def verify(path: Path) -> int:
 
 
 def show(path: Path) -> None:
-    """Print what a checkpoint says of the run, and the tensors in it."""
+    """Print a checkpoint's information about the run, and its tensors."""
     folder, content = _one_checkpoint(path)
     _print(f"{folder}: {_size(folder)}, saved {_date(folder, content)}, format version {content['format_version']}")
     if content.get("frozen"):
@@ -103,20 +103,20 @@ def show(path: Path) -> None:
 
 
 def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | None = None) -> None:
-    """Write the weights of a checkpoint, and what opens them, as a folder of their own.
+    """Write the weights of a checkpoint, with the files to open them, to a new folder.
 
-    `from_pretrained` of transformers opens the folder if the model is one of theirs, that of PEFT if it has adapters.
+    `from_pretrained` of transformers opens the folder of a transformers model, that of PEFT if it has adapters.
 
     Args:
-        path: A checkpoint, or the run whose last one is meant.
+        path: A checkpoint, or a run, for its last checkpoint.
         out: A new folder.
-        merge: The folder of the base that adapters, or weights that trained beside frozen ones, are to become one model
-            with; True if the checkpoint has it.
-        adapter: Which of several adapters is merged; None if there is one.
+        merge: The folder of the base model with which to merge adapters, or to join weights trained next to frozen
+            ones; True if the checkpoint has the base.
+        adapter: Which of several adapters to merge; None if there is one.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or its weights are not in one file, or are of another base.
-        ConfigError: `out` is there already and is not an empty folder, or there is nothing to merge, or too little.
+        CheckpointError: The checkpoint is damaged, its weights are not in one file, or they belong to another base.
+        ConfigError: `out` exists and is not an empty folder, or there is nothing to merge, or something is missing.
     """
     folder, content = _one_checkpoint(path)
     if WEIGHTS not in content["files"]:
@@ -142,7 +142,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
     if not names:
         names = [WEIGHTS, *(name for name in CONFIGS if name in content["files"] and not is_old)]
     with _undone(out):
-        for name in reversed(names):  # the weights last: a folder with weights in it is complete
+        for name in reversed(names):  # the weights last, so that a folder with weights is complete
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, out / f"{name}.tmp")
             os.replace(out / f"{name}.tmp", out / name)
@@ -160,7 +160,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
 
 
 def _outside_of_adapters(folder: Path, content: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors that trained, or are buffers, and that no file of an adapter holds."""
+    """Return the names of the trained tensors and buffers that are in no adapter's file."""
     if not content.get("frozen"):  # it has the whole base as well
         return []
     lost = {name for name in read_header(folder / WEIGHTS) if ".original_module." not in name}
@@ -178,7 +178,7 @@ def _outside_of_adapters(folder: Path, content: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _undone(out: Path) -> Iterator[None]:
-    """Make a folder, and leave nothing in it if what is done inside fails."""
+    """Create a folder, and leave nothing in it if the code inside fails."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -211,7 +211,7 @@ def diff(a: Path, b: Path) -> None:
 
 
 def _print_frozen_differences(a: Path, b: Path, hashes_a: Mapping[str, str], hashes_b: Mapping[str, str]) -> None:
-    """Say in how many of the tensors that one of two checkpoints has left out they differ."""
+    """Print how many of the tensors that one of two checkpoints left out differ."""
     from safetensors import safe_open
 
     from omnitrain.checkpoint.tensors import fingerprints
@@ -259,7 +259,7 @@ def _print_weight_differences(
 
 
 def _by_difference(pair: tuple[float, str]) -> tuple[bool, float, str]:
-    """Sort NaN, then the largest, first."""
+    """Sort NaN first, then by size, the largest first."""
     value, name = pair
     return value == value, -value, name
 
@@ -278,7 +278,7 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _tensors(path: Path) -> Iterator[list[str]]:
-    """Yield name, dtype and shape of each tensor in a file, whose numbers are not read."""
+    """Yield name, dtype and shape of each tensor in a file, without reading its values."""
     for name, entry in read_header(path).items():
         yield [name, entry.dtype, str(list(entry.shape))]
 
@@ -287,13 +287,13 @@ def _tensors(path: Path) -> Iterator[list[str]]:
 
 
 def _locate(path: Path) -> tuple[Store, Path | None]:
-    """Return the run that a path belongs to, and the folder of the one checkpoint that it is, if it is one.
+    """Return the run of a path, and the folder of the checkpoint if the path is a checkpoint.
 
     Raises:
         ConfigError: It is neither a run nor a checkpoint.
     """
     if path.name in ("", ".."):
-        path = path.resolve()  # the name of a folder and that of its run are asked for
+        path = path.resolve()  # the names of the folder and of its run are needed
     if is_pointer(path) and Store(path.parent).folders():
         return Store(path.parent), Store(path.parent).named(path.name)
     if (path / MANIFEST).is_file():
@@ -301,7 +301,7 @@ def _locate(path: Path) -> tuple[Store, Path | None]:
     if Store(path).folders():
         return Store(path), None
     if _FOLDER.fullmatch(path.name) and path.is_dir():
-        return Store(path.parent), path  # nothing but the name says that it was one
+        return Store(path.parent), path  # only the name shows that it was a checkpoint
     what = "holds no checkpoints" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
     raise ConfigError(
         f"{str(path)!r} {what}. Give a run's `save_dir`, one of the checkpoint folders in it, or its 'last' or 'best'."
@@ -309,20 +309,20 @@ def _locate(path: Path) -> tuple[Store, Path | None]:
 
 
 def _checkpoints(path: Path) -> tuple[Store, list[Path]]:
-    """Return a run and its checkpoints by step, damaged ones included; or the one that `path` is."""
+    """Return a run and its checkpoints by step, including damaged ones; or only the one at `path`."""
     store, folder = _locate(path)
     return store, [step_folder for _, step_folder in sorted(store.folders().items())] if folder is None else [folder]
 
 
 def _one_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the verified checkpoint that `path` is, or the last one of the run that it is."""
+    """Return the verified checkpoint at `path`, or the last one if `path` is a run."""
     store, folder = _locate(path)
     folder = folder or store.named("last")
     return folder, store.verify(folder, accept=_check)
 
 
 def _check(folder: Path, content: Mapping[str, Any]) -> None:
-    """Refuse what no run can have written; a checkpoint of another program need not have all that a run needs."""
+    """Refuse content that no run can have written; another program's checkpoint need not have all that a run needs."""
     validate(content, repr(str(folder)), complete=False)
     for name in content["files"]:
         if name.endswith(".safetensors"):
@@ -333,7 +333,7 @@ def _marks(store: Store) -> dict[str, str]:
     """Return "last", "best" or "last, best" by the name of a folder."""
     marks: dict[str, str] = {}
     for which in ("last", "best"):
-        with contextlib.suppress(CheckpointError):  # none was saved as the best, or none is complete
+        with contextlib.suppress(CheckpointError):  # no checkpoint was saved as the best, or none is complete
             name = store.named(which).name
             marks[name] = f"{marks[name]}, {which}" if name in marks else which
     return marks
@@ -345,13 +345,13 @@ _ABSENT = object()
 
 
 def _comparable(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings, and what else may explain a difference, by dotted names."""
+    """Return the settings, and other possible causes of a difference, by dotted names."""
     parts = {"world_size": content.get("world_size"), "versions": content.get("versions", {})}
     return dict(_flattened({**content.get("settings", {}), **parts}, ""))
 
 
 def _flattened(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield a nested setting as its plain values, so that a difference is named by what differs."""
+    """Yield the plain values in a nested setting, so that a difference is named exactly."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     empty = True
     for key, entry in entries:
@@ -362,7 +362,7 @@ def _flattened(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _say(value: Any) -> str:
-    """Return a setting as a person would write it."""
+    """Return a setting in the form that a person would write."""
     if value is _ABSENT:
         return "(absent)"
     return value if isinstance(value, str) else json.dumps(value)
@@ -394,7 +394,7 @@ def _size(folder: Path) -> str:
 
 
 def _date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
-    """Return when a checkpoint was saved, in local time; if it does not say so, when its last file was written."""
+    """Return when a checkpoint was saved, in local time; if unknown, when its last file was written."""
     if content and content.get("saved_at"):
         saved = datetime.fromisoformat(content["saved_at"]).astimezone()
     else:
@@ -404,7 +404,7 @@ def _date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text that a terminal only shows: what is in a checkpoint may have been written by anyone."""
+    """Return text without terminal control codes: anyone can have written a checkpoint."""
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
@@ -420,18 +420,18 @@ def _print_table(columns: str, rows: list[list[str]]) -> None:
     """Print rows as a table on a terminal, and as plain columns of any width elsewhere.
 
     Args:
-        columns: Their names. One with ">" is flush right; one with "~" may be broken into lines to fit a terminal.
-        rows: The cells of each.
+        columns: Their names. One with ">" is aligned right; one with "~" may be wrapped to fit a terminal.
+        rows: The cells of each row.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}  # a name may be "a[0]" or ":b:"
-    # asked before rich is, which takes FORCE_COLOR, as CI systems and notebooks set it, for a terminal
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}  # a name can be "a[0]" or ":b:"
+    # checked before rich is, which takes FORCE_COLOR, set by CI systems and notebooks, for a terminal
     if sys.stdout.isatty():
         console = Console(**plain)
-        console.width = max(console.width, 80)  # a narrower one breaks the lines by itself; rich would cut them
+        console.width = max(console.width, 80)  # a narrower terminal wraps lines itself; rich would truncate them
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     else:
         console = Console(**plain, width=100_000, force_terminal=False)

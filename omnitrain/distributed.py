@@ -1,9 +1,9 @@
 """Communication between the ranks of a run: reductions, broadcasts, requests, failure detection.
 
 `Ranks` is a single process: every result is its own. `ProcessRanks` uses torch.distributed. Every exchange carries the
-name of the call it belongs to, so ranks that make different calls (a call made on one rank only) notice at once and
-raise a `DistributedError` instead of waiting for each other forever. Collectives of the model do not belong here, but
-each rank posts where it is, so that one for which the others wait there is noticed too.
+name of its call, so ranks that make different calls (such as a call on one rank only) notice at once and raise a
+`DistributedError` instead of waiting for each other forever. Collectives of the model do not belong here, but each rank
+posts where it is, so a rank for which the others wait in a collective is noticed too.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _POLL_INTERVAL = datetime.timedelta(seconds=1)
 QUIET_S = 30.0
 """Seconds without progress after which a rank is reported."""
 _TIMEOUT_S = 1800.0
-"""Seconds without progress after which a run on several processes ends, unless its trainer says otherwise."""
+"""Seconds without progress after which a run on several processes ends, unless its trainer has a `timeout`."""
 _BUSY_SHARE = 0.02
-"""The use of a processor that counts as progress, where a file or a metric may take long and nothing counts."""
+"""The share of CPU time that counts as progress in places without a counter, such as a long save or metric."""
 _COUNTED = ("data", "step", "evaluation")
-"""Places in which batches are counted, so that the use of a processor says nothing: NCCL waits in a loop."""
+"""Places where batches are counted; CPU time does not count there, as NCCL waits in a busy loop."""
 
 
 class Ranks:
     """The ranks of a run, seen from one of them; here it is the only one.
 
     Attributes:
-        place: What this rank is doing, in one word, while it is in a call of the trainer.
-        step: The number of the step that it is at.
-        moves: Counts what it has done; to be counted up where a place may last long.
+        place: What this rank is doing, in one word, during a call of the trainer.
+        step: The number of its current step.
+        moves: Counts its progress; increment it in places that may take long.
 
     >>> ranks = Ranks()
     >>> ranks.sum("weights", 3.0, 4.0), ranks.gather("names", "a"), ranks.on_main("a sum", lambda: 1 + 1)
@@ -80,15 +80,15 @@ class Ranks:
     _beat: int = 0
     _is_waiting: bool = False
     _limit: float = math.inf
-    """Seconds without progress of any rank after which the present call ends."""
+    """Seconds without progress of any rank after which the current call ends."""
     _silence: float = math.inf
-    """Seconds without a post of a rank after which it ends as well."""
+    """Seconds without a post from a rank after which it ends too."""
     _processor_s: float = 0.0
-    """The time on processors that this process had used at its latest post."""
+    """The CPU time used by this process until its latest post."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this is the main rank, which prints and writes."""
         return self.rank == 0
 
     def sum(self, what: str, *values: float) -> list[float]:
@@ -96,27 +96,27 @@ class Ranks:
         return list(values)
 
     def agree(self, what: str, asked: Control, *values: float) -> tuple[Control, list[float]]:
-        """Return what was requested on any rank, and the sum of each value over all ranks."""
+        """Return the requests made on any rank, and the sum of each value over all ranks."""
         return self.begin_agreeing(what, asked, *values)()
 
     def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
-        """Start what `agree` does, and return what waits for its end and returns its result."""
+        """Start `agree`, and return a function that waits for it and returns its result."""
         return lambda: (asked, list(values))
 
     def gather(self, what: str, value: T) -> list[T]:
-        """Return the values of all ranks in order; any picklable object."""
+        """Return the values of all ranks in order; they can be any picklable object."""
         return [value]
 
     def check_alike(self, what: str, values: Mapping[str, Any], remedy: str) -> None:
-        """Compare what must be the same on all ranks: digests of it, and only if they differ the values themselves.
+        """Compare values that must be the same on all ranks: first digests, and the values only if these differ.
 
         Args:
-            what: What the values are, as the subject of the message.
-            values: By name, as JSON types.
-            remedy: What to do about it.
+            what: The subject of the message.
+            values: The values by name, as JSON types.
+            remedy: What to do about a difference.
 
         Raises:
-            DistributedError: On all ranks, with the values that differ, by rank.
+            DistributedError: On all ranks, with the differing values by rank.
         """
         if self.world_size == 1:
             return
@@ -130,11 +130,11 @@ class Ranks:
         return work()
 
     def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
-        """Return the lists of all ranks in order on the main one, nothing on the others; empties `values`."""
+        """Return the lists of all ranks in order on the main rank, nothing on the others; empties `values`."""
         return [values]
 
     def share(self, what: str, value: T) -> T:
-        """Return what the main rank has of a tree of tuples, dicts and arrays."""
+        """Return the main rank's value, a tree of tuples, dicts and arrays."""
         return value
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -147,12 +147,12 @@ class Ranks:
 
         Args:
             what: The name of the call.
-            timeout: Seconds without progress after which it ends; None is 30 minutes on several ranks, and never on
-                one.
-            is_start: Whether libraries set up their communication in it, for which they wait in ways of their own: a
-                rank that posts nothing for a minute ends the call then, and `timeout` is a minute at least.
+            timeout: Seconds without progress after which it ends; None is 30 minutes on several ranks, and no limit
+                on one.
+            is_start: Whether libraries set up their communication in it, and wait in their own ways: then a rank that
+                posts nothing for a minute ends the call, and `timeout` is at least a minute.
         """
-        if self.place:  # a call inside of another one, which is watched already
+        if self.place:  # a call inside another one, which is already watched
             with self.at(what):
                 yield
             return
@@ -168,7 +168,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Be in a place inside, as the other ranks see it."""
+        """Set the place that the other ranks see inside."""
         before, self.place = self.place, place
         if not before:
             self.step = 0
@@ -180,7 +180,7 @@ class Ranks:
     # --- ranks that make no progress
 
     def _watch_itself(self, ended: threading.Event) -> None:
-        """Report this process where it makes no progress, and end it after the limit."""
+        """Report this process if it makes no progress, and end it after the limit."""
         stalls = Stalls()
         for passed in _looks(ended):
             lines = stalls.look({0: self._post()}, passed)
@@ -190,7 +190,7 @@ class Ranks:
                 _leave_now(1)
 
     def _post(self) -> Post:
-        """Return what other ranks are to know of this one now."""
+        """Return the current post of this rank for the others."""
         self._beat += 1
         used, before = time.process_time(), self._processor_s
         self._processor_s = used
@@ -200,7 +200,7 @@ class Ranks:
         return Post(self._beat, self.place, self.step, self.moves, self._is_waiting)
 
     def _judge(self, stalls: Stalls, lines: Sequence[str]) -> list[Stall]:
-        """Log what there is to tell of ranks that make no progress, and return those on whose account the run ends."""
+        """Log what is due about ranks without progress, and return those that end the run."""
         lines = [*lines, *map(in_words, stalls.due(QUIET_S))]
         for line in lines if self._tells(stalls) else ():
             logger.warning("%s", line)
@@ -210,11 +210,11 @@ class Ranks:
         return found if all(stall.may_end for stall in found) else []
 
     def _tells(self, stalls: Stalls) -> bool:
-        """Return whether it is this rank that tells of others."""
+        """Return whether this rank reports about others."""
         return True
 
     def _text_of(self, found: Sequence[Stall]) -> str:
-        """Return the message of the error that ends the run on account of these ranks."""
+        """Return the message of the error that ends the run because of these ranks."""
         whole = "" if self.world_size == 1 else f" on all {self.world_size} processes"
         if found[0].seconds < self._limit:
             return (
@@ -228,11 +228,11 @@ class Ranks:
 
 
 _NAMED = 3
-"""How many of the values that differ between ranks an error names."""
+"""How many differing values an error names."""
 
 
 def _difference(what: str, everywhere: Sequence[Mapping[str, str]], remedy: str) -> str:
-    """Return the message for ranks that have other values, each of them as text.
+    """Return the message for values, as text, that differ between ranks.
 
     >>> print(_difference("The arguments of the ranks", [{"seed": "1", "a": "0"}, {"seed": "2", "a": "0"}], "Stop."))
     The arguments of the ranks differ: `seed` is 1 on rank 0 and 2 on rank 1. Stop.
@@ -253,27 +253,27 @@ def _difference(what: str, everywhere: Sequence[Mapping[str, str]], remedy: str)
 
 _FIELDS = 20
 _PART = 1 << 24
-"""Bytes that travel at a time where what a rank has is sent in parts."""
+"""Bytes per part if a rank's data are sent in parts."""
 SILENCE_S = 60.0
-"""Seconds without a post of a rank for which the others wait at the start."""
+"""Seconds that the others wait at the start for a rank without a post."""
 _START = "the start"
-"""The place of a rank from the moment that the others can hear of it until all can exchange."""
+"""The place of a rank from its first post until all ranks are connected."""
 _ERROR_SYNC_S = 5.0
 """Seconds that a failed rank waits for the others to raise the same error."""
 _GRACE_S = 3.0
-"""Seconds that a rank has to notice by itself that another has failed, before it is ended."""
+"""Seconds that a rank has to notice the failure of another rank, before it is ended."""
 _EXIT_WAIT_S = 3.0
 """Seconds that a rank waits for the others at the end of the program."""
 _LOOK_S = 3.0
-"""Seconds without progress of this rank after which it looks at the others."""
+"""Seconds without progress of this rank after which it checks the others."""
 _READ_A_SECOND = 32
-"""How many posts of others a rank reads in a second, at most, once there are more of them."""
+"""The most posts that a rank reads per second, if there are more ranks than that."""
 _UNHANDLED_S = 1.0
-"""Seconds that the main thread has to handle a signal before another thread does."""
+"""Seconds that the main thread has to handle a signal, before another thread does."""
 _MUTE_S = 10.0
-"""Seconds without an answer after which the store is not asked any more."""
+"""Seconds without an answer after which the store is no longer asked."""
 _SIGNALLED_S = 10.0
-"""Seconds without a sign of life of a rank for which a rank that got a signal still waits."""
+"""Seconds that a rank with a signal waits for another rank without a sign of life."""
 _AT_THE_END = "the end of the program"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _made = itertools.count()
@@ -282,18 +282,18 @@ _REQUESTS = 3 + len(_SIGNALS) + len(STOP_REASONS)
 
 @functools.cache
 def _code(what: str) -> float:
-    """Return a number that stands for the name of a call."""
+    """Return a number for the name of a call."""
     return float(zlib.crc32(what.encode()) % 65521 + 1)
 
 
 def _as_numbers(asked: Control) -> list[float]:
-    """Return the requests as numbers, which are added up over the ranks."""
+    """Return the requests as numbers, to sum over the ranks."""
     signals = [asked.signal == number for number in _SIGNALS]
     return [asked.log, asked.evaluate, asked.save, *signals, *(asked.stop == reason for reason in STOP_REASONS)]
 
 
 def _as_control(numbers: list[float]) -> Control:
-    """Return what any rank has requested; the opposite of `_as_numbers`."""
+    """Return the requests of any rank; the inverse of `_as_numbers`."""
     log, evaluate, save, *rest = map(bool, numbers)
     signal_number = next((number for number, is_asked in zip(_SIGNALS, rest, strict=False) if is_asked), 0)
     reasons = [reason for reason, is_asked in zip(STOP_REASONS, rest[len(_SIGNALS) :], strict=True) if is_asked]
@@ -304,15 +304,15 @@ class ProcessRanks(Ranks):
     """The ranks of torch.distributed.
 
     Exchanges run on the host through gloo, so none of them waits for a GPU. Errors are reported through the store of
-    torch.distributed, which can be read while a collective is stuck. It is there before any group of processes is: made
-    with it, this object watches over the libraries that set up their communication, which wait for ever, or for half an
-    hour, for a rank that is gone. There are exchanges after `connect`.
+    torch.distributed, which can be read while a collective is stuck. The store exists before any process group: with
+    it, this object watches the libraries that set up their communication, which wait forever, or for half an hour, for
+    a rank that is gone. Exchanges are possible after `connect`.
 
     Args:
-        store: One that all ranks reach.
+        store: A store that all ranks can reach.
         rank: The number of this rank.
-        world_size: How many there are.
-        timeout: Seconds without progress after which the start ends, a minute at least; None is 30 minutes.
+        world_size: The number of ranks.
+        timeout: Seconds without progress until the start fails, at least a minute; None is 30 minutes.
     """
 
     def __init__(self, store: distributed_c10d.Store, rank: int, world_size: int, timeout: float | None = None) -> None:
@@ -321,36 +321,36 @@ class ProcessRanks(Ranks):
         self.moves: int = 0
         self.place: str = _START
         self.world: Any = None
-        """torch.distributed's group of all ranks that this belongs to, once there is one."""
+        """torch.distributed's group of all ranks, once it exists."""
         self._group: Any = None
         self._process = os.getpid()
-        with contextlib.suppress(RuntimeError):  # a connection of our own: a stuck collective may hold the other
+        with contextlib.suppress(RuntimeError):  # our own connection: a stuck collective may hold the other one
             store = store.clone()  # type: ignore[attr-defined]
         self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
         self._store_error: RuntimeError | None = None
-        """Why the store cannot be asked any more, if so: the process that had it has ended."""
+        """Why the store no longer answers, if so: the process that hosted it has ended."""
         self._limit, self._silence = max(timeout or _TIMEOUT_S, SILENCE_S), SILENCE_S
         self._survived = 0
-        """How many errors all ranks raised alike and survived; the number of the next error in the store."""
+        """How many errors all ranks raised together and survived; the number of the next error in the store."""
         self._report_read: tuple[int, dict[str, Any], bool] | None = None
-        """The failure report of another rank, what `_survived` was then, and whether that rank has given up."""
+        """The failure report of another rank, the value of `_survived` then, and whether that rank has given up."""
         self._has_failed = self._ends = False
         self._has_left = False
-        """Whether a rank has reached the end of the program, as far as the store was read."""
+        """Whether a rank has reached the end of the program, as last read from the store."""
         self._stalls, self._judging = Stalls(), threading.Lock()
         self._posts: dict[int, Post] = {0: Post(0, "", 0, 0, False)}
-        """The latest posts that were read."""
+        """The latest posts read."""
         self._have_posted = False
-        """Whether there is a post of each rank; to read one that is not there would wait for it."""
+        """Whether each rank has posted; reading a missing post would wait for it."""
         self._neighbours: dict[int, dict[str, Any]] = {}
-        """The processes of other ranks of which this one can tell whether they have ended."""
+        """The processes of other ranks that this one can check for having ended."""
         self._unanswered = 0.0
         """Seconds since the store has answered."""
         self._closing = threading.Event()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"process/{self.rank}", json.dumps(own_process()))
             self._store.set(f"post/{self.rank}", json.dumps(self._post()))
-        # Two threads: the store may be in a process that is stopped, and then asking it never ends.
+        # Two threads: if the process that hosts the store is stopped, a request never returns.
         self._posting = threading.Thread(target=self._keep_posting, name="omnitrain-post", daemon=True)
         self._watch = threading.Thread(target=self._keep_watching, name="omnitrain-watch", daemon=True)
         self._posting.start()
@@ -361,14 +361,14 @@ class ProcessRanks(Ranks):
 
     @property
     def is_connected(self) -> bool:
-        """Whether there are exchanges."""
+        """Whether exchanges are possible."""
         return self._group is not None
 
     def connect(self) -> None:
-        """Form the group for exchanges, after torch.distributed has its own; called on all ranks at the same place.
+        """Form the group for exchanges, after torch.distributed's own; all ranks call it at the same place.
 
         Raises:
-            DistributedError: If another rank is gone, or never comes here.
+            DistributedError: If another rank is gone, or never gets here.
         """
         self.world = dist.group.WORLD
         with self.at(_START):
@@ -379,15 +379,15 @@ class ProcessRanks(Ranks):
             except RuntimeError as error:
                 raise self.lost_at_start(error) from error
         self.place = ""
-        # `_wait` detects failures, so waiting itself has no limit: the main rank may hash a checkpoint for an hour.
+        # `_wait` detects failures, so waiting has no limit: the main rank may hash a checkpoint for an hour.
         distributed_c10d._set_pg_timeout(datetime.timedelta(days=7), self._group)
 
     def lost_at_start(self, error: BaseException) -> DistributedError:
-        """Return the error for a rank that was gone when a library set up its communication."""
+        """Return the error for a rank lost while a library set up its communication."""
         return error if isinstance(error, DistributedError) else self._lost(error, _START)
 
     def _await_others(self) -> None:
-        """Wait until all ranks are here; threads watch those that have ever posted."""
+        """Wait until all ranks are here; threads watch those that have posted."""
         self._store.set(f"here/{self.rank}", "")
         end, pause = time.monotonic() + SILENCE_S, 0.005
         while not self._store.check([f"here/{rank}" for rank in range(self.world_size)]):
@@ -413,7 +413,7 @@ class ProcessRanks(Ranks):
         return self._exchange(what, values)
 
     def begin_agreeing(self, what: str, asked: Control, *values: float) -> Callable[[], tuple[Control, list[float]]]:
-        """Start what `agree` does, and return what waits for its end and returns its result; at most 8 values."""
+        """Start `agree`, and return a function that waits for it and returns its result; at most 8 values."""
         wait = self._begin_exchange(what, (*_as_numbers(asked), *values))
 
         def finish() -> tuple[Control, list[float]]:
@@ -424,7 +424,7 @@ class ProcessRanks(Ranks):
 
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks."""
-        own = _packed(value)  # first, as it may fail
+        own = _packed(value)  # before the exchange, as it may fail
         self._exchange(what)
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(own)
@@ -457,13 +457,13 @@ class ProcessRanks(Ranks):
         return result  # type: ignore[return-value]
 
     def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
-        """Return the lists of all ranks in order on the main one, nothing on the others; empties `values`.
+        """Return the lists of all ranks in order on the main rank, nothing on the others; empties `values`.
 
-        They travel in parts, so that no rank but the main one ever holds more than it had.
+        They are sent in parts, so only the main rank ever holds more than its own.
         """
         self._exchange(what)
         found: list[list[T]] = [[] for _ in range(self.world_size)]
-        values.reverse()  # from whose end they are taken
+        values.reverse()  # as they are taken from the end
         while True:
             own = [] if self.is_main else _next_part(values)
             sizes = torch.zeros(self.world_size, dtype=torch.int64)
@@ -487,7 +487,7 @@ class ProcessRanks(Ranks):
         return found
 
     def share(self, what: str, value: T) -> T:
-        """Return what the main rank has of a tree of tuples, dicts and arrays; large arrays travel uncopied."""
+        """Return the main rank's value, a tree of tuples, dicts and arrays; large arrays are sent without a copy."""
         arrays: list[np.ndarray] = []
         tree: Any = self.on_main(what, lambda: _without_arrays(value, arrays))
         if not self.is_main:
@@ -504,15 +504,15 @@ class ProcessRanks(Ranks):
         return tensor
 
     def _exchange(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> list[float]:
-        """Return the sum of each value over all ranks, which must all be at the same call."""
+        """Return the sum of each value over all ranks, which must all make the same call."""
         return self._begin_exchange(what, values)(seconds)
 
     def _begin_exchange(self, what: str, values: Sequence[float]) -> Callable[[float | None], list[float]]:
-        """Start an exchange, and return what waits for its end, at most so many seconds, and returns the sums."""
+        """Start an exchange, and return a function that waits for it, up to some seconds, and returns the sums."""
         if self._ends:
             raise DistributedError(f"{what}: this run has ended by an error on one of its ranks. Start it again.")
         self.moves += 1
-        # The first row is this rank's. gloo gathers such few numbers in half the time in which it adds them up.
+        # The first row is this rank's. For so few numbers, gloo's all_gather takes half the time of its all_reduce.
         board = torch.zeros(self.world_size + 1, _FIELDS, dtype=torch.float64)
         numbers, code = board.numpy(), _code(what)
         numbers[0, 0], numbers[0, 1 : 1 + len(values)] = code, values
@@ -527,9 +527,9 @@ class ProcessRanks(Ranks):
         return finish
 
     def _wait(self, work: Any, what: str, seconds: float | None = None) -> None:
-        """Wait for an exchange as long as no rank has failed, or at most so many seconds."""
+        """Wait for an exchange while no rank has failed, or up to this many seconds."""
         begin, self._is_waiting = time.monotonic(), True
-        # Kept until the next one: freed by gloo's thread at the very end of the program, it would abort the process.
+        # Kept until the next one: if gloo's thread freed it at the very end of the program, the process would abort.
         self._latest = work
         try:
             while True:
@@ -556,10 +556,10 @@ class ProcessRanks(Ranks):
     def calling(self, what: str, timeout: float | None = None, is_start: bool = False) -> Iterator[None]:
         """Enter a call that all ranks must make; an error on one of them ends it on all.
 
-        An error that all of them raise alike, such as a loss that is not finite, leaves them able to go on.
+        After an error that all of them raise together, such as a loss that is not finite, they can go on.
 
         Raises:
-            DistributedError: If another rank made another call, or failed; its error is in the message.
+            DistributedError: If another rank made a different call, or failed; its error is in the message.
         """
         with contextlib.ExitStack() as place:
             if not self.place:
@@ -573,7 +573,7 @@ class ProcessRanks(Ranks):
 
     @contextlib.contextmanager
     def _ending(self, what: str) -> Iterator[None]:
-        """End a call on all ranks if there is an error in it on this one."""
+        """End a call on all ranks if it raises an error on this one."""
         try:
             yield
         except DistributedError:
@@ -592,7 +592,7 @@ class ProcessRanks(Ranks):
             raise
 
     def _is_common(self, error: Exception, what: str) -> bool:
-        """Return whether all ranks raised the same error; this very exchange tells those that did not."""
+        """Return whether all ranks raised the same error; this exchange itself informs those that did not."""
         verdict = "common"
         try:
             self._exchange(f"{type(error).__name__} in {what}", seconds=_ERROR_SYNC_S)
@@ -604,9 +604,9 @@ class ProcessRanks(Ranks):
         return True
 
     def _settle_verdict(self, verdict: str) -> str:
-        """Return whether the error is "common" or "alone": the first verdict in the store counts, on all ranks.
+        """Return whether the error is "common" or "alone": the first verdict in the store counts for all ranks.
 
-        Otherwise a rank that stopped waiting and one that came a little late would disagree.
+        Otherwise a rank that stopped waiting and one that arrived a little late would disagree.
         """
         if self._is_mute:
             return "alone"
@@ -627,11 +627,11 @@ class ProcessRanks(Ranks):
                 self._store.compare_set(f"failure/{self._survived}", "", json.dumps({"rank": self.rank, **report}))
 
     def _read_failure(self) -> None:
-        """Look whether another rank has reported a failure, and whether it still waits for the others to raise it."""
+        """Check whether another rank has reported a failure, and still waits for the others to raise it."""
         survived, keys = self._survived, [f"{name}/{self._survived}" for name in ("failure", "verdict")]
         if self._is_mute:
             return
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the process that held it
+        with contextlib.suppress(RuntimeError):  # the process that hosted the store may have ended
             report = json.loads(self._store.get(keys[0])) if self._store.check(keys[:1]) else None
             if report is not None and (report["rank"] != self.rank or "stall" in report):
                 given_up = self._store.check(keys[1:]) and self._store.get(keys[1]) != b"common"
@@ -660,7 +660,7 @@ class ProcessRanks(Ranks):
             return self._error_from(report)
         if self._has_exited():
             return self._disagreement(what)
-        reason = str(error).partition(". This is")[0].partition("\n")[0]  # gloo goes on to wish good luck
+        reason = str(error).partition(". This is")[0].partition("\n")[0]  # the rest of gloo's message is no help
         lost = DistributedError(
             f"Rank {self.rank} lost another process in {what}: it was killed, or its machine is gone ({reason}). "
             "Start the run again with resume_from='auto'; torchrun's --max-restarts does so by itself."
@@ -669,14 +669,14 @@ class ProcessRanks(Ranks):
         return lost
 
     def _disagreement(self, what: str) -> DistributedError:
-        """Return an error that lists the call of every rank. All notice together, so all write theirs down."""
+        """Return an error that lists the call of every rank. All ranks notice together, so all record their calls."""
         self._ends = True
         self._read_failure()
         report = self._failure()
         if report is not None:
             return self._error_from(report)
         if self._has_failed:
-            return DistributedError(what)  # the others went on, and learn of this error from its report
+            return DistributedError(what)  # the others went on, and read the report of this error
         with contextlib.suppress(RuntimeError):
             if not self._is_mute:
                 self._store.set(f"at/{self.rank}", what)
@@ -693,7 +693,7 @@ class ProcessRanks(Ranks):
         )
 
     def _places_of_ranks(self) -> dict[int, str]:
-        """Return the calls that ranks have written down, by rank."""
+        """Return the recorded calls, by rank."""
         at = {}
         with contextlib.suppress(RuntimeError):
             for rank in range(0 if self._is_mute else self.world_size):
@@ -710,7 +710,7 @@ class ProcessRanks(Ranks):
     # --- the threads
 
     def _keep_posting(self) -> None:
-        """Post where this rank is, read whether another one has failed, and judge the others while this one waits."""
+        """Post where this rank is, check for failures of others, and check their progress while this one waits."""
         still, unread = 0.0, 0.0
         own = self._post()
         for passed in _looks(self._closing):
@@ -721,7 +721,7 @@ class ProcessRanks(Ranks):
                 self._store.set(f"post/{self.rank}", json.dumps(own))
                 self._read_failure()
                 self._has_exited()
-                # Nobody reads what nobody waits for: with many ranks it would be a lot.
+                # Posts are read only while this rank waits: with many ranks there would be too many.
                 looks = still >= min(_LOOK_S, self._limit / 2) or self._stalls.has_told
                 if not self._have_posted:
                     self._have_posted = self._store.check([f"post/{rank}" for rank in range(self.world_size)])
@@ -737,7 +737,7 @@ class ProcessRanks(Ranks):
                 if self.place and self._silence < math.inf and self._failure() is None:
                     self._look_for_neighbours()
                 self._unanswered, self._store_error = 0.0, None
-            except RuntimeError as error:  # it has gone with the process that had it
+            except RuntimeError as error:  # the process that hosted the store has ended
                 self._store_error = error
                 if self._report_read is not None:
                     self._report_read = *self._report_read[:2], True
@@ -755,7 +755,7 @@ class ProcessRanks(Ranks):
         return {rank: process for rank, process in found.items() if is_known(process)}
 
     def _look_for_neighbours(self) -> None:
-        """End the run at the start if another process has ended: only later are there connections that would break."""
+        """End the run during the start if another process has ended: there are no connections yet that would break."""
         for rank, process in self._neighbours.items():
             if not is_alive(process):
                 text = (
@@ -766,7 +766,7 @@ class ProcessRanks(Ranks):
                 return
 
     def _report_gone(self, rank: int, what: str, error: str, text: str) -> None:
-        """Report on account of another rank that the run ends on all of them, and why."""
+        """Report that the run ends on all ranks because of another rank, and why."""
         report = {"what": what, "error": error, "stall": text, "traceback": ""}
         self._send_report(report)
         self._settle_verdict("alone")
@@ -775,7 +775,7 @@ class ProcessRanks(Ranks):
             self._report_read = self._survived, {"rank": rank, **report}, True
 
     def _judge_all(self, passed: float, posts: dict[int, Post] | None = None) -> None:
-        """Report ranks that make no progress, and end the run if that has lasted too long."""
+        """Report ranks without progress, and end the run after the limit."""
         with self._judging:
             lines = self._stalls.look(self._posts if posts is None else posts, passed)
             found = self._judge(self._stalls, lines)
@@ -787,11 +787,11 @@ class ProcessRanks(Ranks):
 
     @property
     def _is_mute(self) -> bool:
-        """Whether the store does not answer: the process that has it is stopped, or gone."""
+        """Whether the store does not answer: the process that hosts it is stopped or gone."""
         return self._unanswered >= _MUTE_S
 
     def _keep_watching(self) -> None:
-        """End this process if another rank has failed, or a signal has come, and it is stuck in a collective."""
+        """End this process if another rank has failed, or a signal has arrived, and it is stuck in a collective."""
         since = alone = 0.0
         for passed in _looks(self._closing):
             if self._ends:
@@ -817,7 +817,7 @@ class ProcessRanks(Ranks):
                 self._end_now(self._error_from(read[1]))
 
     def _left_behind(self) -> list[Stall]:
-        """Return the ranks for which one that got a signal does not wait any more."""
+        """Return the ranks for which a rank with a signal no longer waits."""
         with self._judging:
             found = self._stalls.found(_SIGNALLED_S)
             if not found or not (all(stall.is_silent for stall in found) or self._stalls.are_told(found)):
@@ -825,7 +825,7 @@ class ProcessRanks(Ranks):
         return found
 
     def _leave_at_signal(self) -> None:
-        """End this process where a signal has come, and the main thread cannot handle it."""
+        """End this process if a signal has arrived that the main thread cannot handle."""
         unhandled = signals.unhandled()
         if not unhandled or time.monotonic() - unhandled[-1][1] < _UNHANDLED_S:
             return
@@ -858,7 +858,7 @@ class ProcessRanks(Ranks):
         _leave_now(1)
 
     def _at_exit(self) -> None:
-        """At the end of the program, make sure that no other rank waits for this one."""
+        """Make sure, at the end of the program, that no other rank waits for this one."""
         self._closing.set()
         if not self._is_mute and os.getpid() == self._process:
             self._posting.join(2 * _POLL_INTERVAL.total_seconds())
@@ -875,26 +875,26 @@ class ProcessRanks(Ranks):
         if dist.group.WORLD is not self.world:
             return  # the user has destroyed the group
         with contextlib.suppress(ValueError):  # not the main thread
-            # torchrun sends it to all that have not ended yet when the first one has, with a code of its own or not
+            # when the first process ends, torchrun sends SIGTERM to all others, whatever the exit code
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._exchange(_AT_THE_END, seconds=_EXIT_WAIT_S)
             dist.destroy_process_group()
-        except TimeoutError:  # another rank has more to do
+        except TimeoutError:  # another rank is still working
             self._leave()
         except DistributedError as error:
-            if not self._has_exited():  # another rank ended long before
+            if not self._has_exited():  # if so, another rank ended long ago
                 self._end_now(error)
 
     def _leave(self) -> None:
-        """Say that this rank is at the end of the program; at their next call for all, others find it."""
+        """Record that this rank is at the end of the program; others find this in their next collective call."""
         with contextlib.suppress(RuntimeError):
             if not self._is_mute:
                 self._store.set(f"at/{self.rank}", _AT_THE_END)
                 self._store.set("left", "")
 
     def _keep_store_for_others(self) -> None:
-        """After an error, keep the store alive, if this process hosts it, until the others have read the report."""
+        """Keep the store alive after an error, if this process hosts it, until the others have read the report."""
         if self._is_mute:
             return
         with contextlib.suppress(RuntimeError):
@@ -918,7 +918,7 @@ class ProcessRanks(Ranks):
 
 
 def _looks(ended: threading.Event) -> Iterator[float]:
-    """Yield about once a second how long this process has run since; a stop of the process itself does not count."""
+    """Yield, about once a second, how long this process has run since; time in which it was stopped does not count."""
     interval = _POLL_INTERVAL.total_seconds()
     last = time.monotonic()
     while not ended.wait(interval):
@@ -928,7 +928,7 @@ def _looks(ended: threading.Event) -> Iterator[float]:
 
 
 def _leave_now(code: int) -> NoReturn:
-    """End this process from another thread than the main one, and the workers of its loaders, which may hang too."""
+    """End this process, from another thread than the main one, and its loaders' workers, which may hang too."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)
@@ -943,7 +943,7 @@ def _unpacked(data: torch.Tensor) -> Any:
 
 
 def _next_part(values: list[Any]) -> list[bytes]:
-    """Take values from the end of a list, until there is enough for one part, and return them packed."""
+    """Take values from the end of a list until they fill one part, and return them packed."""
     packed, size = [], 0
     while values and size < _PART:
         packed.append(pickle.dumps(values.pop()))
@@ -952,7 +952,7 @@ def _next_part(values: list[Any]) -> list[bytes]:
 
 
 class _Blank(NamedTuple):
-    """Where an array was."""
+    """The place of an array that was taken out."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -979,5 +979,5 @@ def _with_arrays(tree: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Return whether this is what gloo and NCCL raise where the other end has gone."""
+    """Return whether this is an error that gloo and NCCL raise if the other end is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

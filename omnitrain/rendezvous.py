@@ -1,6 +1,6 @@
-"""Rendezvous of the ranks: how they meet, also after a restart of all of them, and what is known of each meanwhile.
+"""Rendezvous of the ranks: how they find each other, even after a restart of all of them, and notice lost ones.
 
-What they say to each other once they have is in `distributed.py`.
+`distributed.py` has their communication afterwards.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _SCHEME = "omnitrain"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _registered: set[str] = set()
 _timeout: float | None = None
-"""What the latest `meeting` was given."""
+"""The timeout of the latest `meeting`."""
 _met: ProcessRanks | None = None
-"""The ranks that have met last; the trainers of a program share them."""
+"""The ranks of the latest rendezvous; the trainers of a program share them."""
 
 
 @contextlib.contextmanager
 def meeting(timeout: float | None) -> Iterator[str | None]:
-    """Have a rank that is gone noticed while libraries form the group of processes, and set up more, inside.
+    """Detect lost ranks while libraries form the process group, and set up more, inside.
 
     Args:
-        timeout: Seconds without progress after which the start ends, a minute at least; None is 30 minutes.
+        timeout: Seconds without progress until the start fails, at least a minute; None is 30 minutes.
 
     Yields:
-        What `init_process_group` is to be given as `init_method`; None for PyTorch's own.
+        The `init_method` for `init_process_group`; None for PyTorch's default.
 
     Raises:
         DistributedError: If a connection breaks.
@@ -70,10 +70,10 @@ def meeting(timeout: float | None) -> Iterator[str | None]:
 
 
 def connected_ranks(timeout: float | None = None) -> ProcessRanks:
-    """Return the ranks of torch.distributed's group, able to exchange; called on all of them at the same place."""
+    """Return the connected ranks of torch.distributed's group; all ranks call it at the same place."""
     global _met
     if _met is None or _met.world is not dist.group.WORLD:
-        store = distributed_c10d._get_default_store()  # the one place that all ranks can surely reach
+        store = distributed_c10d._get_default_store()  # the one place that all ranks can certainly reach
         _met = ProcessRanks(store, dist.get_rank(), dist.get_world_size(), timeout)
     if not _met.is_connected:
         _met.connect()
@@ -83,11 +83,11 @@ def connected_ranks(timeout: float | None = None) -> ProcessRanks:
 def _rendezvous(
     url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30), **options: object
 ) -> Iterator[tuple[Store, int, int]]:
-    """Yield what "env://" does, with a store in which nothing of an earlier attempt is to be found.
+    """Yield what "env://" does, with a store that contains nothing from an earlier attempt.
 
-    torchrun keeps one store through all of its restarts, so that the processes of an attempt find addresses there that
-    those before them left (pytorch issue 135712), and cannot connect. The number of restarts is no way to tell them
-    apart: each machine has its own.
+    torchrun keeps one store through all restarts, so the processes of an attempt find addresses there left by earlier
+    ones (pytorch issue 135712), and cannot connect. The number of restarts cannot tell attempts apart: each machine
+    has its own.
     """
     global _met
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -117,10 +117,10 @@ def _rendezvous(
 
 
 def _await_store(seconds: float) -> None:
-    """Wait until the store can be reached; PyTorch's own wait for it takes up to three times the given time.
+    """Wait until the store can be reached; PyTorch's own wait takes up to three times the given time.
 
     Raises:
-        TimeoutError: If that takes longer.
+        TimeoutError: If it takes longer.
     """
     end = time.monotonic() + seconds
     while True:
@@ -135,10 +135,10 @@ def _await_store(seconds: float) -> None:
 
 
 def agree_on_name(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a name that all processes of this attempt return, and none of an earlier one.
+    """Return a name shared by all processes of this attempt and none of an earlier one.
 
-    Rank 0 proposes a new name, the others answer with names of their own, and rank 0 lists those. A proposal that an
-    earlier attempt left has a list too, but not with this process in it.
+    Rank 0 proposes a new name, the others answer with their own names, and rank 0 lists those. A proposal left by an
+    earlier attempt has a list too, but one without this process.
 
     Raises:
         TimeoutError: If the processes did not find each other in time.

@@ -1,7 +1,7 @@
-"""Ranks that make no progress: which, where and for how long, told from what each of them posts of itself.
+"""Ranks that make no progress: which, where and for how long, as seen from their posts.
 
-Nothing here knows how posts travel or what ends a run; that is in `distributed.py`. Times are the observer's own: how
-long it has seen no change. Clocks of several machines are never compared.
+Nothing here knows how posts are sent or what ends a run; that is in `distributed.py`. Times are the observer's own: how
+long it has seen no change. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import NamedTuple
 __all__ = ["Post", "Stall", "Stalls", "in_words"]
 
 _ORDER = {place: number for number, place in enumerate(("data", "step", "evaluation", "metrics", "save"))}
-"""The places of a step, in the order in which a rank comes to them."""
+"""The places of a step, in order."""
 
 
 class Post(NamedTuple):
-    """What a rank posts of itself, about once a second.
+    """A rank's report about itself, posted about once a second.
 
     Attributes:
-        beat: Counts the posts: it stands still where the process does not run.
+        beat: Counts the posts; it stops if the process does not run.
         place: What the rank is doing: "data", "step", "evaluation", "metrics", "save", "load", or the name of a call;
-            empty outside of the trainer's calls.
-        step: The number of the optimizer step that it is at.
-        moves: Counts what is done within a place: batches, exchanges, files.
-        waits: Whether it waits for other ranks in an exchange.
+            empty outside the trainer's calls.
+        step: The number of its current optimizer step.
+        moves: Counts progress within a place: batches, exchanges, files.
+        waits: Whether it is waiting for other ranks in an exchange.
         has_ended: Whether this is the last post.
     """
 
@@ -37,13 +37,13 @@ class Post(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """A rank that makes no progress, and for which others may be waiting.
+    """A rank that makes no progress, for which others may be waiting.
 
     Attributes:
         rank: Its number.
-        post: What it has posted last.
-        seconds: How long that has not changed, or for how long there was no post.
-        is_silent: Whether it posts nothing any more: its process does not run.
+        post: Its latest post.
+        seconds: How long that has not changed, or how long there was no post.
+        is_silent: Whether it has stopped posting: its process does not run.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Stall(NamedTuple):
 
     @property
     def may_end(self) -> bool:
-        """Whether this may end a run: what a user's program does outside of the trainer may take its time."""
+        """Whether this may end a run: the user's code outside the trainer may take any time."""
         return bool(self.post.place) or self.is_silent
 
 
@@ -70,22 +70,22 @@ class Stalls:
     def __init__(self) -> None:
         self._posts: dict[int, Post] = {}
         self._still: dict[int, float] = {}
-        """For how long the progress of a rank has not changed."""
+        """How long the progress of a rank has not changed."""
         self._settled: dict[int, float] = {}
-        """For how long it has been at the same place of the same step."""
+        """How long it has been at the same place of the same step."""
         self._silent: dict[int, float] = {}
-        """For how long a rank has posted nothing."""
+        """How long a rank has posted nothing."""
         self._longest: dict[str, float] = {}
-        """For how long a rank was in a place, and went on."""
+        """The longest time that a rank was in a place before it went on."""
         self._told: dict[int, float] = {}
-        """For how long a rank had been still when that was told last."""
+        """How long a rank had made no progress when that was last reported."""
 
     def look(self, posts: Mapping[int, Post], passed: float) -> list[str]:
-        """Take note of the latest posts; return a line for each rank that goes on after it was told to be still.
+        """Record the latest posts; return a line for each rank that goes on after it was reported.
 
         Args:
             posts: The latest post of each rank.
-            passed: Seconds since the last look in which the observer was running itself.
+            passed: Seconds since the last call in which the observer itself was running.
         """
         lines = []
         for rank, post in posts.items():
@@ -107,10 +107,10 @@ class Stalls:
         return lines
 
     def found(self, seconds: float) -> list[Stall]:
-        """Return the ranks for which all others wait, if nothing has moved for so many seconds; else none.
+        """Return the ranks for which all others wait, if nothing has moved for this many seconds.
 
-        These are the ranks whose processes do not run; if all do, those that do not wait themselves, and of these the
-        ones that have come least far.
+        These are the ranks whose processes do not run; if all run, those that do not wait themselves, and of these the
+        ones furthest behind.
         """
         present = {rank: post for rank, post in self._posts.items() if not post.has_ended}
         inside = [rank for rank, post in present.items() if post.place]
@@ -132,7 +132,7 @@ class Stalls:
         return found
 
     def due(self, seconds: float) -> list[Stall]:
-        """Return those of `found` of which to tell now: ever more rarely, and not of what has taken as long before."""
+        """Return those of `found` to report now: less and less often, and not if it has taken as long before."""
         told = []
         for stall in self.found(seconds):
             usual = 0.0 if stall.is_silent else 2 * self._longest.get(stall.post.place, 0.0)
@@ -143,26 +143,26 @@ class Stalls:
 
     @property
     def has_told(self) -> bool:
-        """Whether a rank was told to be still, and has not gone on."""
+        """Whether a rank was reported and has not gone on."""
         return bool(self._told)
 
     def first_alive(self, seconds: float) -> int:
-        """Return the first rank that has posted within so many seconds."""
+        """Return the first rank that has posted within this many seconds."""
         return min((rank for rank in self._posts if self._silent[rank] < seconds), default=-1)
 
     def begun_anew(self) -> Stalls:
-        """Return one that has seen no post, and knows how long ranks were in a place and went on."""
+        """Return a new object without posts that keeps the longest times of places."""
         new = Stalls()
         new._longest = self._longest
         return new
 
     def are_told(self, ranks: list[Stall]) -> bool:
-        """Return whether all of these have been told of, and have not moved since."""
+        """Return whether all of these were reported and have not moved since."""
         return all(stall.rank in self._told for stall in ranks)
 
 
 def in_words(stall: Stall) -> str:
-    """Return a sentence about a rank that makes no progress."""
+    """Describe a rank that makes no progress in a sentence."""
     post, step = stall.post, f" (step {stall.post.step})" if stall.post.step else ""
     if not stall.is_silent:
         return f"Rank {stall.rank} has been in {_place_of(post)} for {stall.seconds:.0f} s{step}."
@@ -177,5 +177,5 @@ def _place_of(post: Post) -> str:
 
 
 def _far(post: Post) -> tuple[int, int]:
-    """Return how far a rank has come."""
+    """Return the progress of a rank, for comparison."""
     return post.step, _ORDER.get(post.place, len(_ORDER))

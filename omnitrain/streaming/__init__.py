@@ -1,7 +1,7 @@
 """Streaming metrics: they read one batch at a time and keep no predictions.
 
-`names.py` holds the names, `reading.py` how a batch is read, `classification.py` and `regression.py` what is
-remembered of the batches. Functions, torchmetrics and the `compute_metrics` argument itself are in `scoring.py`.
+`names.py` has the names, `reading.py` reads a batch, `classification.py` and `regression.py` keep the statistics.
+`scoring.py` has functions, torchmetrics and the `compute_metrics` argument itself.
 """
 
 from omnitrain.streaming.names import NamedMetrics

@@ -1,18 +1,18 @@
-"""Outputs and labels of a batch: the rules of shapes and dtypes for every named metric.
+"""Outputs and labels of a batch: the rules for shapes and dtypes of every named metric.
 
 Nothing here computes a metric, and nothing waits for the device.
 
 * Classification: integer (or bool) labels with class scores of one more dimension, `(N, C)`, `(N, L, C)` or
-  torch's `(N, C, L)`; where both of the last two would fit, the last dimension is the classes. The predicted
+  torch's `(N, C, L)`; if both of the last two would fit, the last dimension is the classes. The predicted
   class is the argmax. Integer outputs of the labels' shape are taken as predictions. Labels of -100 are ignored.
   Nothing is shifted: the scores at a position are compared with the label at that position.
-* One score for each label, of 0 and 1: scores of the labels' shape but for a dimension of 1. With one label a sample
-  these are two classes, with several they are many labels a sample, or one-hot classes. What the loss says of them
-  decides (`Scores`); without it, labels are one-hot if every row of the set has a single 1, and scores are
-  probabilities if all of the set are within 0 and 1, where the threshold is 0.5, else logits, where it is 0.
-* Regression: outputs of the labels' shape, but for a last dimension of 1. Each sample is one row, and results are
-  averaged over its columns. A NaN label is left out of its own column only; -100 is a number like any other.
-* A tuple of outputs stands for its first entry, a mapping for its "logits".
+* One score for each label of 0 or 1: scores have the labels' shape, up to a dimension of 1. With one label per sample
+  these are two classes; with several they are multi-label, or one-hot classes. The loss decides (`Scores`). If it does
+  not, labels are one-hot if every row of the set has a single 1; scores are probabilities if all in the set are
+  between 0 and 1, with a threshold of 0.5, and logits otherwise, with a threshold of 0.
+* Regression: outputs have the labels' shape, up to a last dimension of 1. Each sample is one row, and results are
+  averaged over its columns. A NaN label is left out only of its own column; -100 is a number like any other.
+* For a tuple of outputs its first entry is used, for a mapping its "logits".
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 from omnitrain.errors import DataError
 
 IGNORED = -100
-"""The integer label that torch and transformers leave out of a loss, and every metric here leaves out too."""
+"""The integer label that torch and transformers leave out of a loss, as every metric here does."""
 
 
 def main_output(outputs: Any) -> Any:
-    """Return the tensor that is scored: a tuple's first entry, a mapping's "logits" or only entry."""
+    """Return the tensor to score: a tuple's first entry, a mapping's "logits" or only entry."""
     if isinstance(outputs, Mapping):
         if "logits" not in outputs and len(outputs) != 1:
             raise DataError(
@@ -46,7 +46,7 @@ def main_output(outputs: Any) -> Any:
 def class_dimension(outputs: Sequence[int], labels: Sequence[int], known: int | None = None) -> int | None:
     """Return which dimension of outputs of this shape holds the class scores (-1 or 1), or None if none does.
 
-    Where both would do, `known` decides (what an earlier batch showed), and without it the last one is taken.
+    If both fit, `known` decides (the dimension found in an earlier batch); without it, the last one is used.
     """
     outputs, labels = tuple(outputs), tuple(labels)
     if len(outputs) != len(labels) + 1 or not labels:
@@ -58,12 +58,12 @@ def class_dimension(outputs: Sequence[int], labels: Sequence[int], known: int | 
 
 
 def differ_by_last_one(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether one of two shapes is the other with a last dimension of 1."""
+    """Return whether one of two shapes is the other with an added last dimension of 1."""
     return tuple(one) == (*other, 1) or (*one, 1) == tuple(other)
 
 
 def _differ_by_a_one(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return whether one of two shapes is the other with a dimension of 1, the last one or that of torch's channels."""
+    """Return whether one of two shapes is the other with an added dimension of 1, the last or torch's channels."""
     longer, shorter = sorted((tuple(one), tuple(other)), key=len, reverse=True)
     return differ_by_last_one(one, other) or (len(longer) > 1 and longer[1] == 1 and longer[:1] + longer[2:] == shorter)
 
@@ -78,40 +78,40 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def quote(names: Sequence[str]) -> str:
-    """Return the names as an error message prints them."""
+    """Return the names in the form for an error message."""
     return ", ".join(repr(name) for name in names)
 
 
 def on_wide_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor where 64-bit sums can be made: MPS has no float64."""
+    """Return the tensor on a device with 64-bit sums: MPS has no float64."""
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 @dataclass(slots=True, frozen=True)
 class Scores:
-    """What is known of the scores beforehand, from the loss that they are made for; None is unknown."""
+    """What is known about the scores in advance, from their loss; None is unknown."""
 
     are_probabilities: bool | None = None
     are_of_classes: bool | None = None
-    """Whether the scores of a sample exclude each other, so that labels of their shape are one-hot."""
+    """Whether the classes of a sample exclude each other, so that labels of the scores' shape are one-hot."""
 
 
 @dataclass(slots=True)
 class Layout:
-    """What the batches so far showed about the scores. The counts stay on the device, to be read once at the end."""
+    """What the batches so far show about the scores. The counts stay on the device and are read once, at the end."""
 
     dim: int | None = None
     classes: int | None = None
     columns: int | None = None
-    """Labels of a sample where there is a score for each of them."""
+    """The number of labels per sample, if there is a score for each."""
     outside: Any = 0
-    """How many labels were no class."""
+    """How many labels were not a class."""
     nan: Any = 0
-    """How many samples had a score that is NaN."""
+    """How many samples had a NaN score."""
     unbounded: Any = 0
     """How many scores of 0/1 labels, or rows of class scores, cannot be probabilities."""
     not_one_hot: Any = 0
-    """How many rows of 0/1 labels have not exactly one 1."""
+    """How many rows of 0/1 labels do not have exactly one 1."""
     scores: Scores = Scores()
 
     COUNTS: ClassVar[tuple[str, ...]] = ("outside", "nan", "unbounded", "not_one_hot")
@@ -126,13 +126,13 @@ class Layout:
 
     @property
     def are_probabilities(self) -> bool:
-        """Whether the scores of all batches so far are to be read as probabilities."""
+        """Whether the scores of all batches so far are probabilities."""
         known = self.scores.are_probabilities
         return not int(self.unbounded) if known is None else known
 
     @property
     def is_one_hot(self) -> bool:
-        """Whether labels of the scores' shape stand for one class each."""
+        """Whether labels of the scores' shape are one-hot."""
         known = self.scores.are_of_classes
         return bool(self.columns and self.columns > 1) and (not int(self.not_one_hot) if known is None else known)
 
@@ -144,7 +144,7 @@ class Layout:
 
 @dataclass(slots=True)
 class Indicators:
-    """A batch with one score for each label of 0 or 1, as (samples, labels of each)."""
+    """A batch with one score for each label of 0 or 1, of shape (samples, labels per sample)."""
 
     scores: torch.Tensor
     labels: torch.Tensor
@@ -154,7 +154,7 @@ class Indicators:
 
 @dataclass(slots=True)
 class Classes:
-    """A batch as classification metrics read it."""
+    """A batch in the form for classification metrics."""
 
     outputs: torch.Tensor
     labels: torch.Tensor
@@ -168,13 +168,13 @@ class Classes:
         dim = self.layout.dim
         if not self.has_scores or dim is None:
             return self.outputs
-        predicted = self.outputs.argmax(dim)  # of a row with a NaN, where that is
+        predicted = self.outputs.argmax(dim)  # in a row with a NaN, the NaN
         best = self.outputs.gather(dim, predicted.unsqueeze(dim)).squeeze(dim)
         self.layout.add(nan=(best.isnan() & self.valid).sum())
         return predicted
 
     def scores(self, names: Sequence[str]) -> torch.Tensor:
-        """Return the class scores, or raise DataError where there are only predictions."""
+        """Return the class scores, or raise DataError if there are only predictions."""
         if not self.has_scores:
             raise DataError(
                 f"{quote(names)} needs class scores (N, C), got predictions that are {_describe(self.outputs)}. "
@@ -184,7 +184,7 @@ class Classes:
 
 
 class Batch:
-    """Outputs and labels of one batch; the class reading is made once, however many metrics ask for it."""
+    """Outputs and labels of one batch; the form for classification is computed once for all metrics."""
 
     def __init__(self, outputs: torch.Tensor, labels: torch.Tensor, layout: Layout) -> None:
         self.outputs: torch.Tensor = outputs
@@ -194,7 +194,7 @@ class Batch:
         self._indicators: Indicators | None = None
 
     def indicators(self, names: Sequence[str]) -> Indicators | None:
-        """Return the batch as one score for each label, None if there are class scores; `names` as in `classes`."""
+        """Return the batch with one score for each label, None if there are class scores; `names` as in `classes`."""
         if self._indicators is None and not is_integer(self.outputs):
             self._indicators = self._read_indicators(names)
         return self._indicators
@@ -220,7 +220,7 @@ class Batch:
         return Indicators(scores, labels.where(valid, 0).long(), valid)
 
     def classes(self, names: Sequence[str]) -> Classes:
-        """Return the batch as classification metrics read it; `names` are those to name in an error."""
+        """Return the batch in the form for classification metrics; an error mentions the metrics `names`."""
         if self._classes is None:
             self._classes = self._read_classes(names)
         return self._classes
@@ -251,7 +251,7 @@ class Batch:
         return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
 
     def misfit(self, names: Sequence[str], expected: str) -> DataError:
-        """Return the error that says what was expected of the shapes and types."""
+        """Return the error that says which shapes and types were expected."""
         return DataError(
             f"{quote(names)} cannot score outputs that are {_describe(self.outputs)} against labels that are "
             f"{_describe(self.labels)}. Expected {expected}. To score them otherwise, pass a function "

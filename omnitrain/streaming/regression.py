@@ -1,6 +1,6 @@
 """Streaming regression metrics: running moments in float64, one set per output column.
 
-The names that users ask by are in `names.py`; how a batch is read, in `reading.py`.
+`names.py` has the names of the metrics; `reading.py` reads a batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Moments:
         )
 
     def __add__(self, other: _Moments) -> _Moments:
-        """Join two sets by the update of Chan, Golub and LeVeque (1979), which loses no digits to large means."""
+        """Join two sets by the update of Chan, Golub and LeVeque (1979), which keeps precision with large means."""
         count = self.count + other.count
         shift, share = other.mean - self.mean, other.count / count.clamp(min=1)
         lever = self.count * share
@@ -72,7 +72,7 @@ class _Moments:
 
 
 def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return labels and predictions in float64, a row a sample."""
+    """Return labels and predictions in float64, one row per sample."""
     true, predicted = batch.labels, batch.outputs
     if true.shape != predicted.shape and not differ_by_last_one(true.shape, predicted.shape):
         raise batch.misfit(names, "outputs of the labels' shape")
@@ -82,7 +82,7 @@ def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor
 
 
 class Moments:
-    """Running moments of labels, predictions and errors: what the regression metrics are made of."""
+    """Running moments of labels, predictions and errors, from which the regression metrics are computed."""
 
     def __init__(self, asked: Mapping[str, str]) -> None:
         self._names = list(asked)
@@ -118,7 +118,7 @@ class Moments:
         state = self.state()
         if not state or not state["count"].any():
             return None
-        seen = state["count"] > 0  # a column without a single label has no say in the average
+        seen = state["count"] > 0  # a column without any label is left out of the average
         columns = {name: array[..., seen] for name, array in state.items()}
         with np.errstate(invalid="ignore", divide="ignore"):
             values = REGRESSION[kind](**columns)
@@ -126,7 +126,7 @@ class Moments:
 
 
 def _explained(unexplained: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """Return the explained share of the labels' spread; of a constant label 1 if it is met, else 0: scikit-learn's."""
+    """Return the explained share of the labels' spread; for a constant label 1 or 0, as in scikit-learn."""
     constant = np.where(unexplained == 0, 1.0, unexplained * 0)  # times 0, so that NaN stays NaN
     return np.where(spread[0] == 0, constant, 1 - unexplained / spread[0])
 
@@ -152,7 +152,7 @@ REGRESSION: dict[str, Any] = {
 
 
 class Pairs:
-    """Keeps all labels and predictions, for what cannot be had from sums: medians and rankings."""
+    """Keeps all labels and predictions, for medians and rankings, which sums cannot give."""
 
     def __init__(self, asked: Mapping[str, str]) -> None:
         self._names = list(asked)
@@ -193,7 +193,7 @@ def _correlation(name: str) -> Any:
         if len(true) < 2 or np.isnan(predicted).any():
             return float("nan")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a constant, whose NaN is told as any other
+            warnings.simplefilter("ignore")  # about constants, whose NaN is reported like any other
             return float(getattr(stats, name)(true, predicted)[0])
 
     return compute
