@@ -221,7 +221,7 @@ class Sets:
         return make_loader(dataset, size, name=name, marks=False, subset=subset, **self._loading)
 
     def _by_rules(self, rules: EvalSet, name: str, is_given: bool) -> Loader:
-        """Return the loader of a set with rules of its own, which it carries."""
+        """Return the loader of a set with its own rules, with these rules attached."""
         if rules.every is not None and "[" not in name:
             raise ConfigError(
                 f"`every={str(rules.every)!r}` needs a set with a name, beside others. Pass {{'name': EvalSet(...), "
@@ -235,14 +235,14 @@ class Sets:
                     f"the `EvalSet` in `{name}`."
                 )
             loader = rules.data if is_own else self._given(rules.data, name)
-        else:  # a unit of its own may look at any column
+        else:  # the set's own unit may use any column
             data = rules.data if rules.unit is not None else self._transform(rules.data)
             loader = self._evaluated(data, name, rules.subset)
         loader.rules = rules
         return loader
 
     def _given(self, loader: Any, name: str) -> GivenLoader:
-        """Return the loader around one of the user's own."""
+        """Return our loader around the user's own."""
         is_loader_like = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
         if not is_loader_like or hasattr(loader, "__next__"):
             raise DataError(

@@ -81,12 +81,12 @@ def evaluating(hooks: Hooks) -> Iterator[None]:
 
 
 def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
-    """Return what a metric says itself of whether higher is better; None if it says nothing.
+    """Return whether higher is better according to the metric object itself; None if it does not say.
 
     Args:
-        metric: Its name, with that of its evaluation set if they have names.
-        scorer: Has the metrics of the trainer.
-        loaders: The loader of the evaluation set, or a dict of them.
+        metric: The name of the metric, including the name of its evaluation set if the sets have names.
+        scorer: The scorer with the trainer's metrics.
+        loaders: The loader of the evaluation set, or a dict of loaders.
     """
     bare = metric.removeprefix("eval_")
     named = {f"{name}_": one for name, one in loaders.items()} if isinstance(loaders, Mapping) else {"": loaders}
@@ -99,7 +99,7 @@ def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
 
 
 def _is_same(metrics: Any) -> bool:
-    """Return whether a set has the metrics of the trainer."""
+    """Return whether a set uses the trainer's metrics."""
     return isinstance(metrics, str) and metrics == "same"
 
 
@@ -122,12 +122,12 @@ class Evaluation:
         self.left_out: frozenset[str] = frozenset()
         """The named sets that this evaluation leaves out."""
         self._scorers: dict[int, Scorer] = {}
-        """Of the sets with metrics of their own, by the identity of their rules."""
+        """The scorers of sets with their own metrics, by the `id` of their rules."""
         self._unit: Any = None
-        """What computes loss and outputs on the set that is evaluated, if that is another one than the trainer's."""
+        """The unit of the set being evaluated, if it has its own."""
 
     def scorer_of(self, loader: Loader) -> Scorer:
-        """Return what scores the data of a loader: the trainer's metrics, or those of an `EvalSet`."""
+        """Return the scorer for a loader, with the trainer's metrics or those of an `EvalSet`."""
         rules = loader.rules
         if rules is None or _is_same(rules.metrics):
             return self.scorer
@@ -137,7 +137,7 @@ class Evaluation:
         return self._scorers[id(rules)]
 
     def check(self, objective: Objective, loaders: Any) -> None:
-        """Raise ObjectiveError for an objective that cannot come, or not in every evaluation."""
+        """Raise ObjectiveError if the metric to optimize will be missing from some evaluations, or from all."""
         metric = objective.metric.removeprefix("eval_")
         named = loaders if isinstance(loaders, Mapping) else {}
         for name, one in named.items():
