@@ -231,7 +231,7 @@ class Objective:
         """Refuse a metric that no evaluation will have, given the names of all results.
 
         Args:
-            names: The names, without "eval_".
+            names: The names, without `eval_`.
 
         Raises:
             ObjectiveError: If the metric is not among them.
