@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
 import omnitrain
 
 project = "omnitrain"
@@ -22,6 +29,8 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"omnitrain {release}"
+html_static_path = ["_static"]
+html_css_files = ["omnitrain.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -34,3 +43,51 @@ python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def as_page(path: Path) -> str:
+    """Return a notebook as Markdown, with the outputs that are saved in it."""
+    blocks: list[str] = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            blocks.append(text)
+            if len(blocks) == 1:
+                blocks.append(
+                    f"*This page is `notebooks/{path.name}` with its outputs.*"
+                )
+            continue
+        blocks.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {"text/plain": output.get("text")})
+            if image := data.get("image/png"):
+                encoded = "".join(image).replace("\n", "")
+                blocks.append(f"![A picture](data:image/png;base64,{encoded})")
+            else:
+                said = "".join(data["text/plain"]).rstrip()
+                blocks.append(f"```text\n{said}\n```")
+    return "\n\n".join(blocks)
+
+
+def show(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fill the pages of the notebooks and of the examples, which lie elsewhere."""
+    if page.startswith("notebook-"):
+        path = ROOT / "notebooks" / f"{page.removeprefix('notebook-')}.ipynb"
+        source[0] = as_page(path)
+    elif page == "examples":
+        path = ROOT / "examples" / "README.md"
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"\[(\w+)\]\(\1\)", r"`\1`", text)  # a folder
+        source[0] = re.sub(r"\]\((?=\w+\.)", "](../examples/", text)
+    else:
+        return
+    app.env.note_dependency(str(path))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Tell Sphinx of the above."""
+    app.connect("source-read", show)
+    return {"parallel_read_safe": True}
