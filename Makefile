@@ -21,7 +21,7 @@ limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv demo test test-all test-oldest check check-format check-lint check-types check-architecture format signatures docs \
-	examples notebooks notebooks-write bench gpu clean
+	linkcheck examples notebooks notebooks-write bench gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -83,6 +83,9 @@ format: $(VENV)/.has-dev signatures ## format the code and mend what ruff can me
 
 docs: $(VENV)/.has-docs ## build the documentation into docs/_build/html, warnings are errors
 	$(call limit,600) $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+linkcheck: $(VENV)/.has-docs ## follow every link of the documentation, those to other sites too
+	$(call limit,600) $(BIN)/python -m sphinx -b linkcheck docs docs/_build/linkcheck
 
 examples: $(VENV)/.has-test ## run every script in examples, as many at a time as there are WORKERS
 	@printf '%s\n' $(sort $(wildcard examples/*.py examples/hf/*.py)) | OMP_NUM_THREADS=1 xargs -P $(WORKERS) -I{} sh -c \

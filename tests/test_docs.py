@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +32,11 @@ from omnitrain.streaming import names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+LINKED = {
+    str(path.relative_to(ROOT)): path
+    for pattern in ("*.md", "docs/*.md", "examples/*.md", "benchmarks/**/*.md", "notebooks/*.ipynb")
+    for path in sorted(ROOT.glob(pattern))
+}
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -97,11 +104,43 @@ def test_no_code_hides_from_the_tests_in_another_fence(page: str) -> None:
     }
 
 
-@pytest.mark.parametrize("page", PAGES)
+def prose(path: Path) -> str:
+    """Return the Markdown of a page, or of a notebook's cells, without code."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return FENCE.sub("", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    found: Counter[str] = Counter()
+    anchors = set()
+    for title in re.findall(r"^#{1,6} (.+)$", prose(path), re.MULTILINE):
+        title = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        anchors.add(f"{slug}-{found[slug]}" if found[slug] else slug)
+        found[slug] += 1
+    return anchors
+
+
+@pytest.mark.parametrize("page", LINKED)
 def test_links_lead_somewhere(page: str) -> None:
-    text = FENCE.sub("", PAGES[page].read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)#\s]+)", text):
-        assert "://" in target or (PAGES[page].parent / target).exists(), target
+    """Those to other places are for `make linkcheck`, which needs a network."""
+    for target in re.findall(r"\]\(([^)\s]+)", re.sub(r"`[^`\n]*`", "", prose(LINKED[page]))):
+        if re.match(r"https://[\w.-]+\.\w+(/|$)", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = LINKED[page].parent / name if name else LINKED[page]
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_every_notebook_has_a_page() -> None:
+    """docs/conf.py fills it."""
+    pages = {path.stem.removeprefix("notebook-") for path in (ROOT / "docs").glob("notebook-*.md")}
+    assert pages == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 
 @pytest.mark.parametrize("page", PAGES)
