@@ -34,9 +34,10 @@ _CLOCK = re.compile(r"\s*".join(f"(?:{_NUMBER}{letter})?" for letter in _SECONDS
 class Duration:
     """A length of training: epochs, optimizer steps, samples, tokens, seconds, or a share of the run.
 
-    >>> str(Duration.parse("2h30m", unit="ba", name="save_steps")), str(Duration.parse(500, "ba", "save_steps"))
+    >>> every = Duration.parse("2h30m", unit="ba", name="save_steps")
+    >>> str(every), str(Duration.parse(500, "ba", "save_steps"))
     ('2h30m', '500ba')
-    >>> Duration.parse("2h30m", unit="ba", name="save_steps").due(Progress(seconds=9000.0))
+    >>> every.due(Progress(seconds=9000.0))
     True
     """
 

@@ -32,22 +32,23 @@ class Event(StrEnum):
 
     ::
 
-        CHECKPOINT_LOADED                         # only if the run resumes
+        CHECKPOINT_LOADED                   # only if the run resumes
         TRAIN_START
         while not stop:
             EPOCH_START
-            for window in epoch:                  # a window is the list of micro-batches of one optimizer step
+            for window in epoch:            # the micro-batches of one optimizer step
                 STEP_START
-                for batch in window:  prepare -> [algorithms: batch] -> forward -> [algorithms: loss] -> backward
-                BEFORE_OPTIMIZER_STEP             # gradients final, unscaled, clipped; not under DeepSpeed
+                for batch in window:
+                    prepare -> [algorithms: batch] -> forward -> [algorithms: loss] -> backward
+                BEFORE_OPTIMIZER_STEP       # gradients final; not under DeepSpeed
                 optimizer, scaler, scheduler, zero_grad
-                STEP_END                          # callbacks may request: log, evaluate, save, stop
+                STEP_END                    # callbacks may request: log, evaluate, save, stop
                 if requested: log      -> LOG
                 if requested: EVAL_START, evaluate -> EVAL_END  # may request: save, stop
                 if requested: save     -> SAVE_END              # may delete old checkpoints
-            EPOCH_END                             # once per EPOCH_START; counts only if the data were used up
+            EPOCH_END                       # once per EPOCH_START; counts if the data were used up
             if requested: log, evaluate, save, as above
-        TRAIN_END                                 # always, even after EXCEPTION
+        TRAIN_END                           # always, even after EXCEPTION
 
     CHECKPOINT_LOADED also follows each call of `load_checkpoint()`.
     With `eval_on_start=True`, one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.

@@ -75,7 +75,8 @@ class MetricsDict(dict[str, Any]):
 
     >>> metrics = MetricsDict()
     >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.7})
-    >>> metrics.add_valid({"epoch": 1, "step": 10, "eval_loss": 0.6, "eval_accuracy": 0.8}, best=True)
+    >>> row = {"epoch": 1, "step": 10, "eval_loss": 0.6, "eval_accuracy": 0.8}
+    >>> metrics.add_valid(row, best=True)
     >>> metrics["best_valid"]["accuracy"], metrics["best_step"]
     (0.8, 10)
     >>> print(metrics)

@@ -169,7 +169,8 @@ class Objective:
     *Patience* counts the evaluations since the last gain of more than `delta`, so small gains can add up to one.
 
     >>> objective = Objective("accuracy", delta=0.1)
-    >>> [objective.update(value, step) for step, value in enumerate([0.5, 0.55, 0.53, 0.62], start=1)]
+    >>> values = [0.5, 0.55, 0.53, 0.62]
+    >>> [objective.update(value, step) for step, value in enumerate(values, start=1)]
     [True, True, False, True]
     >>> objective.best, objective.best_step, objective.evaluations_without_gain
     (0.62, 4, 0)

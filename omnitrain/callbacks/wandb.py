@@ -31,7 +31,8 @@ class WandbLogger(Callback):
         project: The W&B project; None is W&B's default.
         **init_kwargs: Passed on to `wandb.init()`; they override everything set here.
 
-    >>> reporters = [WandbLogger(project="digits", tags=["baseline"])]  # Trainer(..., callbacks=reporters)
+    >>> reporter = WandbLogger(project="digits", tags=["baseline"])
+    >>> callbacks = [reporter]  # Trainer(..., callbacks=callbacks)
     """
 
     order: ClassVar[int] | int = 40

@@ -93,7 +93,8 @@ class HFTrainingArguments(transformers.TrainingArguments):
     """transformers' TrainingArguments, which also accepts names that newer versions have dropped.
 
     >>> import tempfile
-    >>> args = HFTrainingArguments(tempfile.mkdtemp(), evaluation_strategy="steps", eval_steps=5, use_cpu=True)
+    >>> folder = tempfile.mkdtemp()
+    >>> args = HFTrainingArguments(folder, evaluation_strategy="steps", use_cpu=True)
     >>> args.eval_strategy.value
     'steps'
     """
