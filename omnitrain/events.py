@@ -42,11 +42,11 @@ class Event(StrEnum):
                     prepare -> [algorithms: batch] -> forward -> [algorithms: loss] -> backward
                 BEFORE_OPTIMIZER_STEP       # gradients final; not under DeepSpeed
                 optimizer, scaler, scheduler, zero_grad
-                STEP_END                    # callbacks may request: log, evaluate, save, stop
+                STEP_END                    # callbacks may request log, evaluate, save, stop
                 if requested: log      -> LOG
-                if requested: EVAL_START, evaluate -> EVAL_END  # may request: save, stop
-                if requested: save     -> SAVE_END              # may delete old checkpoints
-            EPOCH_END                       # once per EPOCH_START; counts if the data were used up
+                if requested: EVAL_START, evaluate -> EVAL_END  # may request save, stop
+                if requested: save     -> SAVE_END       # may delete old checkpoints
+            EPOCH_END                       # once per EPOCH_START; counts if the data ran out
             if requested: log, evaluate, save, as above
         TRAIN_END                           # always, even after EXCEPTION
 
