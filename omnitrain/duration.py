@@ -1,6 +1,7 @@
 """Durations: lengths of a run and of its intervals.
 
-Only arithmetic on a `Progress` belongs here. The lifecycle and the callbacks decide when to ask, and what follows.
+Only arithmetic on them and on a `Progress` belongs here. The lifecycle and the callbacks decide when to ask, and what
+follows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numbers
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, overload
 
 from omnitrain.errors import ConfigError
 from omnitrain.progress import Progress
@@ -20,6 +21,7 @@ __all__ = ["Duration", "Every", "Limits"]
 
 _COUNTERS = {"ep": "epochs", "ba": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
 _WORDS = {"ep": "epochs", "ba": "steps", "sp": "samples", "tok": "tokens", "s": "seconds", "dur": "run"}
+_UNDIVIDED = ("ba", "sp", "tok")
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS = (
     "'10ep' (epochs), '500ba' (optimizer steps), '4e4sp' (samples), '3e6tok' (tokens), "
@@ -34,11 +36,17 @@ _CLOCK = re.compile(r"\s*".join(f"(?:{_NUMBER}{letter})?" for letter in _SECONDS
 class Duration:
     """A length of training: epochs, optimizer steps, samples, tokens, seconds, or a share of the run.
 
+    Durations of one unit can be added, subtracted, compared and divided; any can be multiplied or divided by a number.
+    What counts steps, samples or tokens is rounded to a whole number of them. Where one operand is a Duration, the
+    other may be a string.
+
     >>> every = Duration.parse("2h30m", unit="ba", name="save_steps")
     >>> str(every), str(Duration.parse(500, "ba", "save_steps"))
     ('2h30m', '500ba')
     >>> every.due(Progress(seconds=9000.0))
     True
+    >>> str(Duration.parse("2h") + "30m"), str(Duration.parse("90ep") / 3), Duration.parse("2ep") / "8ep"
+    ('2h30m', '30ep', 0.25)
     """
 
     value: float
@@ -52,8 +60,8 @@ class Duration:
         object.__setattr__(self, "value", value)
 
     @classmethod
-    def parse(cls, text: int | float | str | Duration, unit: str, name: str) -> Duration:
-        """Read a duration as users write it; a plain number counts `unit`.
+    def parse(cls, text: int | float | str | Duration, unit: str = "ba", name: str = "duration") -> Duration:
+        """Read a duration as users write it; a plain number counts `unit`, which is steps by default.
 
         Args:
             text: A number, a string such as "10ep", "3e4tok" or "2h30m", or a Duration.
@@ -89,6 +97,82 @@ class Duration:
         if isinstance(self.value, int):
             return progress.epoch >= self.value
         return _multiples(progress, "ep", *_ratio(self.value)) > 0
+
+    def __add__(self, other: Duration | str) -> Duration:
+        """Return the two lengths together.
+
+        Raises:
+            ConfigError: They are of two units.
+        """
+        return self._new(self.exact + self._same_unit(other, "added"))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Duration | str) -> Duration:
+        """Return what is left of this one without the other.
+
+        Raises:
+            ConfigError: They are of two units, or nothing is left.
+        """
+        return self._new(self.exact - self._same_unit(other, "subtracted"))
+
+    def __rsub__(self, other: Duration | str) -> Duration:
+        return self._new(self._same_unit(other, "subtracted") - self.exact)
+
+    def __mul__(self, number: float) -> Duration:
+        """Return it a number of times."""
+        return self._new(self.exact * Fraction(*_ratio(number))) if _is_positive(number) else NotImplemented
+
+    __rmul__ = __mul__
+
+    @overload
+    def __truediv__(self, other: float) -> Duration: ...
+    @overload
+    def __truediv__(self, other: Duration | str) -> float: ...
+    def __truediv__(self, other: Duration | str | float) -> Duration | float:
+        """Return a part of it, where the other is a number; how often the other goes into it, where that is a length.
+
+        Raises:
+            ConfigError: They are of two units.
+        """
+        if isinstance(other, (Duration, str)):
+            return float(self.exact / self._same_unit(other, "divided"))
+        return self._new(self.exact / Fraction(*_ratio(other))) if _is_positive(other) else NotImplemented
+
+    def __lt__(self, other: Duration | str) -> bool:
+        return self.exact < self._same_unit(other, "compared")
+
+    def __le__(self, other: Duration | str) -> bool:
+        return self.exact <= self._same_unit(other, "compared")
+
+    def __gt__(self, other: Duration | str) -> bool:
+        return self.exact > self._same_unit(other, "compared")
+
+    def __ge__(self, other: Duration | str) -> bool:
+        return self.exact >= self._same_unit(other, "compared")
+
+    @property
+    def exact(self) -> Fraction:
+        """The value as the fraction that it stands for: 1/10 for 0.1."""
+        return Fraction(*_ratio(self.value))
+
+    def _same_unit(self, other: Duration | str, done: str) -> Fraction:
+        """Return the value of another duration of this unit."""
+        if isinstance(other, str):
+            other = Duration.parse(other)
+        if not isinstance(other, Duration):
+            raise TypeError(f"'{self}' can be {done} with a duration such as '2{self.unit}', got {other!r}.")
+        if other.unit != self.unit:
+            raise ConfigError(
+                f"'{self}' and '{other}' cannot be {done}: one counts {_WORDS[self.unit]}, the other "
+                f"{_WORDS[other.unit]}, and what these are in each other depends on the run. Give both in one unit."
+            )
+        return other.exact
+
+    def _new(self, value: Fraction) -> Duration:
+        """Return a duration of this unit, rounded to a whole number where the unit cannot be divided."""
+        number = round(value) if self.unit in _UNDIVIDED else float(value)
+        return Duration(_checked(number, self.unit, "duration", f"{float(value):g}{self.unit}"), self.unit)
 
     def __str__(self) -> str:
         """Write it as `parse` reads it."""
@@ -265,7 +349,7 @@ def _checked(value: Any, unit: str, name: str, shown: str, bare: str = "") -> fl
     whole = int(value)
     if whole == value:
         return whole
-    if unit in ("ba", "sp", "tok"):
+    if unit in _UNDIVIDED:
         raise ConfigError(f"`{name}` must be a whole number of {_WORDS[unit]}, got {shown}.")
     return float(value)
 

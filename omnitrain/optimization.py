@@ -1,25 +1,31 @@
-"""Optimizer and schedule, from `optimizer`, `learning_rate`, `lr_scheduler` and `warmup_steps`."""
+"""Optimizer and schedule, from `optimizer`, `learning_rate`, `lr_scheduler` and `warmup_steps`.
+
+What the rate is at a place of a run is in `schedules.py`.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.progress import Progress
+from omnitrain.schedules import NAMED, Course, Place, Schedule, made, named_schedule, warmup_length
 from omnitrain.settings import DEFAULTS
 
 __all__ = [
-    "SCHEDULES",
-    "TRANSFORMERS_SCHEDULES",
+    "SCHEDULE_NAMES",
+    "ScheduleLR",
     "build_optimizer",
     "build_scheduler",
     "check_optimizers",
@@ -31,14 +37,14 @@ __all__ = [
 ]
 
 
-def import_class(path: str, wanted: type, name: str) -> Any:
+def import_class(path: str, wanted: type | tuple[type, ...], name: str) -> Any:
     """Return the class at a dotted path such as "torch.optim.SGD", without calling anything in it.
 
     Importing a module runs it, so only packages of optimizers are imported; others must be imported by the program.
 
     Args:
         path: The path.
-        wanted: The required base class.
+        wanted: The required base class, or several.
         name: The argument with this path.
 
     Raises:
@@ -57,14 +63,25 @@ def import_class(path: str, wanted: type, name: str) -> Any:
             f"`{name}={path[:200]!r}` cannot be imported: {error}. Give a dotted path such as 'torch.optim.SGD'."
         ) from error
     if not isinstance(found, type) or not issubclass(found, wanted):
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        named = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         raise ConfigError(
-            f"`{name}={path[:200]!r}` is not a subclass of {wanted.__module__}.{wanted.__name__}. Give the path "
-            "of one, or pass a function itself."
+            f"`{name}={path[:200]!r}` is not a subclass of {named}. Give the path of one, or pass a function itself."
         )
     return found
 
 
-_PACKAGES = ("torch", "transformers", "bitsandbytes", "torchao", "torch_optimizer", "pytorch_optimizer", "timm", "apex")
+_PACKAGES = (
+    "omnitrain",
+    "torch",
+    "transformers",
+    "bitsandbytes",
+    "torchao",
+    "torch_optimizer",
+    "pytorch_optimizer",
+    "timm",
+    "apex",
+)
 """Packages of optimizers and schedules, which may be imported for a path."""
 
 
@@ -167,53 +184,190 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def _linear(progress: float) -> float:
-    return 1.0 - progress
+BY_TRANSFORMERS = ("cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
+"""Names that transformers itself makes if it is installed, with `lr_scheduler_kwargs`."""
+
+SCHEDULE_NAMES = (*NAMED, *BY_TRANSFORMERS, "reduce_lr_on_plateau")
+"""What `lr_scheduler` may be called."""
 
 
-def _cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+class ScheduleLR(LambdaLR):
+    """Sets the rates of an optimizer by a schedule, which needs the progress of the run or its steps alone.
 
+    Args:
+        optimizer: Whose rates it sets.
+        schedule: The factor of these.
+        course: The length of the run.
 
-def _constant(progress: float) -> float:
-    return 1.0
+    Attributes:
+        schedule: As it was given.
+        follows: Whether the steps alone do not tell the rate, so that `move` needs the progress.
+        progress: Where the run was when the rates were set; None where steps tell them.
+        units: What lengths of the schedule and the run are counted in.
+    """
 
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, course: Course) -> None:
+        needs_end = any(length.unit == "dur" for length in schedule.lengths())
+        course = course if needs_end else replace(course, limits=None)
+        self.schedule: Schedule = schedule
+        self.course: Course = course
+        self.follows: bool = course.follows(schedule)
+        self.progress: Progress | None = Progress() if self.follows else None
+        self.units: frozenset[str] = course.units(schedule)
+        super().__init__(optimizer, [self._factor_of(number) for number in range(len(optimizer.param_groups))])
 
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": _constant,
-    "constant_with_warmup": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-}
-"""Factor of the learning rate as a function of the fraction of steps after warm-up, by transformers' names."""
+    def _factor_of(self, number: int) -> Callable[[int], float]:
+        def factor(count: int) -> float:
+            # a tensor is the rate of a compiled step
+            rate = float(self.base_lrs[number]) if self._has_least else 1.0
+            return self.schedule.factor(Place(self.course, count, self.progress), rate)
 
-TRANSFORMERS_SCHEDULES = ("cosine_with_restarts", "inverse_sqrt", "polynomial")
-"""Further schedules, which transformers builds if it is installed; its others need more than a name."""
+        return factor
+
+    @property
+    def _has_least(self) -> bool:
+        return any(one.min_lr is not None for one in self.schedule.parts)
+
+    def move(self, progress: Progress, applied: bool) -> None:
+        """Set the rates by where the run is now.
+
+        Args:
+            progress: Where that is.
+            applied: Whether an update was made.
+        """
+        self.progress = copy.copy(progress)
+        if applied:
+            self.step()
+        else:  # the data went on all the same
+            self.set_rates()
+
+    def set_rates(self) -> None:
+        """Set the rates anew for where the run is, without counting a step."""
+        for group, rate, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
+            rate = rate * factor(self.last_epoch)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far it has come, as any LambdaLR does."""
+        own = ("schedule", "course", "follows", "progress", "units")
+        return {key: value for key, value in super().state_dict().items() if key not in own}
 
 
 def build_scheduler(
     spec: Any,
     optimizer: torch.optim.Optimizer,
     *,
-    warmup_steps: int,
-    total_steps: int | None,
+    warmup_steps: Any = 0,
+    total_steps: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    course: Course | None = None,
+    mode: str = "min",
 ) -> Any:
-    """Return the schedule for `spec`: an instance, a name from transformers, or a callable of the optimizer.
+    """Return the schedule that `spec` names.
+
+    Args:
+        spec: An instance, a `Schedule`, a name, the path of a class, or a callable of the optimizer.
+        optimizer: Whose rates it sets.
+        warmup_steps: The warm-up of a schedule by name: steps, a share of the run below 1, or a duration.
+        total_steps: Optimizer steps of the run; None where they are unknown.
+        options: What a schedule by name, path or class is made with beside the optimizer.
+        course: The length of the run, where it is more than `total_steps`.
+        mode: "min" or "max": the better direction of what evaluations are judged by.
 
     Raises:
         ConfigError: If the name is unknown, the length of the run is needed but unknown, the instance belongs
-            to another optimizer, or `warmup_steps` would have no effect.
+            to another optimizer, or `warmup_steps` or `options` would have no effect.
     """
+    course = course or Course("ba", total_steps)
     if isinstance(spec, str) and "." in spec:
-        spec = import_class(spec, LRScheduler, "lr_scheduler")
-    if spec is None or isinstance(spec, str):
-        name = spec or ("constant_with_warmup" if warmup_steps else None)
-        return None if name is None else _named_schedule(name, optimizer, warmup_steps, total_steps)
-    if warmup_steps:
+        spec = import_class(spec, (LRScheduler, Schedule), "lr_scheduler")
+    if isinstance(spec, type) and issubclass(spec, Schedule):
+        spec, options = made(spec, spec.__name__, options or {}), None
+    is_named = isinstance(spec, str | None)
+    if warmup_steps and not is_named:
+        instead = "Pass it to the schedule: warmup=..." if isinstance(spec, Schedule) else (
+            "Use a name such as lr_scheduler='cosine', or put the warm-up into the schedule itself."
+        )  # fmt: skip
         raise ConfigError(
             f"`warmup_steps={warmup_steps}` has no effect on a `lr_scheduler` that is an instance or a callable. "
-            "Use a name such as lr_scheduler='cosine', or put the warm-up into the schedule itself."
+            f"{instead}"
         )
+    if options and (spec is None or not (is_named or isinstance(spec, type))):
+        raise ConfigError(
+            f"`lr_scheduler_kwargs={dict(options)!r}` has no effect on a `lr_scheduler` that is no name and no class. "
+            "Pass a name, such as lr_scheduler='cosine'."
+        )
+    name = repr(spec)
+    if is_named:
+        spec = spec or ("constant_with_warmup" if warmup_steps else None)
+        if spec is None:
+            return None
+        if spec in BY_TRANSFORMERS or spec == "reduce_lr_on_plateau":
+            return _of_transformers(spec, optimizer, warmup_steps, course, options or {}, mode)
+        spec = named_schedule(spec, options, warmup_length(warmup_steps))
+    if isinstance(spec, Schedule):
+        course.check(spec, name)
+        _check_least(spec, optimizer)
+        return ScheduleLR(optimizer, spec, course)
+    return _scheduler_of(spec, optimizer, options or {})
+
+
+def _check_least(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a least rate above the rate of a group that trains."""
+    for part in schedule.parts:
+        for group in optimizer.param_groups:
+            rate = float(group.get("initial_lr", group["lr"]))
+            if part.min_lr is not None and 0 < rate <= part.min_lr:
+                raise ConfigError(
+                    f"`{type(part).__name__}`: its `min_lr={part.min_lr:g}` is not below the learning rate, {rate:g} "
+                    "in one of the optimizer's groups. Make it smaller, or give a share of each: min_lr_rate=0.1."
+                )
+
+
+def _of_transformers(
+    name: str, optimizer: torch.optim.Optimizer, warmup: Any, course: Course, options: Mapping[str, Any], mode: str
+) -> Any:
+    """Return a schedule that transformers or torch makes."""
+    if name in ("reduce_lr_on_plateau", "greedy") and warmup:
+        raise ConfigError(f"`warmup_steps={warmup}` has no effect on `lr_scheduler={name!r}`. Leave it out.")
+    if name == "reduce_lr_on_plateau":
+        return _scheduler_of(ReduceLROnPlateau, optimizer, {"mode": mode, **options})
+    try:
+        from transformers import get_scheduler
+    except ImportError:
+        raise MissingExtraError(f"lr_scheduler={name!r}", "transformers", "hf") from None
+    steps = 0
+    if name != "greedy":
+        if course.end is None:
+            raise ConfigError(
+                f"`lr_scheduler={name!r}` is made by transformers for a number of steps, which is unknown here. Set "
+                "`max_steps`, or use a schedule that follows tokens, samples and time: 'wsd' or 'cosine' with "
+                "lr_scheduler_kwargs={'min_lr': ...}."
+            )
+        length = warmup_length(warmup)
+        found = 0 if length == 0 else course.convert(length)
+        if found is None:
+            raise ConfigError(f"`lr_scheduler={name!r}` takes a warm-up in steps, got `warmup_steps={warmup!r}`.")
+        steps = int(found)
+    else:
+        options = {"mode": mode, **options}
+    try:
+        return get_scheduler(
+            name, optimizer, num_warmup_steps=steps, num_training_steps=course.end,
+            scheduler_specific_kwargs=dict(options),
+        )  # type: ignore[call-arg]  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`lr_scheduler={name!r}` with `lr_scheduler_kwargs={dict(options)!r}`: transformers refuses it: {error}"
+        ) from error
+
+
+def _scheduler_of(spec: Any, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Any:
+    """Return an instance of torch's kind: as it was given, of a class, or what a callable makes."""
     scheduler = spec
     if isinstance(spec, type) or not callable(getattr(spec, "step", None)):
         is_other_class = isinstance(spec, type) and not callable(getattr(spec, "step", None))
@@ -222,13 +376,13 @@ def build_scheduler(
                 f"`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got {spec!r:.200}."
             )
         try:
-            scheduler = spec(optimizer)
+            scheduler = spec(optimizer, **options)
         except TypeError as error:
             if not isinstance(spec, type):
                 raise
             raise ConfigError(
-                f"`lr_scheduler={spec.__name__}` needs more than the optimizer: {error}. Pass a function: "
-                f"lr_scheduler=lambda optimizer: {spec.__name__}(optimizer, ...)."
+                f"`lr_scheduler={spec.__name__}` needs other arguments beside the optimizer: {error}. Pass them as "
+                f"`lr_scheduler_kwargs`, or a function: lr_scheduler=lambda optimizer: {spec.__name__}(optimizer, ...)."
             ) from error
         if not callable(getattr(scheduler, "step", None)):
             raise ConfigError(
@@ -250,37 +404,6 @@ def follows_evaluations(scheduler: Any) -> bool:
         return False
     taken = inspect.signature(scheduler.step).parameters.get("metrics")
     return taken is not None and taken.default is taken.empty
-
-
-def _named_schedule(name: str, optimizer: torch.optim.Optimizer, warmup: int, total: int | None) -> LRScheduler:
-    known = [*SCHEDULES, *TRANSFORMERS_SCHEDULES]
-    if name not in known:
-        raise ConfigError(
-            f"`lr_scheduler` must be one of {', '.join(map(repr, known))}, a scheduler or a callable of the optimizer, "
-            f"got {name[:200]!r}.{did_you_mean(name, known)}"
-        )
-    shape = SCHEDULES.get(name)
-    if total is None and shape is not _constant and name != "inverse_sqrt":
-        raise ConfigError(
-            f"`lr_scheduler={name!r}` needs the number of steps, which is unknown: the data has no length. "
-            "Set `max_steps`."
-        )
-    if total is not None and warmup >= total:
-        raise ConfigError(f"`warmup_steps={warmup}` leaves nothing of the run's {total} steps. Make it smaller.")
-    if shape is None:
-        try:
-            from transformers import get_scheduler
-        except ImportError:
-            raise MissingExtraError(f"lr_scheduler={name!r}", "transformers", "hf") from None
-        return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
-    decay = (total or 0) - warmup
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return step / warmup
-        return shape(min((step - warmup) / decay, 1.0)) if decay > 0 else 1.0
-
-    return LambdaLR(optimizer, factor)
 
 
 def check_optimizers(optimizers: Any, takes_several: bool) -> None:

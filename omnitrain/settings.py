@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
+from omnitrain.schedules import Schedule, warmup_length
 from omnitrain.vocabulary import advice
 
 if TYPE_CHECKING:
@@ -57,10 +58,19 @@ ScheduleName = Literal[
     "linear",
     "cosine",
     "cosine_with_restarts",
+    "cosine_with_min_lr",
     "inverse_sqrt",
     "polynomial",
+    "step",
+    "multistep",
+    "exponential",
+    "wsd",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+    "reduce_lr_on_plateau",
 ]
-"""The names of schedules for `lr_scheduler`; those from the fifth on come from transformers."""
+"""Schedules that `lr_scheduler` knows by name; transformers makes those from the thirteenth to the fifteenth."""
 
 PrecisionName = Literal["fp32", "fp16", "bf16", "float32", "float16", "half", "bfloat16"]
 """The names for `autocast`."""
@@ -181,8 +191,9 @@ class Settings:
     optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None
     learning_rate: float = 2e-5
     weight_decay: float = 0.0
-    lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None
-    warmup_steps: int = 0
+    lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None
+    warmup_steps: int | float | str | Duration = 0
     scheduler_interval: Literal["step", "epoch"] = "step"
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = 1.0
@@ -260,7 +271,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
             "keep_every")  # fmt: skip
-NOT_NEGATIVE = ("num_workers", "warmup_steps", "seed", "keep_best", "save_total_limit")
+NOT_NEGATIVE = ("num_workers", "seed", "keep_best", "save_total_limit")
 MOST = {"seed": 2**64 - 1}
 """The largest allowed integers, by argument, if there is a limit."""
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
@@ -404,6 +415,7 @@ def _check_each(given: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"`{name}` must be {words}, at most {MOST.get(name, sys.maxsize)}, got {_shown(value)}."
                 )
+    _check_warmup(given["warmup_steps"])
     for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
         if given[name] is None:
             raise ConfigError(f"`{name}` must be an integer, got None. Leave it out for its default.")
@@ -448,6 +460,16 @@ def _check_each(given: Mapping[str, Any]) -> None:
     if not is_pair or not 0 < scale[1] <= scale[0]:
         words = "(initial, minimum) with 0 < minimum <= initial"
         raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_shown(scale)}.")
+
+
+def _check_warmup(value: Any) -> None:
+    if _is_integer(value) and not 0 <= value <= sys.maxsize:
+        raise ConfigError(
+            f"`warmup_steps` must be an integer of at least 0, at most {sys.maxsize}, or a duration such as '0.1dur', "
+            f"got {_shown(value)}."
+        )
+    if value is not None:
+        warmup_length(value)
 
 
 def _is_names(value: Any) -> bool:
@@ -529,12 +551,20 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
                     f"`{name}={given[name]!r}` has no effect with an `optimizer` of your own. "
                     "Set it in that optimizer, or pass its class instead."
                 )
+    options = given["lr_scheduler_kwargs"]
+    if options is not None and (not isinstance(options, Mapping) or not all(isinstance(one, str) for one in options)):
+        raise ConfigError(
+            f"`lr_scheduler_kwargs` must be a dict of what the schedule takes, such as {{'min_lr': 1e-6}}, got "
+            f"{_shown(options)}."
+        )
     if given["scheduler_interval"] == "epoch":
         if given["lr_scheduler"] is None:
             raise ConfigError("`scheduler_interval='epoch'` has no effect without `lr_scheduler`. Pass one.")
-        if given["warmup_steps"]:
+        schedule = given["lr_scheduler"]
+        warmups = [one.warmup for one in schedule.parts] if isinstance(schedule, Schedule) else [given["warmup_steps"]]
+        if warmup := next(filter(None, warmups), None):
             raise ConfigError(
-                f"`warmup_steps={given['warmup_steps']}` counts steps, but `scheduler_interval='epoch'` moves the "
+                f"`warmup_steps={warmup}` counts steps, but `scheduler_interval='epoch'` moves the "
                 "schedule once per epoch. Use scheduler_interval='step'."
             )
     if given["delta"] and given["patience"] in (None, -1) and not given["callbacks"]:
@@ -600,7 +630,7 @@ def describe(value: Any) -> Any:
     """Return a setting as JSON types: plain values as they are, objects by a name."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (Path, Duration)):
+    if isinstance(value, (Path, Duration, Schedule)):
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): describe(entry) for key, entry in value.items()}

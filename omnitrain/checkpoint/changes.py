@@ -24,6 +24,7 @@ DECIDING = (
     "weight_decay",
     "optimizer_groups",
     "lr_scheduler",
+    "lr_scheduler_kwargs",
     "lr_scheduler_options",
     "warmup_steps",
     "scheduler_interval",
@@ -74,6 +75,10 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
         changed.pop(name, None)  # with the user's own optimizer, only its groups count
     if "optimizer" not in changed:
         changed |= _changed_groups(then["optimizer_groups"] or [], now["optimizer_groups"] or [])
+    if "lr_scheduler_kwargs" not in then and then.get("lr_scheduler") == "functools.partial":
+        # what earlier checkpoints have of a schedule that transformers made by name and options
+        for name in ("lr_scheduler", "lr_scheduler_kwargs", "lr_scheduler_options", "warmup_steps"):
+            changed.pop(name, None)
     if "lr_scheduler" in changed:
         changed.pop("lr_scheduler_options", None)
     return changed

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
+import math
 import platform
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from omnitrain.errors import CheckpointError
 from omnitrain.events import Algorithm, give_back
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
+from omnitrain.optimization import ScheduleLR
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
 from omnitrain.settings import Settings
@@ -333,7 +335,10 @@ class Contents:
                 raise CheckpointError(
                     f"{where} is damaged: the schedule's state has {taken[0]!r}, which is not a state."
                 )
-            if type(run.lr_scheduler).__module__.startswith("torch.") and "lr_scheduler_options" not in changed:
+            if (
+                type(run.lr_scheduler).__module__.startswith(("torch.", "omnitrain."))
+                and "lr_scheduler_options" not in changed
+            ):
                 lacking = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
                 if lacking:
                     raise CheckpointError(f"{where} is damaged: the schedule's state lacks {lacking[0]!r}.")
@@ -453,18 +458,42 @@ class Contents:
         for one, rates in zip(parts, fresh_rates, strict=True):
             if rates is not None:
                 one.base_lrs = rates if has_new_rates else state.like(one.base_lrs, rates)
-        then, now = content["settings"]["total_steps"], self._run.resolved_config()["total_steps"]
-        named = isinstance(scheduler, LambdaLR) and not callable(self._run.settings.lr_scheduler)
-        if not named or (then == now and not {"lr_scheduler", "warmup_steps"} & set(changed)):
-            return
-        scheduler.last_epoch = done = content["progress"][self._run.scheduler_interval]
-        scheduler._step_count = done + 1
+        then, now = content["settings"], self._run.resolved_config()
+        spans = [_span(one) for one in (then, now)]
+        is_other = not {"lr_scheduler", "lr_scheduler_kwargs", "warmup_steps"}.isdisjoint(changed) or (
+            has_new_rates and isinstance(scheduler, ScheduleLR)  # `min_lr` stays
+        )
+        is_counted = not callable(self._run.settings.lr_scheduler)  # else it has its own count
+        if isinstance(scheduler, LambdaLR) and (spans[0] != spans[1] or is_other):
+            if is_counted:
+                scheduler.last_epoch = content["progress"][self._run.scheduler_interval]
+                scheduler._step_count = scheduler.last_epoch + 1
+            if is_counted or "lr_scheduler" not in changed:
+                self._move_schedule(scheduler, Progress.from_state(content["progress"]), spans)
+
+    def _move_schedule(self, scheduler: LambdaLR, progress: Progress, spans: list[str]) -> None:
+        """Take the rates of a schedule that is another one now, and tell what becomes of them.
+
+        Args:
+            scheduler: The schedule, whose rates are a function of the steps or the progress alone.
+            progress: Where the run is.
+            spans: The length of the run before and now.
+        """
         groups = self._run.backend.optimizer.param_groups
+        if isinstance(scheduler, ScheduleLR) and scheduler.follows:
+            scheduler.progress = progress
+        before = [float(group["lr"]) for group in groups]
         for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = rate * factor(done)
+            group["lr"] = state.like(float(rate) * factor(scheduler.last_epoch), group["lr"])
+        after = [float(group["lr"]) for group in groups]
+        if all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(before, after, strict=True)):
+            return
+        first = next(number for number, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+        why = "its settings are others" if spans[0] == spans[1] else f"the schedule spans {spans[1]} now"
         logger.warning(
-            "The schedule is another one now, made for %s steps (before: %s): the learning rate follows it from here.",
-            now, then,
+            "The learning rate at step %d%s goes from %.6g to %.6g, since %s (before: %s).",
+            progress.step, f", of group {first} of the optimizer," if first else "", before[first], after[first], why,
+            spans[0],
         )  # fmt: skip
 
     # --- the loss scaler
@@ -615,6 +644,14 @@ class Contents:
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's entries for several optimizers, without the one saved as `optimizer`."""
     return {name: saved for name, saved in content.get("optimizers", {}).items() if saved is not None}
+
+
+def _span(settings: Mapping[str, Any]) -> str:
+    """Return what the settings of a run say of its length: steps, where these are known."""
+    if settings["total_steps"] is not None:
+        return f"{settings['total_steps']} steps"
+    limits = {name: settings.get(name) for name in ("epochs", "max_steps", "max_duration")}
+    return ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None)
 
 
 def _absent(content: Mapping[str, Any]) -> dict[str, str]:

@@ -181,7 +181,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "optimization_metric": ("metric_for_best_model",),
     "optimization_direction": ("greater_is_better",),
     "optimizer": ("optim",),
-    "lr_scheduler": ("lr_scheduler_type", "lr_scheduler_kwargs"),
+    "lr_scheduler": ("lr_scheduler_type",),
     "deterministic": ("full_determinism",),
     "autocast": ("bf16", "fp16"),
     "trial_name": ("run_name",),
@@ -491,6 +491,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         "pin_memory": args.dataloader_pin_memory,
         "load_best_at_end": args.load_best_model_at_end,  # off by default, with and without checkpoints
     }
+    if args.lr_scheduler_kwargs:
+        found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if word_of(args.eval_strategy) != "no":
         found["eval_steps"] = _interval(word_of(args.eval_strategy), args.eval_steps)
     if saves != "no":

@@ -752,7 +752,7 @@ class Calls(BaseTrainer):
         finally:
             self._begins = False
 
-    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: int | None = None) -> None:
+    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
         self._is_set_up = self._begins or self._overridden.isdisjoint(_AT_THE_START)
         if not self._is_set_up:
             return

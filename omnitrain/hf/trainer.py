@@ -56,11 +56,11 @@ from omnitrain.hf.label_smoothing import smooth_labels
 from omnitrain.hf.model_init import check_model_init, new_model
 from omnitrain.hf.policies import policies_of
 from omnitrain.hf.search import Trial, remembered, take_callbacks
-from omnitrain.optimization import SCHEDULES, TRANSFORMERS_SCHEDULES
 from omnitrain.precision import choose_device
 from omnitrain.rendezvous import connected_ranks
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run import hooks
+from omnitrain.schedules import NAMED, Course, Schedule, warmup_length
 from omnitrain.settings import (
     Nothing,
     PrecisionName,
@@ -202,8 +202,9 @@ class HFTrainer(Calls):
         optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
         learning_rate: float = 2e-5,
         weight_decay: float = 0.0,
-        lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
-        warmup_steps: int = 0,
+        lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: int | float | str | Duration = 0,
         scheduler_interval: Literal["step", "epoch"] = "step",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
@@ -286,8 +287,9 @@ class HFTrainer(Calls):
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
-            lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
-            warmup_steps: Steps over which the rate rises linearly from 0; default 0.
+            lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
+            lr_scheduler_kwargs: What a schedule by name, path or class is made with, such as {"min_lr": 1e-6}.
+            warmup_steps: Over what the rate rises linearly from 0: steps, a share such as 0.1, or a duration.
             scheduler_interval: When the schedule advances: after each update ("step", default) or each "epoch".
             gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
             max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
@@ -573,32 +575,41 @@ class HFTrainer(Calls):
         optimizer.param_groups[:] = groups
         return optimizer
 
-    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: int | None = None) -> None:
+    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
         generation = take_generation(
             self.training_args, unwrap(self.model), self.compute_metrics, self.processing_class
         )
         self._evaluation.generation = generation  # type: ignore[attr-defined]
         super()._finish_setup(*self._schedule())
 
-    def _schedule(self) -> tuple[Any, int | None]:
+    def _schedule(self) -> tuple[Any, Any]:
         """Return the schedule and warm-up of the training arguments, unless our arguments name others."""
         args, total, own = self.training_args, self.total_steps, self.settings.lr_scheduler
         if args is None or not isinstance(own, str | None) or self.train_loader is None:
             return None, None
-        warmup = args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else 0
-        warmup = self.settings.warmup_steps or warmup
+        warmup = self.settings.warmup_steps or (
+            args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else args.warmup_steps
+        )
         name = word_of(args.lr_scheduler_type)
         if own not in (None, name):
             return None, warmup
-        is_known = name in SCHEDULES or name in TRANSFORMERS_SCHEDULES
         if self._scheduler_config is not None:
             automatic = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
-            counts = {"warmup_num_steps": warmup, "total_num_steps": total}
+            counts = {"warmup_num_steps": self._whole_steps(warmup), "total_num_steps": total}
             return schedule_of(self._scheduler_config, **automatic, **counts), 0
-        if is_known and not args.lr_scheduler_kwargs and (total is None or warmup < total):
+        is_short = total is None or not isinstance(warmup, int) or warmup < total
+        if own is not None or (name in NAMED and is_short):
             return name, warmup
         # options that a name alone does not have, or a warm-up longer than the run
-        return schedule_for(args, warmup, total), 0
+        return schedule_for(args, self._whole_steps(warmup), total), 0
+
+    def _whole_steps(self, warmup: Any) -> int:
+        """Return a warm-up as what asks for steps takes it."""
+        length = warmup_length(warmup)
+        steps = 0 if length == 0 else Course("ba", self.total_steps, None, self.steps_per_epoch).convert(length)
+        if steps is None:
+            raise ConfigError(f"`warmup_steps={warmup!r}` cannot be told in steps here, as the schedule takes it.")
+        return int(steps)
 
     def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
         return without_effect(output)  # transformers' loop runs backward for every micro-batch

@@ -195,7 +195,7 @@ class Loop:
         row = self._epoch_row(train_loss)
         if lifecycle.is_epoch_complete:
             if hooks.lr_scheduler is not None and hooks.scheduler_interval == "epoch":
-                hooks.lr_scheduler.step()
+                self.step.move_schedule(hooks.lr_scheduler, ends_epoch=True)
             meter.begin_epoch()
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
 

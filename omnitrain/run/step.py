@@ -6,6 +6,7 @@ micro-batch, `finish`, `conclude`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -19,6 +20,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
+from omnitrain.optimization import ScheduleLR
 from omnitrain.run.evaluation import evaluating
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
@@ -293,9 +295,11 @@ class Step:
         if self.is_empty or not self._divide_by_targets():
             self._warn_of_empty()
             return False
+        hooks = self._hooks
         if self._is_first:
             self._check_gradients()
-        hooks = self._hooks
+            if isinstance(hooks.lr_scheduler, ScheduleLR):
+                self._check_tokens(hooks.lr_scheduler)
         self.grad_norm = self._backend.finish_gradients(hooks._clip_gradients, self._lifecycle.before_optimizer_step)
         return self._is_admitted(self.grad_norm)
 
@@ -309,6 +313,14 @@ class Step:
                 "that holds its own, say), under torch.no_grad(), or were all of them frozen since?"
             )
 
+    def _check_tokens(self, scheduler: ScheduleLR) -> None:
+        """Raise DataError if a schedule follows tokens, and the first step has none."""
+        if "tok" in scheduler.units and scheduler.follows and not self._window.tokens:
+            raise DataError(
+                f"`lr_scheduler={scheduler.schedule!r}` follows the tokens of the run, but the batches have none: they "
+                "are counted in 'attention_mask', 'input_ids' or labels. Give lengths in steps, samples or time."
+            )
+
     def conclude(self, applied: bool) -> bool:
         """Step the schedule if the update was made, clear the gradients, and return `applied`."""
         hooks, backend = self._hooks, self._backend
@@ -318,18 +330,43 @@ class Step:
                 rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate
                 for group in backend.optimizer.param_groups
             ]
-            if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
-                self._move_schedule(hooks.lr_scheduler)
         else:
             self._check_loss_scale()
             if self._may_undo:
                 self.loss.undo_step()
+        if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
+            self.move_schedule(hooks.lr_scheduler, applied)
         backend.clear_gradients()
         return applied
 
-    def _move_schedule(self, scheduler: Any) -> None:
+    def take_schedule(self, scheduler: Any, has_own_epoch: bool) -> None:
+        """Refuse a schedule that the run could not tell where it is.
+
+        Args:
+            scheduler: The schedule; None without one.
+            has_own_epoch: Whether the trainer's class has an epoch of its own, in which nothing counts.
+        """
+        if has_own_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
+            raise ConfigError(
+                f"`lr_scheduler={scheduler.schedule!r}` follows samples, tokens or time, which nothing counts in a "
+                "`_train_epoch` of your own. Give its lengths in steps or epochs, and the run's by `max_steps` or "
+                "`epochs`."
+            )
+
+    def move_schedule(self, scheduler: Any, applied: bool = True, ends_epoch: bool = False) -> None:
+        """Set the rates of the next step.
+
+        Args:
+            scheduler: The schedule.
+            applied: Whether an update was made. One that counts updates stays where it is without; one that follows
+                samples, tokens or time does not, as these went on.
+            ends_epoch: Whether this is the end of an epoch, rather than of a step that is not counted yet.
+        """
         try:
-            scheduler.step()
+            if isinstance(scheduler, ScheduleLR) and scheduler.follows:
+                self._follow(scheduler, applied, ends_epoch)
+            elif applied:
+                scheduler.step()
         except Exception as error:
             error.add_note(
                 f"Raised by `lr_scheduler`, a {type(scheduler).__name__}, at the end of step "
@@ -337,6 +374,21 @@ class Step:
                 "a name, such as 'cosine', finds them."
             )
             raise
+
+    def _follow(self, scheduler: ScheduleLR, applied: bool, ends_epoch: bool) -> None:
+        """Set the rates by where the run is at the end of this step, or of this epoch."""
+        progress, window = copy.copy(self._lifecycle.progress), self._window
+        if ends_epoch:
+            progress.close_epoch(complete=True)
+        else:
+            progress.advance(window.samples, window.tokens, not applied)
+        if "s" in scheduler.units:
+            self._lifecycle.tick()
+            seconds = self._lifecycle.progress.seconds
+            if self._ranks.world_size > 1:  # each has a clock of its own, and the rate must be one
+                (seconds,) = self._ranks.sum("the clock of a schedule", seconds if self._ranks.is_main else 0.0)
+            progress.seconds = seconds
+        scheduler.move(progress, applied)
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`, if set, and return their norm before clipping."""

@@ -26,6 +26,7 @@ from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback
 from omnitrain.precision import precision_name
+from omnitrain.schedules import Schedule
 from omnitrain.settings import (
     Nothing,
     PrecisionName,
@@ -94,8 +95,9 @@ class AccelerateTrainer(BaseTrainer):
         optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
         learning_rate: float = 2e-5,
         weight_decay: float = 0.0,
-        lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
-        warmup_steps: int = 0,
+        lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: int | float | str | Duration = 0,
         scheduler_interval: Literal["step", "epoch"] = "step",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
@@ -177,8 +179,9 @@ class AccelerateTrainer(BaseTrainer):
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
-            lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
-            warmup_steps: Steps over which the rate rises linearly from 0; default 0.
+            lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
+            lr_scheduler_kwargs: What a schedule by name, path or class is made with, such as {"min_lr": 1e-6}.
+            warmup_steps: Over what the rate rises linearly from 0: steps, a share such as 0.1, or a duration.
             scheduler_interval: When the schedule advances: after each update ("step", default) or each "epoch".
             gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
             max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.

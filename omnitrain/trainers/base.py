@@ -44,6 +44,7 @@ from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loop import Loop
 from omnitrain.run.nonfinite import nonfinite_error
 from omnitrain.run.step import Step
+from omnitrain.schedules import Course, Schedule
 from omnitrain.scoring import Scorer, make_scorer, scores_for
 from omnitrain.settings import (
     Nothing,
@@ -148,8 +149,9 @@ class BaseTrainer(Hooks, ABC):
         optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
         learning_rate: float = 2e-5,
         weight_decay: float = 0.0,
-        lr_scheduler: LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
-        warmup_steps: int = 0,
+        lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: int | float | str | Duration = 0,
         scheduler_interval: Literal["step", "epoch"] = "step",
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
@@ -226,8 +228,9 @@ class BaseTrainer(Hooks, ABC):
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
             learning_rate: For the default optimizer or a class; default 2e-5.
             weight_decay: For the default optimizer or a class; default 0.
-            lr_scheduler: A name, an instance, or a callable of the optimizer; None keeps the rate constant.
-            warmup_steps: Steps over which the rate rises linearly from 0; default 0.
+            lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
+            lr_scheduler_kwargs: What a schedule by name, path or class is made with, such as {"min_lr": 1e-6}.
+            warmup_steps: Over what the rate rises linearly from 0: steps, a share such as 0.1, or a duration.
             scheduler_interval: When the schedule advances: after each update ("step", default) or each "epoch".
             gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
             max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
@@ -422,12 +425,12 @@ class BaseTrainer(Hooks, ABC):
             self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
         )
 
-    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: int | None = None) -> None:
+    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
         """Build the schedule, once `_setup_training_components` has put the model in place.
 
         Args:
             lr_scheduler: The schedule; None is the argument of the trainer.
-            warmup_steps: Its warm-up steps; None is the argument of the trainer.
+            warmup_steps: Its warm-up; None is the argument of the trainer.
         """
         self.lr_scheduler = None
         if self.train_loader is None and not self._loop.has_own_epoch:
@@ -436,12 +439,16 @@ class BaseTrainer(Hooks, ABC):
         warmup = self.settings.warmup_steps if warmup_steps is None else warmup_steps
         self.settings = replace(self.settings, lr_scheduler=spec, warmup_steps=warmup)
         self._initial.note_optimizer(self.backend.groups)
-        steps = self.total_steps
-        if self.scheduler_interval != "step":
-            steps = None if steps is None or not self.steps_per_epoch else -(-steps // self.steps_per_epoch)
-        self.lr_scheduler = build_scheduler(spec, self.optimizer, warmup_steps=warmup, total_steps=steps)
-        if not isinstance(spec, str | None):
+        # another part has made the schedule with its options, unless it has named it
+        options = self.settings.lr_scheduler_kwargs if lr_scheduler is None or isinstance(lr_scheduler, str) else None
+        size = None if self.train_loader is None else self.train_loader.size
+        course = Course.of(self.limits, self.steps_per_epoch, size, self.settings.scheduler_interval)
+        self.lr_scheduler = build_scheduler(
+            spec, self.optimizer, warmup_steps=warmup, options=options, course=course, mode=self.objective.direction,
+        )  # fmt: skip
+        if not isinstance(spec, str | Schedule | None):
             self._initial.note_schedule(self.lr_scheduler)
+        self._step.take_schedule(self.lr_scheduler, self._loop.has_own_epoch)
         if follows_evaluations(self.lr_scheduler):
             if not self._evaluates:
                 kind = type(self.lr_scheduler).__name__

@@ -1,0 +1,506 @@
+"""Schedules as functions of progress: their values, what they are written in, and the runs that they span."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recipes import StopAt, Trace, rows, same, t16, weights
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, MultiStepLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import Dataset, IterableDataset
+
+from omnitrain import (
+    ConfigError,
+    ConstantScheduler,
+    CosineAnnealingScheduler,
+    CosineWithRestartsScheduler,
+    DataError,
+    Duration,
+    ExponentialScheduler,
+    InverseSqrtScheduler,
+    LinearScheduler,
+    MultiStepScheduler,
+    PolynomialScheduler,
+    Progress,
+    Schedule,
+    StepScheduler,
+    Trainer,
+    WSDScheduler,
+    preview_schedule,
+)
+from omnitrain.duration import Limits
+from omnitrain.optimization import build_scheduler
+from omnitrain.schedules import NAMED, Course, Place, named_schedule
+
+EXAMPLES: list[Schedule] = [
+    ConstantScheduler(warmup=3),
+    LinearScheduler(warmup="0.1dur"),
+    LinearScheduler(t_max="0.5dur", min_lr_rate=0.2),
+    CosineAnnealingScheduler(warmup=5, min_lr=0.01),
+    CosineWithRestartsScheduler(3, warmup="0.2dur"),
+    PolynomialScheduler(2.0, warmup=2),
+    StepScheduler("0.2dur", gamma=0.5),
+    MultiStepScheduler(["0.3dur", "17ba"], gamma=0.1, warmup=4),
+    ExponentialScheduler(0.5, "0.1dur", min_lr_rate=0.1),
+    InverseSqrtScheduler(warmup=4, timescale="9ba"),
+    WSDScheduler("0.2dur", warmup="0.1dur"),
+    WSDScheduler("10ba", kind="exponential", min_lr_rate=0.01),
+    LinearScheduler(warmup=3) * StepScheduler("0.5dur"),
+]
+
+
+def optimizer_of(*rates: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates], lr=rates[0])
+
+
+def walked(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """The rate of each step, and of one after the end."""
+    found = []
+    for _ in range(steps + 1):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def over_steps(schedule: Any, total: int, rate: float = 0.1, **options: Any) -> list[float]:
+    optimizer = optimizer_of(rate)
+    return walked(build_scheduler(schedule, optimizer, total_steps=total, **options), optimizer, total)
+
+
+# --- values
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([
+        ("cosine_with_min_lr", {"min_lr": 0.01}), ("cosine_with_min_lr", {"min_lr_rate": 0.3, "num_cycles": 1.5}),
+        ("cosine", {"num_cycles": 0.75}), ("cosine_with_restarts", {"num_cycles": 3}),
+        ("polynomial", {"lr_end": 1e-3, "power": 2.5}), ("polynomial", {}), ("inverse_sqrt", {"timescale": 7}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "min_lr_ratio": 0.1, "decay_type": "1-sqrt"}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+    ]), st.integers(0, 20), st.integers(6, 40),
+)  # fmt: skip
+def test_names_with_options_have_the_rates_of_transformers(case: Any, warmup: int, more: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    name, options = case
+    if name not in [one.value for one in transformers.SchedulerType]:
+        return
+    optimizer, total = optimizer_of(0.1), warmup + more
+    theirs = transformers.get_scheduler(name, optimizer, warmup, total, scheduler_specific_kwargs=dict(options))
+    expected = walked(theirs, optimizer, total)
+    assert over_steps(name, total, warmup_steps=warmup, options=options) == pytest.approx(
+        expected, rel=1e-12, abs=1e-17
+    )
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 12), st.floats(0.05, 1.5), st.lists(st.integers(1, 40), max_size=4, unique=True), st.integers(1, 9)
+)
+def test_step_schedules_are_those_of_torch(size: int, gamma: float, milestones: list[int], period: int) -> None:
+    pairs: list[tuple[Schedule, Any]] = [
+        (StepScheduler(f"{size}ba", gamma), lambda one: StepLR(one, size, gamma)),
+        (MultiStepScheduler([f"{one}ba" for one in milestones], gamma),
+         lambda one: MultiStepLR(one, milestones, gamma)),
+        (ExponentialScheduler(gamma, f"{period}ba"), lambda one: ExponentialLR(one, gamma ** (1 / period))),
+    ]  # fmt: skip
+    for ours, theirs in pairs:
+        optimizer = optimizer_of(0.1)
+        assert over_steps(ours, 40) == pytest.approx(walked(theirs(optimizer), optimizer, 40), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5)), ("exponential", 0.0)]
+)
+def test_wsd_is_flat_up_to_its_decay_and_ends_at_the_least_rate(kind: Any, half: float) -> None:
+    found = over_steps(WSDScheduler("0.2dur", kind=kind, warmup=4, min_lr=0.001), 40, rate=0.1)
+    assert found[:5] == pytest.approx([0, 0.025, 0.05, 0.075, 0.1])
+    assert found[5:33] == [0.1] * 28 and found[33] < 0.1
+    middle = 0.01 if kind == "exponential" else 0.001 + 0.099 * half  # the root of 0.1 x 0.001
+    assert found[36] == pytest.approx(middle)
+    assert found[40:] == pytest.approx([0.001])
+
+
+def test_milestones_in_several_units_fall_where_they_are_said_to() -> None:
+    course = Course.of(Limits(epochs=10), steps_per_epoch=7, samples_per_epoch=50)
+    schedule = MultiStepScheduler(["0.3dur", "8ep", "10ba", "175sp"], gamma=0.5)
+    found = [schedule.factor(Place(course, step)) for step in range(71)]
+    drops = [step for step in range(1, 71) if found[step] < found[step - 1]]
+    assert drops == [10, 21, 25, 56]  # 175 of 50 samples an epoch are 24.5 steps
+
+
+def test_each_group_falls_to_the_least_rate_itself() -> None:
+    optimizer = optimizer_of(0.1, 0.02, 0.0)
+    scheduler = build_scheduler("cosine_with_min_lr", optimizer, options={"min_lr": 0.01}, total_steps=10)
+    walked(scheduler, optimizer, 10)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.0])
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+def test_a_scale_ratio_stretches_lengths_and_warm_up_but_no_shares(schedule: Schedule) -> None:
+    if len(schedule.parts) > 1:
+        return
+    whole = [schedule.factor(Place(Course("ba", 50), step), 0.1) for step in range(51)]
+    twice = dataclasses.replace(schedule, scale_ratio=2.0)
+    found = [twice.factor(Place(Course("ba", 100), step), 0.1) for step in range(0, 101, 2)]
+    assert found == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+def test_a_schedule_is_written_as_it_is_made(schedule: Schedule) -> None:
+    import omnitrain
+
+    assert eval(repr(schedule), vars(omnitrain)) == schedule
+
+
+# --- a function of progress alone
+
+
+PACES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 500), st.floats(0.01, 9)), min_size=5, max_size=40)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(EXAMPLES), st.sampled_from(["tok", "sp", "s"]), PACES, st.data())
+def test_the_rate_is_a_function_of_progress_alone(schedule: Schedule, unit: str, windows: Any, data: Any) -> None:
+    """Whatever came before, and whatever steps were skipped, the same progress gives the same rate, to the bit."""
+    totals = [sum(one[number] for one in windows) for number in range(3)]
+    limits = Limits(max_duration=Duration(max(1, dict(zip(("sp", "tok", "s"), totals, strict=True))[unit]), unit))
+    course = Course.of(limits)
+    optimizer = optimizer_of(0.1)
+    scheduler = build_scheduler(schedule, optimizer, course=course)
+    progress = Progress()
+    for samples, tokens, seconds in windows:
+        skipped = data.draw(st.booleans())
+        progress.advance(samples, tokens, skipped)
+        progress.seconds += seconds
+        if scheduler.follows:
+            _ = skipped or optimizer.step()
+            scheduler.move(progress, not skipped)
+        elif not skipped:
+            optimizer.step()
+            scheduler.step()
+        other = optimizer_of(0.1)
+        fresh = build_scheduler(schedule, other, course=course)
+        fresh.last_epoch = progress.step - 1
+        other.step()
+        if fresh.follows:
+            fresh.move(progress, True)
+        else:
+            fresh.step()
+        rate = optimizer.param_groups[0]["lr"]
+        assert rate == other.param_groups[0]["lr"]
+        assert 0 <= rate <= 0.1 * (1 + 1e-12)
+        assert scheduler.last_epoch == progress.step
+
+
+def _fits(schedule: Schedule, total: int) -> bool:
+    try:
+        Course("ba", total).check(schedule, "it")
+    except ConfigError:
+        return False
+    return True
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(EXAMPLES), st.integers(2, 60))
+def test_at_an_even_pace_tokens_give_the_rates_of_steps(schedule: Schedule, total: int) -> None:
+    course = Course.of(Limits(max_duration=f"{total * 64}tok"))
+    for step in range(total + 1):
+        progress = Progress(step=step, samples=4 * step, tokens=64 * step)
+        if not _fits(schedule, total):
+            return
+        by_steps = schedule.factor(Place(Course("ba", total), step), 0.1)
+        scheduler = build_scheduler(schedule, optimizer_of(0.1), course=course)
+        if not scheduler.follows:
+            continue
+        scheduler.last_epoch = step - 1
+        scheduler.optimizer.step()
+        scheduler.move(progress, True)
+        found = scheduler.optimizer.param_groups[0]["lr"]
+        if any(not float(one.exact * total).is_integer() for one in schedule.lengths() if one.unit == "dur"):
+            continue  # in steps, a length that ends inside of one ends with it
+        assert found == pytest.approx(0.1 * by_steps, rel=1e-9, abs=1e-12)
+
+
+# --- runs
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Twenty of three to eight tokens, which are their own labels."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(3 + index % 6) + index % 5
+        return {"input_ids": ids, "labels": ids}
+
+
+class Bigrams(nn.Module):
+    """A language model of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 16, _weight=torch.zeros(16, 16))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(self.table(input_ids).transpose(1, 2), labels)}
+
+
+class Endless(IterableDataset[Any]):
+    """A stream of unknown length."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from zip(*rows(32).tensors, strict=True)
+
+
+def rates_of(data: Any, save_dir: Path | None = None, stop: int = 0, resume: Any = None, **options: Any) -> Any:
+    model = Bigrams() if isinstance(data, Sentences) else t16()
+    loss = {} if isinstance(data, Sentences) else {"loss_fn": F.mse_loss}
+    trace = Trace()
+    trainer = Trainer(
+        model, data, batch_size=4, learning_rate=0.05, progress_bar=False, log_steps=1, device="cpu",
+        save_dir=save_dir, callbacks=[trace, StopAt(stop)], **loss, **options,
+    )  # fmt: skip
+    trainer.train(resume_from=resume)
+    return trainer, [row["learning_rate"] for row in trace.logs]
+
+
+def test_a_named_schedule_spans_the_samples_of_a_stream() -> None:
+    _, found = rates_of(Endless(), max_duration="40sp", lr_scheduler="linear", warmup_steps=0.2)
+    assert found == pytest.approx([0, 0.025, 0.05] + [0.05 * (10 - step) / 8 for step in range(3, 10)])
+
+
+def test_a_schedule_by_the_clock_reaches_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omnitrain.run import lifecycle
+
+    now = [0.0]
+    monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: now[0])
+
+    class Waiting(Endless):
+        def __iter__(self) -> Any:
+            for row in super().__iter__():
+                now[0] += 0.25
+                yield row
+
+    trainer, found = rates_of(Waiting(), max_duration="10s", lr_scheduler="linear")
+    assert found[0] == 0.05 and found == sorted(found, reverse=True) and found[-1] <= 0.01
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_a_run_that_follows_tokens_is_resumed_bit_for_bit_at_each_step(tmp_path: Path) -> None:
+    data, options = Sentences(), {"max_duration": "180tok", "lr_scheduler": "cosine", "warmup_steps": 2}
+    straight, expected = rates_of(data, tmp_path / "straight", save_steps=1, **options)
+    assert straight.progress.tokens >= 180 and len(set(expected)) > 5
+    for stop in range(1, len(expected)):
+        _, before = rates_of(data, tmp_path / f"{stop}", stop, save_steps=1, **options)
+        resumed, after = rates_of(data, tmp_path / f"{stop}", resume="auto", save_steps=1, **options)
+        assert before + after == expected, stop
+        assert same(weights(resumed.model), weights(straight.model)), stop
+
+
+def test_training_twice_begins_the_schedule_anew() -> None:
+    trainer, first = rates_of(Endless(), max_duration="20sp", lr_scheduler="linear")
+    trace = Trace()
+    trainer.lifecycle.register([trace])
+    trainer._callbacks.append(trace)
+    trainer.train()
+    assert [row["learning_rate"] for row in trace.logs] == first == pytest.approx([0.05, 0.04, 0.03, 0.02, 0.01])
+
+
+def test_per_epoch_a_schedule_follows_the_end_of_each_epoch() -> None:
+    schedule = MultiStepScheduler(["2ep"], gamma=0.5)
+    _, found = rates_of(rows(8), epochs=4, lr_scheduler=schedule, scheduler_interval="epoch")
+    assert found == [0.05] * 4 + [0.025] * 4
+    _, found = rates_of(rows(8), max_duration="32sp", lr_scheduler=LinearScheduler(), scheduler_interval="epoch")
+    assert found == pytest.approx([0.05, 0.05, 0.0375, 0.0375, 0.025, 0.025, 0.0125, 0.0125])
+
+
+def test_a_class_by_its_path_is_made_with_the_options() -> None:
+    options: dict[str, Any] = {"lr_scheduler": "omnitrain.WSDScheduler", "lr_scheduler_kwargs": {"decay": "0.5dur"}}
+    trainer, _ = rates_of(rows(8), **options)
+    assert trainer.lr_scheduler.schedule == WSDScheduler("0.5dur")
+    options = {"lr_scheduler": "torch.optim.lr_scheduler.StepLR", "lr_scheduler_kwargs": {"step_size": 3}}
+    trainer, _ = rates_of(rows(8), **options)
+    assert (type(trainer.lr_scheduler), trainer.lr_scheduler.step_size) == (StepLR, 3)
+    trainer, _ = rates_of(
+        rows(8), lr_scheduler="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 3}, eval_dataset=rows(4)
+    )
+    assert (type(trainer.lr_scheduler), trainer.lr_scheduler.patience) == (ReduceLROnPlateau, 3)
+
+
+# --- a longer run
+
+
+@pytest.mark.parametrize(
+    ("data", "first", "second", "words"),
+    [
+        (rows(16), {"epochs": 2}, {"epochs": 4}, r"step 4 goes from 0.025 to 0.0375, since .* 16 steps now .*8 steps"),
+        (Endless(), {"max_duration": "32sp"}, {"max_duration": "64sp"},
+         r"step 4 goes from 0.025 to 0.0375, since the schedule spans max_duration='64sp' now .*max_duration='32sp'"),
+    ],
+    ids=["steps", "samples"],
+)  # fmt: skip
+def test_extending_a_run_tells_the_jump_of_the_rate_before_it(
+    data: Any, first: Any, second: Any, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"lr_scheduler": "linear", "save_steps": 1}
+    rates_of(data, tmp_path / "run", 4, **options, **first)
+    assert "goes from" not in caplog.text
+    _, found = rates_of(data, tmp_path / "run", resume="auto", **options, **second)
+    assert re.search(words, caplog.text), caplog.text
+    assert found[0] == pytest.approx(0.0375)
+
+
+def test_a_run_that_is_extended_before_its_decay_tells_of_no_jump(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"lr_scheduler": WSDScheduler("0.25dur"), "save_steps": 1}
+    rates_of(rows(16), tmp_path / "run", 5, epochs=2, **options)
+    caplog.set_level(logging.INFO)
+    _, found = rates_of(rows(16), tmp_path / "run", resume="auto", epochs=4, **options)
+    assert "goes from" not in caplog.text and found[:6] == [0.05] * 6
+
+
+def test_options_of_a_schedule_may_not_change_unless_allowed(tmp_path: Path) -> None:
+    def train(resume: Any = None, **options: Any) -> Any:
+        trainer = Trainer(
+            t16(), rows(16), loss_fn=F.mse_loss, batch_size=4, learning_rate=0.05, progress_bar=False, device="cpu",
+            save_dir=tmp_path / "run", save_steps=1, epochs=2, callbacks=[StopAt(0 if resume else 4)],
+            lr_scheduler="cosine", **options,
+        )  # fmt: skip
+        trainer.train(resume_from=resume, allow_change={"lr_scheduler_kwargs"} if resume == "allowed" else ())
+
+    train(lr_scheduler_kwargs={"min_lr": 0.01})
+    with pytest.raises(Exception, match=r"lr_scheduler_kwargs: \{'min_lr': 0.01\} -> \{'min_lr': 0.02\}"):
+        train("auto", lr_scheduler_kwargs={"min_lr": 0.02})
+
+
+# --- what is refused
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "options of no name": ({"lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*no name and no class"),
+    "options of an instance": (
+        {"lr_scheduler": LinearScheduler(), "lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*has no"),
+    "an unknown option": (
+        {"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"min_rl": 1}}, "'min_rl'.*`lr_scheduler='cosine'` takes.*"
+        r"Did you mean 'min_lr'\?"),
+    "a name that needs options": ({"lr_scheduler": "multistep"}, "'multistep'` needs `lr_scheduler_kwargs` with 'mile"),
+    "transformers' options": (
+        {"lr_scheduler": "warmup_stable_decay"}, "warmup_stable_decay.*transformers refuses it.*num_decay_steps"),
+    "a warm-up twice": (
+        {"lr_scheduler": LinearScheduler(warmup=2), "warmup_steps": 3}, "`warmup_steps=3` has no effect.*warmup="),
+    "a warm-up as long as the run": ({"warmup_steps": "1dur"}, "`warmup_steps='1dur'` leaves nothing of the run's 6"),
+    "a warm-up of an instance": ({"lr_scheduler": LinearScheduler(warmup="9ep")}, "'9ep'` leaves nothing"),
+    "a warm-up of a fraction above 1": ({"warmup_steps": 1.5}, "`warmup_steps`.*a share of the run below 1.*1.5"),
+    "a warm-up of words": ({"warmup_steps": "long"}, "`warmup_steps` must be a positive duration, got 'long'"),
+    "a warm-up per epoch": (
+        {"lr_scheduler": LinearScheduler(warmup=2), "scheduler_interval": "epoch"}, "`warmup_steps=2ba` counts steps"),
+    "phases longer than the run": (
+        {"lr_scheduler": WSDScheduler("0.7dur", warmup="0.5dur")}, "take 3 [+] 5 steps, and there are 6"),
+    "a least rate above the rate": (
+        {"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"min_lr": 0.1}}, "min_lr=0.1` is not below.*0.05"),
+    "shares of a stream by epochs": ({"train_dataset": Endless(), "lr_scheduler": "wsd"}, "the data has no length"),
+    "epochs of a stream": (
+        {"train_dataset": Endless(), "epochs": None, "max_duration": "9sp", "lr_scheduler": StepScheduler("2ep")},
+        "counts epochs .'2ep'., but the data has no length"),
+    "a class that is none": ({"lr_scheduler": "omnitrain.Trainer"}, "not a subclass of .*LRScheduler or .*Schedule"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_be_no_schedule_is_refused_before_the_run(name: str) -> None:
+    options, words = WRONG[name]
+    options = {"train_dataset": rows(8), "batch_size": 4, "loss_fn": F.mse_loss, "learning_rate": 0.05, **options}
+    with pytest.raises(ConfigError, match=words):
+        Trainer(t16(), device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MultiStepScheduler([30, 80]), "`MultiStepScheduler.milestones` must say what it counts, got 30"),
+        (lambda: MultiStepScheduler("0.3dur"), "must be a list of durations"),
+        (lambda: StepScheduler("30"), "`StepScheduler.step_size` must be a positive duration, got '30'"),
+        (lambda: StepScheduler("3ep", gamma=0), "`StepScheduler.gamma` must be a finite number above 0, got 0"),
+        (lambda: WSDScheduler(kind="sqrt"), "`WSDScheduler.kind` must be one of .* got 'sqrt'. Did you mean '1-sqrt'"),
+        (lambda: WSDScheduler(kind="exponential"), "never reaches 0. Pass `min_lr`"),
+        (lambda: LinearScheduler(min_lr=0.1, min_lr_rate=0.1), "are both given"),
+        (lambda: LinearScheduler(min_lr_rate=1.0), "at least 0 and below 1, got 1.0"),
+        (lambda: LinearScheduler(scale_ratio=0), "`LinearScheduler.scale_ratio`.*above 0"),
+        (lambda: named_schedule("wds"), "Did you mean 'wsd'"),
+        (lambda: preview_schedule("linear"), "Nothing would end this run"),
+        (lambda: preview_schedule("linear", epochs=2), "needs the number of steps"),
+        (lambda: preview_schedule("linear", max_duration="1h", warmup_steps=9), "Pass `seconds_per_step`"),
+    ],
+    ids=str,
+)
+def test_what_is_no_schedule_is_refused_with_its_value(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_tokens_that_no_batch_has_are_noticed_before_an_update() -> None:
+    model = t16()
+    before = weights(model)
+    trainer = Trainer(
+        model, Endless(), loss_fn=F.mse_loss, max_duration="99tok", lr_scheduler="linear", device="cpu",
+        progress_bar=False,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"`lr_scheduler=LinearScheduler\(\)` follows the tokens.*batches have none"):
+        trainer.train()
+    assert same(before, weights(model))
+
+
+def test_an_epoch_of_the_users_own_cannot_be_followed() -> None:
+    class Own(Trainer):
+        def _train_epoch(self, epoch: int) -> float:
+            return 0.0
+
+    with pytest.raises(ConfigError, match="follows samples, tokens or time, which nothing counts in a `_train_epoch`"):
+        Own(t16(), Endless(), loss_fn=F.mse_loss, max_duration="99sp", lr_scheduler="linear", device="cpu")
+    Own(t16(), Endless(), loss_fn=F.mse_loss, max_steps=9, lr_scheduler="linear", device="cpu")
+
+
+# --- a look before the run
+
+
+def test_a_preview_has_the_rates_of_the_run(tmp_path: Path) -> None:
+    for name in NAMED:
+        options = {
+            "cosine_with_min_lr": {"min_lr": 0.01}, "step": {"step_size": "3ba"}, "multistep": {"milestones": ["3ba"]},
+            "exponential": {"gamma": 0.5},
+        }.get(name, {})  # fmt: skip
+        given: dict[str, Any] = {"lr_scheduler_kwargs": options, "warmup_steps": 2, "epochs": 2}
+        _, found = rates_of(rows(16), lr_scheduler=name, **given)
+        seen = preview_schedule(name, learning_rate=0.05, steps_per_epoch=4, rows=9, **given)
+        assert seen.rates[:-1] == found, name
+    pytest.importorskip("matplotlib")
+    path = seen.plot(tmp_path / "new" / "rate.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_preview_goes_by_the_pace_that_it_is_told() -> None:
+    seen = preview_schedule("linear", max_duration="1h", warmup_steps=900, seconds_per_step=2, rows=5)
+    assert (seen.unit, seen.places) == ("s", [0, 900, 1800, 2700, 3600])
+    assert seen.rates == pytest.approx([0, 0.5, 1, 0.5, 0])
+    assert isinstance(seen.rates, list) and str(seen).splitlines()[0].split() == ["run", "seconds", "learning", "rate"]
+
+
+def test_ours_is_a_schedule_of_torch() -> None:
+    scheduler = build_scheduler("wsd", optimizer_of(0.1), total_steps=10)
+    assert isinstance(scheduler, LambdaLR) and isinstance(scheduler, LRScheduler)
+    assert scheduler.state_dict().keys() == LambdaLR(optimizer_of(0.1), lambda _: 1.0).state_dict().keys()
