@@ -7,6 +7,7 @@ Each subcommand is one function that adds its parser. Its work is in a separate 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (_add_demo, _add_launch, _add_checkpoint):
+    for add in (_add_demo, _add_launch, _add_checkpoint, _add_schedule):
         add(commands)
     return parser
 
@@ -168,6 +169,64 @@ def _checkpoint(args: argparse.Namespace) -> int | None:
     except ConfigError as error:  # a wrong path, which counts like a wrong option
         print(f"omnitrain: {error}", file=sys.stderr)
         return 2
+
+
+def _add_schedule(commands: Any) -> None:
+    about = "Print the learning rates of a schedule over a run as a table, and draw them."
+    schedule = commands.add_parser(
+        "schedule",
+        help=about,
+        description=f"{about} Example: omnitrain schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur",
+        allow_abbrev=False,
+    )
+    add = schedule.add_argument
+    add("name", metavar="NAME", help="what `lr_scheduler` is called, such as cosine, multistep or wsd")
+    add("options", nargs="*", metavar="OPTION=VALUE", help="`lr_scheduler_kwargs`, such as milestones=0.3dur,80ep")
+    add("--epochs", type=float, metavar="N", help="the length of the run; this or one of the next two is needed")
+    add("--max-steps", type=int, metavar="N", help="the same in steps")
+    add("--max-duration", metavar="LENGTH", help="any other length, such as 3e6tok or 2h30m")
+    add("--warmup", default="0", metavar="LENGTH", help="steps, a share such as 0.1, or a length such as 2ep")
+    add("--learning-rate", type=float, default=1.0, metavar="RATE", help="that of the optimizer (default: %(default)s)")
+    add("--steps-per-epoch", type=int, metavar="N", help="where something counts epochs")
+    for unit, thing in (("samples", "samples"), ("tokens", "tokens"), ("seconds", "time")):
+        add(f"--{unit}-per-step", type=float, metavar="N", help=f"where one of several units is {thing}")
+    add("--rows", type=int, default=11, metavar="N", help="rows of the table (default: %(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="an image to write, such as rate.png")
+    schedule.set_defaults(run=_schedule)
+
+
+def _schedule(args: argparse.Namespace) -> int | None:
+    from omnitrain.preview import preview_schedule
+
+    try:
+        options = {}
+        for word in args.options:
+            name, is_pair, value = word.partition("=")
+            if not is_pair:
+                raise ConfigError(f"{word!r} is no option of a schedule. Write it as name=value.")
+            options[name] = _value_of(value)
+        names = "epochs max_steps max_duration learning_rate steps_per_epoch samples_per_step tokens_per_step"
+        preview = preview_schedule(
+            args.name, lr_scheduler_kwargs=options, warmup_steps=_value_of(args.warmup), rows=args.rows,
+            seconds_per_step=args.seconds_per_step, **{name: getattr(args, name) for name in names.split()},
+        )  # fmt: skip
+    except ConfigError as error:
+        print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
+    print(preview)
+    if args.plot is not None:
+        print(f"Drawn in {preview.plot(args.plot)}.")
+    return None
+
+
+def _value_of(text: str) -> Any:
+    """Return a number, a list of what commas divide, or the text itself."""
+    if "," in text:
+        return [_value_of(part) for part in text.split(",") if part]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 if __name__ == "__main__":

@@ -130,6 +130,8 @@ def preview_schedule(
     else:
         name = repr(schedule)
     limits = Limits(epochs, max_steps, max_duration)
+    if not steps_per_epoch and all(one.unit == "ep" for one in limits.durations):
+        raise ConfigError("Nothing says how many steps the run has. Give `steps_per_epoch`, or `max_steps`.")
     size = None if not (steps_per_epoch and samples_per_step) else math.ceil(steps_per_epoch * samples_per_step)
     course = Course.of(limits, steps_per_epoch, size)
     course.check(schedule, name)
@@ -152,13 +154,11 @@ class _Look:
         self._schedule, self._course, self._rate = schedule, course, rate
         self._follows = course.follows(schedule)
         ends = [] if course.limits is None else course.limits.durations
-        needed = {one.unit for one in [*schedule.lengths(), *ends]} - {"dur"} if self._follows else set()
+        needed = {one.unit for one in [*schedule.lengths(), *ends]} - {"dur"} if self._follows or ends else set()
         self._pace = {unit: value for unit, value in pace.items() if value}
         if course.end is not None:
             self.unit: str = "ba"
             self.length: float = course.end
-        elif not ends:
-            raise ConfigError("Nothing says how long the run is. Give `steps_per_epoch`, or `max_steps`.")
         elif needed == {ends[0].unit} and len(ends) == 1:  # nothing else is counted
             self.unit, self.length, self._pace = ends[0].unit, ends[0].value, {ends[0].unit: 1.0}
         else:
@@ -178,9 +178,8 @@ class _Look:
 
     def rate(self, place: float) -> float:
         """Return the rate at a place."""
-        progress = None
+        steps, progress = place / self._pace[self.unit], None
         if self._follows:
-            steps = place / self._pace[self.unit]
             done = {unit: steps * pace for unit, pace in self._pace.items()}
             done[self.unit] = place
             epochs, progress = done.get("ep", 0.0), Progress(epoch_size=10**9)
@@ -188,7 +187,7 @@ class _Look:
             progress.step = done.get("ba", 0)  # type: ignore[assignment]  # between two steps, for the picture
             progress.samples, progress.tokens = done.get("sp", 0), done.get("tok", 0)  # type: ignore[assignment]
             progress.seconds = done.get("s", 0.0)
-        return self._rate * self._schedule.factor(Place(self._course, place, progress), self._rate)
+        return self._rate * self._schedule.factor(Place(self._course, steps, progress), self._rate)
 
 
 _COUNTED = {"ba": "step", "ep": "epochs", "sp": "samples", "tok": "tokens", "s": "seconds"}

@@ -49,6 +49,8 @@ def raises(error: BaseException) -> Any:
         (["demo", "--epochs", "3"], "--epochs"),
         (["demo", "--dat", "digits"], "--dat"),
         (["demo", "--out"], "--out"),
+        (["schedule"], "NAME"),
+        (["schedule", "cosine", "--max-step", "9"], "--max-step"),
     ],
 )
 def test_wrong_words_exit_with_2_and_are_named(
@@ -162,3 +164,34 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
         process.stdout.close()
         errors = process.stderr.read()
         assert (process.wait(programs.LIMIT), errors) == (1, "")
+
+
+# A schedule
+
+
+def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = "schedule multistep milestones=0.5dur,9ep gamma=0.1 --epochs 10 --steps-per-epoch 20 --warmup 0.1"
+    assert cli.main([*words.split(), "--rows", "5", "--plot", str(tmp_path / "rate.png")]) == 0
+    out = capsys.readouterr().out
+    table = [line.split() for line in out.splitlines()[:-1]]
+    assert table == [
+        ["run", "step", "learning", "rate"], ["0%", "0", "0"], ["25%", "50", "1"], ["50%", "100", "0.1"],
+        ["75%", "150", "0.1"], ["100%", "200", "0.01"],
+    ]  # fmt: skip
+    assert str(tmp_path / "rate.png") in out and (tmp_path / "rate.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("cosin --epochs 3", "Did you mean 'cosine'?"),
+        ("cosine --epochs 3", "Give `steps_per_epoch`"),
+        ("cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
+        ("cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
+        ("linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
+    ],
+)
+def test_a_schedule_that_is_none_exits_with_2(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schedule", *words.split()]) == 2
+    assert expected in capsys.readouterr().err

@@ -443,7 +443,7 @@ def test_what_would_be_no_schedule_is_refused_before_the_run(name: str) -> None:
         (lambda: LinearScheduler(scale_ratio=0), "`LinearScheduler.scale_ratio`.*above 0"),
         (lambda: named_schedule("wds"), "Did you mean 'wsd'"),
         (lambda: preview_schedule("linear"), "Nothing would end this run"),
-        (lambda: preview_schedule("linear", epochs=2), "needs the number of steps"),
+        (lambda: preview_schedule("linear", epochs=2), "Give `steps_per_epoch`, or `max_steps`"),
         (lambda: preview_schedule("linear", max_duration="1h", warmup_steps=9), "Pass `seconds_per_step`"),
     ],
     ids=str,
@@ -497,7 +497,9 @@ def test_a_preview_goes_by_the_pace_that_it_is_told() -> None:
     seen = preview_schedule("linear", max_duration="1h", warmup_steps=900, seconds_per_step=2, rows=5)
     assert (seen.unit, seen.places) == ("s", [0, 900, 1800, 2700, 3600])
     assert seen.rates == pytest.approx([0, 0.5, 1, 0.5, 0])
-    assert isinstance(seen.rates, list) and str(seen).splitlines()[0].split() == ["run", "seconds", "learning", "rate"]
+    seen = preview_schedule("constant", max_duration="400tok", warmup_steps=4, tokens_per_step=50, rows=9)
+    assert seen.rates == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1] and seen.unit == "tok"
+    assert isinstance(seen.rates, list) and str(seen).splitlines()[0].split() == ["run", "tokens", "learning", "rate"]
 
 
 def test_ours_is_a_schedule_of_torch() -> None:
