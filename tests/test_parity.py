@@ -43,8 +43,10 @@ from omnitrain import (
     HFTrainer,
     LabelSmoothing,
     MixUp,
+    MultiStepScheduler,
     NonFiniteError,
     Trainer,
+    WSDScheduler,
 )
 from omnitrain.checkpoint import identity
 from omnitrain.checkpoint.store import Store
@@ -1101,6 +1103,60 @@ def test_the_generators_of_the_program_are_put_back_after_training(trainer_class
     expected = members()
     trains = True
     assert members() == expected
+
+
+# --- schedules in time
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "by name": {"lr_scheduler": "cosine", "warmup_steps": 0.2, "lr_scheduler_kwargs": {"min_lr": 0.005}},
+    "in time": {"lr_scheduler": MultiStepScheduler(["0.3dur", "6ba"], 0.5, warmup="30tok") * WSDScheduler("0.4dur")},
+}
+
+
+def by_tokens(trainer_class: Any, schedule: str, **options: Any) -> tuple[Any, list[float]]:
+    """A run over so many tokens, and the rate of each of its steps."""
+    trace = Trace()
+    given: dict[str, Any] = {"max_duration": "200tok", "batch_size": 4, "optimizer": sgd, "learning_rate": 2e-5}
+    trainer = trainer_class(
+        Tagger(), Sentences(20), callbacks=[trace, *options.pop("callbacks", ())], progress_bar=False, log_steps=1,
+        save_steps=options.get("save_dir") and 1, **placed_on_cpu(trainer_class), **SCHEDULES[schedule],
+        **{**given, **options},
+    )  # fmt: skip
+    trainer.train(resume_from=options.get("save_dir") and "auto")
+    return trainer, [row["learning_rate"] for row in trace.logs]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_spans_the_tokens_of_a_run_in_every_split_and_over_a_resume(
+    trainer_class: Any, schedule: str, tmp_path: Path
+) -> None:
+    reference, expected = by_tokens(Trainer, schedule)
+    straight, found = by_tokens(trainer_class, schedule)
+    assert found == expected and len(set(expected)) > 4
+    assert straight.optimizer.param_groups[0]["lr"] == pytest.approx(0.005 if schedule == "by name" else 0.0)
+    assert same(weights(straight.get_model()), weights(reference.get_model()))
+    parts, split = by_tokens(trainer_class, schedule, batch_size=1, gradient_accumulation_steps=4)
+    assert split == expected and distance(weights(parts.get_model()), weights(straight.get_model())) <= 1e-10
+    _, before = by_tokens(trainer_class, schedule, save_dir=tmp_path / "run", callbacks=[StopAt(3)])
+    resumed, after = by_tokens(trainer_class, schedule, save_dir=tmp_path / "run")
+    assert len(before) == 3 and before + after == expected
+    assert same(weights(resumed.get_model()), weights(straight.get_model()))
+
+
+class OfUnknownLength(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from zip(*rows(64, torch.float32).tensors, strict=True)
+
+
+def test_a_schedule_on_samples_goes_on_in_a_skipped_step(trainer_class: Any) -> None:
+    trace = Trace()
+    run(
+        trainer_class, Overflowing(at=(1, 4)), OfUnknownLength(), trace, loss_fn=F.mse_loss, batch_size=4,
+        max_duration="40sp", lr_scheduler="linear", on_nonfinite="skip",
+    )  # fmt: skip
+    left = [0.05 * (10 - window) / 10 for window in range(10) if window not in (0, 3)]
+    assert [row["learning_rate"] for row in trace.logs] == pytest.approx(left)
 
 
 # --- the length of a run
