@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from omnitrain.metrics import MetricsDict
     from omnitrain.multitask import MultiTask, MultiTaskUnit
     from omnitrain.objective import Objective
+    from omnitrain.param_groups import layerwise_decay
     from omnitrain.preview import SchedulePreview, preview_schedule
     from omnitrain.progress import Progress
     from omnitrain.run.evaluation import Predictions
@@ -106,6 +107,7 @@ _HOMES = {
     "WSDScheduler": "schedules",
     "WandbLogger": "callbacks.wandb",
     "preview_schedule": "preview",
+    "layerwise_decay": "param_groups",
 }
 
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
@@ -159,6 +161,7 @@ __all__ = [
     "Trainer",
     "WSDScheduler",
     "WandbLogger",
+    "layerwise_decay",
     "preview_schedule",
 ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -19,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.muon import Muon, has_fused_kernel
 from omnitrain.progress import Progress
 from omnitrain.schedules import NAMED, Course, Place, Schedule, made, named_schedule, warmup_length
 from omnitrain.settings import DEFAULTS
@@ -81,28 +83,69 @@ _PACKAGES = (
     "pytorch_optimizer",
     "timm",
     "apex",
+    "lion_pytorch",
 )
 """Packages of optimizers and schedules, which may be imported for a path."""
 
+MUON = "muon"
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "lion": ("lion_pytorch.Lion", "timm.optim.Lion", "pytorch_optimizer.Lion", "bitsandbytes.optim.Lion"),
+    "adamw_torch": ("torch.optim.AdamW",),
+    "adamw_torch_8bit": ("torchao.optim.AdamW8bit",),
+    "adamw_torch_4bit": ("torchao.optim.AdamW4bit",),
+    "adamw_8bit": ("bitsandbytes.optim.AdamW8bit",),
+    "adamw_bnb_8bit": ("bitsandbytes.optim.AdamW8bit",),
+    "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit",),
+    "paged_adamw_32bit": ("bitsandbytes.optim.PagedAdamW32bit",),
+    "adam_8bit": ("bitsandbytes.optim.Adam8bit",),
+    "sgd_8bit": ("bitsandbytes.optim.SGD8bit",),
+    "rmsprop_bnb": ("bitsandbytes.optim.RMSprop",),
+    "rmsprop_bnb_8bit": ("bitsandbytes.optim.RMSprop8bit",),
+    "lion_8bit": ("bitsandbytes.optim.Lion8bit",),
+    "lion_32bit": ("bitsandbytes.optim.Lion32bit",),
+    "paged_lion_8bit": ("bitsandbytes.optim.PagedLion8bit",),
+    "paged_lion_32bit": ("bitsandbytes.optim.PagedLion32bit",),
+    "ademamix": ("bitsandbytes.optim.AdEMAMix",),
+    "ademamix_8bit": ("bitsandbytes.optim.AdEMAMix8bit",),
+}
+"""Optimizers outside of torch.optim by short names, which are those of transformers, and where they are.
+
+Of several places the first one that is installed has the word."""
+
 
 def optimizer_class(spec: str) -> Any:
-    """Return the optimizer for a short name ("adamw", "SGD") or a dotted path.
+    """Return the optimizer for a short name ("adamw", "SGD", "lion") or a dotted path.
 
     Raises:
         ConfigError: If there is no such optimizer.
+        MissingExtraError: If its package is not installed.
     """
     if "." in spec:
         return import_class(spec, torch.optim.Optimizer, "optimizer")
-    named = {name.lower(): value for name, value in vars(torch.optim).items() if isinstance(value, type)}
-    named = {name: value for name, value in named.items() if issubclass(value, torch.optim.Optimizer)}
-    named.pop("optimizer", None)
-    found = named.get(spec.lower().replace("_", "").replace("-", ""))
-    if found is None:
+    own = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+    named = {kind.__name__.lower(): kind for kind in own if issubclass(kind, torch.optim.Optimizer)}
+    del named["optimizer"]
+    named.pop(MUON, None)  # which is for matrices alone: see `build_optimizer`
+    name = _plain(spec)
+    if name in named:
+        return named[name]
+    places = {_plain(key): paths for key, paths in _ELSEWHERE.items()}.get(name)
+    if places is None:
+        known = sorted([*named, MUON, "adamw_torch_fused", *_ELSEWHERE])
         raise ConfigError(
-            f"`optimizer` must be one of {', '.join(map(repr, sorted(named)))}, a dotted path, an optimizer, a class "
-            f"or a callable of the parameters, got {spec[:200]!r}.{did_you_mean(spec.lower(), named)}"
+            f"`optimizer` must be one of {', '.join(map(repr, known))}, a dotted path, an optimizer, a class or a "
+            f"callable of the parameters, got {spec[:200]!r}.{did_you_mean(spec.lower(), known)}"
         )
-    return found
+    for path in places:
+        package = path.partition(".")[0]
+        if package in sys.modules or importlib.util.find_spec(package) is not None:
+            return import_class(path, torch.optim.Optimizer, "optimizer")
+    raise MissingExtraError(f"optimizer={spec!r}", places[0].partition(".")[0])
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is looked up: case, "_" and "-" do not count."""
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def build_optimizer(
@@ -114,7 +157,7 @@ def build_optimizer(
     """Return the optimizer for `spec`, over the parameters of `model` that require gradients.
 
     A class, its dotted path or short name gets `lr` and `weight_decay` if it takes them. Any other callable gets only
-    the parameters. None is AdamW, fused if devices and dtypes allow it.
+    the parameters. None is AdamW, fused if devices and dtypes allow it; "muon" is `muon.Muon`.
 
     Raises:
         ConfigError: If nothing is trainable, the path leads nowhere, or an instance has none of the model's parameters.
@@ -122,8 +165,10 @@ def build_optimizer(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
-    if spec is None:
+    if spec is None or (isinstance(spec, str) and _plain(spec) == "adamwtorchfused"):
         return fused_adamw(trainable, learning_rate, weight_decay)
+    if isinstance(spec, str) and _plain(spec) == MUON:
+        return Muon.of(model, learning_rate, weight_decay)
     if hasattr(spec, "param_groups"):
         optimizer: Any = spec
     else:
@@ -155,12 +200,8 @@ def build_optimizer(
 def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
     """Return fused AdamW if PyTorch supports it for these parameters, and ordinary AdamW otherwise."""
     parameters = list(parameters)
-    # PyTorch checks devices and dtypes only in the first step, where it raises.
-    fused = all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
+    fused = has_fused_kernel(parameters)
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=fused or None)
-
-
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -198,6 +198,8 @@ class Settings:
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = 1.0
     grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean"
+    param_groups: Sequence[Mapping[str, Any]] | None = None
+    freeze: Sequence[str] | None = None
     # loss and metrics
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     unit: Callable[..., Any] | None = None
@@ -427,6 +429,8 @@ def _check_each(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"`{name}` must be callable, got {_shown(given[name])}.")
     _check_processing_class(given["processing_class"])
     _check_blocks(given["gradient_checkpointing"])
+    _check_groups(given["param_groups"])
+    _check_frozen(given["freeze"])
     if not isinstance(given["compile"], (bool, type(None), Mapping)):
         raise ConfigError(
             f"`compile` must be True, False or a dict of options of torch.compile, got {_shown(given['compile'])}."
@@ -455,7 +459,10 @@ def _check_each(given: Mapping[str, Any]) -> None:
         )
     if given["timeout"] is not None:
         seconds_of("timeout", given["timeout"])
-    scale = given["fp16_loss_scale"]
+    _check_loss_scale(given["fp16_loss_scale"])
+
+
+def _check_loss_scale(scale: Any) -> None:
     is_pair = isinstance(scale, (tuple, list)) and len(scale) == 2 and all(map(_is_finite, scale))
     if not is_pair or not 0 < scale[1] <= scale[0]:
         words = "(initial, minimum) with 0 < minimum <= initial"
@@ -474,6 +481,48 @@ def _check_warmup(value: Any) -> None:
 
 def _is_names(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, str) for one in value)
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _check_frozen(value: Any) -> None:
+    if value is not None and not (_is_names(value) and all(map(_is_pattern, value))):
+        raise ConfigError(
+            "`freeze` must be a list of regular expressions of parameters' names, such as ['embeddings', "
+            f"r'layer\\.[0-5]\\.'], got {_shown(value)}."
+        )
+
+
+def _check_groups(value: Any) -> None:
+    if value is None:
+        return
+    form = "a list of dicts such as {'match': 'bias|norm', 'weight_decay': 0.0}"
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, Mapping) for one in value):
+        raise ConfigError(f"`param_groups` must be {form}, got {_shown(value)}.")
+    for place, group in enumerate(value):
+        where, pattern = f"`param_groups[{place}]`", group.get("match")
+        if not isinstance(pattern, str) or not pattern or not _is_pattern(pattern):
+            raise ConfigError(
+                f"{where} must have a regular expression of parameters' names as 'match', got {_shown(pattern)}. "
+                f"`param_groups` is {form}."
+            )
+        if len(group) == 1 or not all(isinstance(key, str) for key in group):
+            raise ConfigError(f"{where} must have options beside 'match', by name, got {_shown(group)}.")
+        if "lr" in group and "lr_scale" in group:
+            raise ConfigError(
+                f"{where} has both 'lr' and 'lr_scale', which are the rate and a factor of `learning_rate`. Give one."
+            )
+        for name in ("lr", "lr_scale", "weight_decay"):
+            if name in group and (not _is_finite(group[name]) or group[name] < 0):
+                raise ConfigError(
+                    f"{where}: {name!r} must be a finite number of at least 0, got {_shown(group[name])}. What is not "
+                    "to train belongs into `freeze`."
+                )
 
 
 def _check_blocks(value: Any) -> None:
@@ -557,6 +606,11 @@ def _check_pairs(given: Mapping[str, Any]) -> None:
             f"`lr_scheduler_kwargs` must be a dict of what the schedule takes, such as {{'min_lr': 1e-6}}, got "
             f"{_shown(options)}."
         )
+    if given["param_groups"] is not None and hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            "`param_groups` has no effect with an `optimizer` that is made already. Make it with these groups, or pass "
+            "its class, or a callable of the parameters."
+        )
     if given["scheduler_interval"] == "epoch":
         if given["lr_scheduler"] is None:
             raise ConfigError("`scheduler_interval='epoch'` has no effect without `lr_scheduler`. Pass one.")
@@ -634,7 +688,7 @@ def describe(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): describe(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple) and len(value) < 100:
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple) and len(value) < 1000:
         return [describe(entry) for entry in value]
     named: Any = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

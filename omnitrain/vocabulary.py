@@ -26,6 +26,7 @@ _TOKENIZE = "Tokenize the dataset yourself, and pass what `model(**batch)` takes
 _LIGHTNING_EVAL = "Every evaluation is over the whole set. Pass a smaller one: `torch.utils.data.Subset`."
 _RESUME = "Pass it to the call, not the constructor: `train(resume_from=...)`."
 _LAUNCHED = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
+_OPTIONS = "as in `[{'match': '.', 'betas': (0.9, 0.98)}]`"
 _OPTIMIZER = "Pass a function of the parameters: `optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)`."
 _SCHEDULE = "Pass a function of the optimizer: `lr_scheduler=lambda optimizer: ...`."
 _MODEL = "It is a matter of the model: do it before you pass it."
@@ -62,10 +63,10 @@ _TRANSFORMERS: dict[str, Meaning] = {
     "use_cpu": Meaning("device", 'device="cpu"'),
     "optim": Meaning("optimizer"),
     "optimizers": Meaning("optimizer", "the optimizer and `lr_scheduler` are passed one by one"),
-    "optim_args": Meaning("", _OPTIMIZER),
-    "adam_beta1": Meaning("", _OPTIMIZER),
-    "adam_beta2": Meaning("", _OPTIMIZER),
-    "adam_epsilon": Meaning("", _OPTIMIZER),
+    "optim_args": Meaning("param_groups", _OPTIONS),
+    "adam_beta1": Meaning("param_groups", _OPTIONS),
+    "adam_beta2": Meaning("param_groups", _OPTIONS),
+    "adam_epsilon": Meaning("param_groups", _OPTIONS),
     "tokenizer": Meaning("processing_class", "pads batches, and is saved with the model"),
     "compute_loss_func": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
     "model_init": Meaning("HFTrainer.model_init", "The other trainers take a model; make it before."),
@@ -277,6 +278,7 @@ _EASYDEL: dict[str, Meaning] = {
     "log_grad_norms": Meaning("", "The norm is always logged."),
     "scheduler": Meaning("lr_scheduler"),
     "loss_config": Meaning("loss_fn"),
+    "frozen_parameters": Meaning("freeze", "a list of regular expressions"),
     "use_wandb": Meaning("callbacks", "`[WandbLogger(...)]`"),
     "clip_grad": Meaning("max_grad_norm"),
     "shuffle_train_dataset": Meaning("shuffle"),
@@ -342,9 +344,15 @@ _HABITS: dict[str, Meaning] = {
     "warmup": Meaning("warmup_steps"),
     "num_warmup_steps": Meaning("warmup_steps"),
     "warmup_epochs": Meaning("warmup_steps", "multiply with the steps of an epoch"),
-    "momentum": Meaning("", _OPTIMIZER),
-    "betas": Meaning("", _OPTIMIZER),
-    "eps": Meaning("", _OPTIMIZER),
+    "momentum": Meaning("param_groups", _OPTIONS),
+    "betas": Meaning("param_groups", _OPTIONS),
+    "eps": Meaning("param_groups", _OPTIONS),
+    "layer_decay": Meaning("param_groups", "`layerwise_decay(model, 0.75)`"),
+    "llrd": Meaning("param_groups", "`layerwise_decay(model, 0.75)`"),
+    "no_decay": Meaning("param_groups", "`[{'match': 'bias|norm', 'weight_decay': 0.0}]`"),
+    "parameter_groups": Meaning("param_groups"),
+    "frozen_layers": Meaning("freeze", "regular expressions of parameters' names"),
+    "freeze_layers": Meaning("freeze", "regular expressions of parameters' names"),
     "gamma": Meaning("", _SCHEDULE),
     "min_lr": Meaning("", _SCHEDULE),
     "early_stopping": Meaning("patience"),

@@ -271,10 +271,13 @@ class Backend:
         """Return the optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types."""
         return state.optimizer_state(self.optimizer, self.model)
 
+    def names_by_group(self) -> list[list[str]]:
+        """Return the names of the parameters in each of the optimizer's groups."""
+        return state.names_by_group(self.optimizer, self.model)
+
     def check_groups(self, saved: Any, where: str) -> None:
         """Raise a CheckpointError if the optimizer's groups hold other parameters than the saved ones."""
-        now = state.names_by_group(self.optimizer, self.model)
-        state.check_groups(now, [group["params"] for group in saved["groups"]], where)
+        state.check_groups(self.names_by_group(), [group["params"] for group in saved["groups"]], where)
 
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Raise the CheckpointError of `load_optimizer`, if there is one; nothing is changed."""

@@ -117,6 +117,11 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
             f"The DeepSpeed configuration has the optimizer {config['optimizer'].get('type')!r}, and "
             f"`optimizer={given['optimizer']!r}` is passed too. Leave one of them out."
         )
+    if "optimizer" in config and given.get("param_groups") is not None:
+        raise ConfigError(
+            "`param_groups` has no effect on the optimizer that the DeepSpeed configuration names. Remove it there, "
+            "and pass `optimizer` and `learning_rate`."
+        )
     names = {
         "train_micro_batch_size_per_gpu": "batch_size",
         "gradient_accumulation_steps": "gradient_accumulation_steps",

@@ -34,6 +34,8 @@ from omnitrain.checkpoint.state import (
     unwrap,
 )
 from omnitrain.checkpoint.tensors import Gathered, spec_of
+from omnitrain.errors import ConfigError
+from omnitrain.muon import Muon
 
 __all__ = ["Zero"]
 
@@ -81,6 +83,11 @@ class Zero(DDP):
         plugin = self.accelerator.state.deepspeed_plugin
         fill_config(plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size)
         optimizer: Any = self._placeholder() if "optimizer" in plugin.deepspeed_config else self._build_optimizer()
+        if isinstance(optimizer, (Muon, getattr(torch.optim, "Muon", Muon))):
+            raise ConfigError(
+                "`optimizer='muon'` does not work with DeepSpeed ZeRO, which updates flat parts of many parameters, "
+                "where Muon needs whole matrices. Use FSDP or DDP, or another optimizer."
+            )
         named = {id(parameter): bare_name(name) for name, parameter in self.model.named_parameters()}
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
         # DeepSpeed leaves groups without parameters out
@@ -226,6 +233,9 @@ class Zero(DDP):
             for group, names in zip(self.optimizer.param_groups, self._groups, strict=True)
         ]
         return tensors, {"groups": groups, "rest": {}, "shared": to_json({}, "")}
+
+    def names_by_group(self) -> list[list[str]]:
+        return self._groups
 
     def check_groups(self, saved: Any, where: str) -> None:
         check_groups(self._groups, [group["params"] for group in saved["groups"]], where)

@@ -15,7 +15,7 @@ import torch
 from omnitrain.checkpoint.state import IMPLEMENTATION
 from omnitrain.settings import describe
 
-__all__ = ["DECIDING", "InitialOptions", "changed_settings", "options_of"]
+__all__ = ["DECIDING", "GROUPING", "InitialOptions", "changed_settings", "options_of"]
 
 DECIDING = (
     "model",
@@ -23,6 +23,8 @@ DECIDING = (
     "learning_rate",
     "weight_decay",
     "optimizer_groups",
+    "param_groups",
+    "freeze",
     "lr_scheduler",
     "lr_scheduler_kwargs",
     "lr_scheduler_options",
@@ -44,6 +46,9 @@ DECIDING = (
     "samples_per_epoch",
 )
 """The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name."""
+
+GROUPING = frozenset(["param_groups", "freeze"])
+"""Those that decide which parameters an optimizer holds, and in which groups."""
 
 _MOVING = frozenset(
     [
@@ -71,9 +76,11 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
         now: The settings of the run that resumes from it.
     """
     changed = {name: (then.get(name), now.get(name)) for name in DECIDING if then.get(name) != now.get(name)}
-    for name in ("learning_rate", "weight_decay", "optimizer_groups"):
-        changed.pop(name, None)  # with the user's own optimizer, only its groups count
-    if "optimizer" not in changed:
+    changed.pop("optimizer_groups", None)
+    if GROUPING.isdisjoint(changed):  # groups that hold other parameters cannot be compared
+        for name in ("learning_rate", "weight_decay"):
+            changed.pop(name, None)  # with the user's own optimizer, only its groups count
+    if "optimizer" not in changed and GROUPING.isdisjoint(changed):
         changed |= _changed_groups(then["optimizer_groups"] or [], now["optimizer_groups"] or [])
     if "lr_scheduler_kwargs" not in then and then.get("lr_scheduler") == "functools.partial":
         # what earlier checkpoints have of a schedule that transformers made by name and options

@@ -24,9 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from omnitrain import __version__
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
-from omnitrain.checkpoint.changes import InitialOptions, changed_settings
+from omnitrain.checkpoint.changes import GROUPING, InitialOptions, changed_settings
 from omnitrain.checkpoint.frozen import FROZEN, Frozen
 from omnitrain.checkpoint.identity import Difference, Identity
+from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
@@ -299,6 +300,10 @@ class Contents:
         is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
             changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up alone is a schedule too
+        if "optimizer" not in changed and has_other_groups(changed, content["optimizer"], self._run.backend.groups):
+            is_named = scheduler is None or isinstance(self._run.settings.lr_scheduler, str | None)
+            check_schedule(is_named, repr(str(folder)))
+            changed = {*changed, "lr_scheduler"}  # which keeps rates of each group: the named one finds its place
         self._run.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
         self._frozen.left_out()  # of the user's model, before a whole checkpoint loads other frozen weights
         if FROZEN not in changed:
@@ -325,7 +330,7 @@ class Contents:
         run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where, _absent(content))
         if "optimizer" not in changed:
             self._check_names(folder, content)
-            run.backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
+            run.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
             for name, saved in _others(content).items():
                 self._check_other(folder, name, saved)
         if run.lr_scheduler is not None and "lr_scheduler" not in changed:
@@ -393,11 +398,15 @@ class Contents:
             logger.warning("The optimizer is another one now: it starts without the state of the old one.")
             return
         fresh = [dict(group) for group in backend.groups]
-        tensors = TensorFile(folder / OPTIMIZER, self._run.ranks)
-        backend.load_optimizer(tensors, content["optimizer"], repr(str(folder)))
+        tensors, rest = self._saved_optimizer(folder, content, changed, self._run.ranks)
+        backend.load_optimizer(tensors, rest, repr(str(folder)))
         for name, saved in _others(content).items():
             tensors = TensorFile(folder / optimizer_file(name), self._run.ranks)
             state.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
+        if has_other_groups(changed, content["optimizer"], backend.groups):
+            for group, new in zip(backend.groups, fresh, strict=True):
+                group |= {key: value for key, value in new.items() if key != "params"}
+            return
         before, after = content["settings"]["optimizer_groups"], self._initial.optimizer or []
         for group, new, now, then in zip(backend.groups, fresh, after, before, strict=True):
             if "lr_scheduler" in changed:
@@ -406,6 +415,18 @@ class Contents:
                 group["lr"] = group["lr"] * (now["lr"] / then["lr"]) if then["lr"] else now["lr"]
                 group |= {"initial_lr": now["lr"]} if "initial_lr" in group else {}
             group |= {key: new[key] for key in now.keys() - {"lr"} if now[key] != then.get(key)}
+
+    def _saved_optimizer(
+        self, folder: Path, content: Mapping[str, Any], changed: Collection[str], ranks: Ranks
+    ) -> tuple[Mapping[str, Any], Any]:
+        """Return what was saved of the optimizer, tensors and rest; for other groups, if these may have changed."""
+        tensors, saved = TensorFile(folder / OPTIMIZER, ranks), content["optimizer"]
+        if GROUPING.isdisjoint(changed):
+            return tensors, saved
+        backend = self._run.backend
+        groups = list(zip(backend.names_by_group(), backend.groups, strict=True))
+        saved, kept = regrouped(saved, tensors, groups, repr(str(folder)))
+        return kept, saved
 
     def _check_names(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of other optimizers, and a run with optimizers that the checkpoint lacks."""
@@ -454,7 +475,7 @@ class Contents:
         if "lr_scheduler_options" in changed:
             then, now = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
             vars(scheduler).update({key: fresh[key] for key in now if now[key] != then.get(key)})
-        has_new_rates = not {"learning_rate", "optimizer_groups"}.isdisjoint(changed)
+        has_new_rates = not {"learning_rate", "optimizer_groups", *GROUPING}.isdisjoint(changed)
         for one, rates in zip(parts, fresh_rates, strict=True):
             if rates is not None:
                 one.base_lrs = rates if has_new_rates else state.like(one.base_lrs, rates)

@@ -38,6 +38,7 @@ from omnitrain.checkpoint.tensors import (
 )
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.muon import Muon
 
 __all__ = [
     "Gather",
@@ -64,6 +65,7 @@ __all__ = [
     "load_tensors",
     "load_weights",
     "model_tensors",
+    "named_parameters",
     "names_by_group",
     "optimizer_state",
     "restore_optimizer",
@@ -111,6 +113,12 @@ def class_of(model: nn.Module) -> type:
 def bare_name(name: str) -> str:
     """Return a parameter's name without what `torch.compile` or activation checkpointing of submodules added to it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters with the names of the bare module; tied ones come under each of theirs."""
+    found = unwrap(model).named_parameters(remove_duplicate=False)
+    return [(bare_name(name), parameter) for name, parameter in found]
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -477,7 +485,7 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
             now, then = present[key], from_json(value)
             now = now.item() if isinstance(now, torch.Tensor) and now.numel() == 1 else now
             check_like(then, now, f"optimizer option {key!r}", where)
-            if reason := _reason_against(type(optimizer), key, then):
+            if reason := _reason_against(stepping(optimizer, present), key, then):
                 raise CheckpointError(
                     f"{where} is damaged: optimizer option {key!r} is {reprlib.repr(then)} there, which "
                     f"{type(optimizer).__name__} refuses ({reason}). Take another checkpoint."
@@ -487,7 +495,7 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
 def _reason_against(kind: type, option: str, value: Any) -> str:
     """Return why an optimizer of PyTorch refuses a value of an option; empty if it accepts it."""
     make: Any = kind
-    is_known = kind.__module__.startswith("torch.optim.") and option in inspect.signature(kind).parameters
+    is_known = f"{kind.__module__}.".startswith("torch.optim.") and option in inspect.signature(kind).parameters
     if not is_known or (isinstance(value, float) and -_ROUNDING < value < 0):
         return ""
     try:
@@ -614,10 +622,11 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, Held]:
     """
     found: dict[int, Held] = {}
     fresh: dict[Any, dict[str, Spec]] = {}
-    steps = [inspect.unwrap(vars(cls)["step"]) for cls in type(optimizer).__mro__[:-2] if "step" in vars(cls)]
-    known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
-    is_own = known is None or known is not steps[0]
     for index, group in enumerate(optimizer.param_groups):
+        kinds = stepping(optimizer, group).__mro__[:-2]
+        steps = [inspect.unwrap(vars(cls)["step"]) for cls in kinds if "step" in vars(cls)]
+        known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
+        is_own = known is None or known is not steps[0]
         for parameter in group["params"]:
             specs = _specs(optimizer.state.get(parameter, {}))
             key = index, parameter.shape, parameter.dtype
@@ -628,6 +637,11 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, Held]:
     return found
 
 
+def stepping(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> type:
+    """Return the class of optimizer that steps a group: of one that is made of others, this is one of theirs."""
+    return optimizer.stepping(group) if isinstance(optimizer, Muon) else type(optimizer)
+
+
 def _specs(state: Mapping[str, Any]) -> dict[str, Spec]:
     return {name: (tuple(one.shape), one.dtype) for name, one in state.items() if torch.is_tensor(one)}
 
@@ -635,7 +649,7 @@ def _specs(state: Mapping[str, Any]) -> dict[str, Spec]:
 def _after_a_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: torch.Tensor) -> dict[str, Spec]:
     parameter = nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
-    copied = object.__new__(type(optimizer))
+    copied = object.__new__(stepping(optimizer, group))
     copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     plain = {name: False for name in IMPLEMENTATION if name in group}
     copied.param_groups, copied.state = [{**group, **plain, "params": [parameter]}], defaultdict(dict)

@@ -102,6 +102,8 @@ class AccelerateTrainer(BaseTrainer):
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
         grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean",
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        freeze: Sequence[str] | None = None,
         # loss and metrics
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         unit: Callable[..., Any] | None = None,
@@ -186,6 +188,8 @@ class AccelerateTrainer(BaseTrainer):
             gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
             max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
             grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
+            param_groups: Options by names of parameters: [{"match": "bias|norm", "weight_decay": 0}, ...].
+            freeze: Regular expressions; parameters in whose names one of them is found do not train.
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.

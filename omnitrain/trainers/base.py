@@ -32,6 +32,7 @@ from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
+from omnitrain.param_groups import freeze_parameters, group_parameters
 from omnitrain.precision import Precision
 from omnitrain.progress import Progress
 from omnitrain.recomputation import recompute_activations
@@ -156,6 +157,8 @@ class BaseTrainer(Hooks, ABC):
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = 1.0,
         grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean",
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        freeze: Sequence[str] | None = None,
         # loss and metrics
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         unit: Callable[..., Any] | None = None,
@@ -235,6 +238,8 @@ class BaseTrainer(Hooks, ABC):
             gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
             max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
             grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
+            param_groups: Options by names of parameters: [{"match": "bias|norm", "weight_decay": 0}, ...].
+            freeze: Regular expressions; parameters in whose names one of them is found do not train.
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
             compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
@@ -352,6 +357,8 @@ class BaseTrainer(Hooks, ABC):
     def _take_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
         settings = self.settings
+        if settings.freeze is not None:
+            freeze_parameters(state.named_parameters(model), settings.freeze)
         if settings.gradient_checkpointing:
             recompute_activations(state.unwrap(model), settings.gradient_checkpointing)
         own = settings.unit
@@ -378,13 +385,22 @@ class BaseTrainer(Hooks, ABC):
             model: The model.
             make: The class of the backend, or another maker of it, called with the arguments of `Backend`.
         """
+
+        def grouped() -> torch.optim.Optimizer:
+            optimizer, wanted = self._build_optimizer(), self.settings.param_groups
+            if wanted is not None:
+                group_parameters(optimizer, state.named_parameters(self.model), wanted, self.is_main_process)
+            return optimizer
+
         scaler = self.precision.grad_scaler(self.settings.fp16_loss_scale[0])
-        return make(model, self.device, scaler, self._build_optimizer, self.ranks)
+        return make(model, self.device, scaler, grouped, self.ranks)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer that was asked for, built for the model as it is now."""
         settings = self.settings
-        return build_optimizer(settings.optimizer, self.model, settings.learning_rate, settings.weight_decay)
+        return build_optimizer(
+            settings.optimizer, state.unwrap(self.model), settings.learning_rate, settings.weight_decay
+        )
 
     @property
     def _evaluates(self) -> bool:
@@ -700,6 +716,11 @@ class BaseTrainer(Hooks, ABC):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.settings.param_groups is not None:
+            raise ConfigError(
+                "`param_groups` would have no effect on an optimizer that is assigned. Make it with these groups, and "
+                "leave `param_groups` out."
+            )
         self.settings = replace(self.settings, optimizer=optimizer)  # it stays for further runs
         self.backend.optimizer = optimizer
 

@@ -1,0 +1,176 @@
+"""optimizer="muon": matrices by Muon and the rest by AdamW, in one optimizer; and optimizers of other packages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import StopAt, distance, rows, weights
+from tiny import Tokens, bert, gpt, t5
+from torch import nn
+
+from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, MissingExtraError, Trainer
+from omnitrain.checkpoint import state
+from omnitrain.muon import Muon
+from omnitrain.optimization import build_optimizer
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def run(kind: Any = Trainer, resume: str | None = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "loss_fn": F.mse_loss, "batch_size": 8, "epochs": 2, "learning_rate": 0.05, "weight_decay": 0.1,
+        "lr_scheduler": "cosine", "log_steps": 1, "progress_bar": False, "optimizer": "muon",
+    }  # fmt: skip
+    place = {"device": "cpu"} if kind is Trainer else {}
+    trainer = kind(deep(), rows(20), **{**defaults, **place, **options})
+    trainer.train(resume_from=resume)
+    return trainer
+
+
+def matrices_of(model: nn.Module) -> set[str]:
+    optimizer = build_optimizer("muon", model, 1e-3, 0.0)
+    names = {id(one): name for name, one in model.named_parameters()}
+    return {names[id(one)] for group in optimizer.param_groups if "ns_steps" in group for one in group["params"]}
+
+
+def test_a_step_is_that_of_the_two_optimizers_of_torch() -> None:
+    ours, theirs = deep(), deep()
+    held = [theirs[0].weight, theirs[2].weight]  # type: ignore[index]
+    rest = [one for one in theirs.parameters() if not any(one is other for other in held)]
+    common = {"lr": 0.05, "weight_decay": 0.1}
+    two = [torch.optim.Muon(held, adjust_lr_fn="match_rms_adamw", **common), torch.optim.AdamW(rest, **common)]  # type: ignore[arg-type]
+    one = build_optimizer("muon", ours, 0.05, 0.1)
+    x, y = rows(8).tensors
+    for _ in range(3):
+        for model, optimizers in ((ours, [one]), (theirs, two)):
+            F.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert distance(weights(ours), weights(theirs)) <= 1e-15
+    again = copy.deepcopy(one)
+    assert isinstance(again, Muon) and len(again.state) == len(one.state) == 6
+
+
+def test_embeddings_and_the_output_layer_are_no_matrices_of_muon() -> None:
+    assert matrices_of(deep()) == {"0.weight", "2.weight"}
+    assert not any("wte" in name or "lm_head" in name for name in matrices_of(gpt()))
+    assert matrices_of(bert()) >= {"bert.encoder.layer.0.output.dense.weight", "bert.pooler.dense.weight"}
+    assert "classifier.weight" not in matrices_of(bert()) and "shared.weight" not in matrices_of(t5())
+    with pytest.raises(ConfigError, match="matrices that are neither embeddings nor the output layer, and Linear has"):
+        build_optimizer("muon", nn.Linear(4, 2), 1e-3, 0.0)
+
+
+def test_every_trainer_takes_the_same_steps_with_muon_and_goes_on_bit_for_bit(
+    trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        straight = run(trainer_class)
+    assert "Muon updates 2 matrices, and AdamW the 4 other parameters: vectors, and 4.weight" in caplog.text
+    assert type(straight.optimizer) is Muon and straight.optimizer.param_groups[0]["lr"] == 0.0
+    if trainer_class is not Trainer:
+        assert distance(weights(straight.model), weights(run().model)) == 0
+    split = run(trainer_class, batch_size=1, gradient_accumulation_steps=8)
+    assert distance(weights(split.model), weights(straight.model)) <= 1e-3  # Muon computes in bfloat16
+    for half in (StopAt(2), StopAt(0)):
+        ended = run(trainer_class, "auto", save_dir=tmp_path, save_steps=1, callbacks=[half])
+    assert distance(weights(ended.model), weights(straight.model)) == 0  # pyright: ignore[reportPossiblyUnbound]
+
+
+def test_a_run_in_fp16_scales_and_skips_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = deep(), rows(8)
+    optimizer = build_optimizer("muon", model, 0.05, 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = weights(model)
+    scaler.scale(F.mse_loss(model(data.tensors[0]), data.tensors[1])).backward()
+    next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    assert distance(weights(model), before) == 0 and scaler.get_scale() == 2.0**9
+
+
+def test_groups_of_muon_take_the_options_of_their_own_optimizer() -> None:
+    given: dict[str, Any] = {"max_steps": 1, "epochs": None}
+    trainer = run(param_groups=[{"match": r"^4\.", "betas": (0.8, 0.9)}, {"match": r"^2\.w", "momentum": 0.9}], **given)
+    assert [group.get("momentum", group.get("betas")) for group in trainer.optimizer.param_groups] == [
+        0.9, 0.95, (0.8, 0.9), (0.9, 0.999)
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="'betas', which is no option of Muon for these parameters"):
+        run(param_groups=[{"match": r"^2\.", "betas": (0.8, 0.9)}], **given)
+    with pytest.raises(ConfigError, match="Muon refuses it: momentum should be >= 0"):
+        run(param_groups=[{"match": r"^2\.w", "momentum": -1.0}], **given)
+
+
+def test_moments_of_another_shape_are_refused_before_a_fused_kernel_reads_them() -> None:
+    model = deep()
+    optimizer = build_optimizer("muon", model, 0.1, 0.0)
+    model(rows(2).tensors[0]).sum().backward()
+    optimizer.step()
+    tensors, rest = state.optimizer_state(optimizer, model)
+    for key in ("0.weight/momentum_buffer", "4.weight/exp_avg"):
+        fresh, wrong = deep(), {**tensors, key: torch.zeros(3)}
+        empty = build_optimizer("muon", fresh, 0.1, 0.0)
+        with pytest.raises(CheckpointError, match=f"{key!r} is of shape"):
+            state.restore_optimizer(empty, fresh, wrong, rest, "it")
+
+
+def test_an_older_pytorch_is_told_of_the_version_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigError, match=r"optimizer='muon' needs PyTorch 2\.9 or newer, and this is"):
+        build_optimizer("muon", deep(), 1e-3, 0.0)
+
+
+# --- other packages
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "kind"),
+    [("lion", "lion_pytorch", "Lion"), ("Lion", "timm.optim", "Lion"),
+     ("paged_adamw_8bit", "bitsandbytes.optim", "PagedAdamW8bit"), ("adamw_torch_8bit", "torchao.optim", "AdamW8bit")],
+)  # fmt: skip
+def test_a_name_of_another_package_is_its_class(
+    name: str, package: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = package.partition(".")[0]
+    for place in {top, package}:
+        monkeypatch.setitem(sys.modules, place, ModuleType(place))
+    made = type(kind, (torch.optim.SGD,), {})
+    setattr(sys.modules[package], kind, made)
+    model = deep()
+    assert type(build_optimizer(name, model, 0.25, 0.5)) is made
+
+
+@pytest.mark.parametrize(("name", "package"), [("lion", "lion_pytorch"), ("adamw_bnb_8bit", "bitsandbytes")])
+def test_a_package_that_is_missing_is_named(name: str, package: str) -> None:
+    with pytest.raises(MissingExtraError, match=f"optimizer='{name}' needs {package}, which is not installed"):
+        build_optimizer(name, deep(), 0.1, 0.0)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw_torch", "AdamW"), ("adafactor", "Adafactor"), ("NAdam", "NAdam")])
+def test_names_of_transformers_and_of_torch_are_classes_of_torch(name: str, kind: str) -> None:
+    assert type(build_optimizer(name, deep(), 0.1, 0.0)) is getattr(torch.optim, kind)
+    assert build_optimizer("adamw_torch_fused", deep(), 0.1, 0.0).defaults["fused"]
+
+
+def test_muon_trains_a_model_of_transformers() -> None:
+    trainer = HFTrainer(gpt(), None, Tokens(8), optimizer="muon", max_steps=2, progress_bar=False, learning_rate=1e-3)
+    trainer.train()
+    assert trainer.progress.step == 2

@@ -1,0 +1,272 @@
+"""`param_groups`, `freeze` and layer-wise decay: which parameters train, and with what options."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import StopAt, distance, rows, t16, weights
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, Trainer, layerwise_decay
+from omnitrain.checkpoint.state import named_parameters
+from omnitrain.param_groups import freeze_parameters, group_parameters
+
+GROUPS = [{"match": "bias", "weight_decay": 0.0}, {"match": r"^3\.", "lr_scale": 0.5}]
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(vocab_size=9, max_position_embeddings=8, **sizes))
+
+
+def make(kind: Any = Trainer, model: nn.Module | None = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "loss_fn": F.mse_loss, "batch_size": 8, "epochs": 2, "learning_rate": 0.05, "weight_decay": 0.1,
+        "lr_scheduler": "cosine", "log_steps": 1, "progress_bar": False,
+    }  # fmt: skip
+    place = {"device": "cpu"} if kind is Trainer else {}
+    return kind(model or t16(), rows(20), **{**defaults, **place, **options})
+
+
+def run(kind: Any = Trainer, resume: str | None = None, allow: Any = (), **options: Any) -> Any:
+    trainer = make(kind, **options)
+    trainer.train(resume_from=resume, allow_change=allow)
+    return trainer
+
+
+def groups_of(trainer: Any) -> list[tuple[list[str], float, float]]:
+    names = {id(one): name for name, one in trainer.model.named_parameters()}
+    return [
+        ([names[id(one)] for one in group["params"]], group.get("initial_lr", group["lr"]), group["weight_decay"])
+        for group in trainer.optimizer.param_groups
+    ]
+
+
+# --- groups
+
+
+def test_groups_and_frozen_parts_train_as_groups_made_by_hand(trainer_class: Any) -> None:
+    def by_hand(parameters: Any) -> torch.optim.Optimizer:
+        first, *_, last, bias = model.parameters()
+        groups: list[dict[str, Any]] = [
+            {"params": [bias], "weight_decay": 0.0}, {"params": [last], "lr": 0.025}, {"params": [first]}
+        ]  # fmt: skip
+        return torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1)
+
+    model = t16()
+    model[0].bias.requires_grad_(False)
+    plain = {"learning_rate": 2e-5, "weight_decay": 0.0}  # those of an optimizer that is made by hand
+    expected = run(model=model, optimizer=by_hand, **plain)
+    for size, accumulation in ((8, 1), (2, 4), (1, 8)):
+        trainer = run(
+            trainer_class, optimizer="adamw", param_groups=GROUPS, freeze=[r"^0\.bias"], batch_size=size,
+            gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        assert groups_of(trainer) == [(["3.bias"], 0.05, 0.0), (["3.weight"], 0.025, 0.1), (["0.weight"], 0.05, 0.1)]
+        assert distance(weights(trainer.model), weights(expected.model)) <= (0 if size == 8 else 1e-12)
+        assert torch.equal(trainer.model[0].bias, t16()[0].bias)  # type: ignore[index]
+
+
+def test_groups_are_divided_whoever_made_the_optimizer(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), learning_rate=0.05, weight_decay=0.1, report_to="none", use_cpu=True, optim="adafactor"
+    )
+    wanted = [{"match": r"layer\.1\.", "lr": 0.5}]
+    trainer = HFTrainer(bert(), args, rows(4), param_groups=wanted, progress_bar=False)
+    assert type(trainer.optimizer).__name__ == "Adafactor"
+    named = groups_of(trainer)
+    assert [(rate, decay) for _, rate, decay in named] == [(0.5, 0.1), (0.05, 0.1), (0.5, 0.0), (0.05, 0.0)]
+    assert all(("layer.1." in name) is (rate == 0.5) for names, rate, _ in named for name in names)
+    assert all("bias" in name or "LayerNorm" in name for names, _, decay in named for name in names if not decay)
+    by_function = make(
+        learning_rate=2e-5, weight_decay=0.0, param_groups=[{"match": "weight", "momentum": 0.5}],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9),
+    )  # fmt: skip
+    assert [group["momentum"] for group in by_function.optimizer.param_groups] == [0.5, 0.9]
+
+
+def test_a_tied_parameter_goes_by_each_of_its_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[2].weight = model[0].weight  # type: ignore[union-attr]
+    trainer = make(model=model.double(), param_groups=[{"match": r"2\.weight", "lr": 0.5}])
+    assert groups_of(trainer)[0] == (["0.weight"], 0.5, 0.1)
+
+
+def test_names_are_those_of_the_users_module_under_torch_compile() -> None:
+    trainer = make(model=torch.compile(t16()), param_groups=[{"match": r"^3\.", "lr": 0.5}], freeze=["^0.bias$"])
+    assert groups_of(trainer)[0][1] == 0.5 and not trainer.get_model()[0].bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ([{"match": r"^9\.", "lr": 1.0}], r"`param_groups\[0\]`: '\^9.*' is found in no parameter's name.* 0.weight"),
+        ([{"match": ".", "lr": 1.0}, {"match": "bias", "lr": 0.1}], r"\[1\]`: 'bias' is left without a parameter"),
+        ([{"match": "bias", "weigth_decay": 0.0}], r"'weigth_decay', which is no option of AdamW .*'weight_decay'\?"),
+        ([{"match": "bias", "betas": (0.9, 1.5)}], r"AdamW refuses it: Invalid beta parameter at index 1: 1.5"),
+        ([{"match": "bias", "lr": -1.0}], "'lr' must be a finite number of at least 0, got -1.0"),
+        ([{"match": "bias", "lr": 1.0, "lr_scale": 0.1}], "has both 'lr' and 'lr_scale'"),
+        ([{"match": "bias"}], "must have options beside 'match'"),
+        ([{"match": "(", "lr": 1.0}], r"must have a regular expression of parameters' names as 'match', got '\('"),
+        ([{"lr": 1.0}], "as 'match', got None"),
+        ({"match": "bias", "lr": 1.0}, "`param_groups` must be a list of dicts"),
+        ([], "`param_groups` must be a list of dicts"),
+    ],
+)
+def test_groups_that_mean_nothing_are_refused(wanted: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(optimizer="adamw", param_groups=wanted)
+
+
+def test_groups_beside_an_optimizer_that_is_made_are_refused() -> None:
+    model = t16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="`param_groups` has no effect with an `optimizer` that is made already"):
+        make(model=model, optimizer=optimizer, param_groups=GROUPS, learning_rate=2e-5, weight_decay=0.0)
+    with pytest.raises(ConfigError, match="`param_groups` would have no effect on an optimizer that is assigned"):
+        make(param_groups=GROUPS).optimizer = optimizer
+
+
+# --- freezing
+
+
+def test_frozen_parts_stay_so_and_a_group_of_them_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        trainer = run(freeze=["bias"], param_groups=[{"match": "bias", "lr": 1.0}, {"match": r"^0\.", "lr": 0.5}])
+    assert [one.requires_grad for one in trainer.model.parameters()] == [True, False, True, False]
+    assert "bias: frozen" in caplog.text and "the rest: 1 tensors, 16 values, lr 0.05" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["body"], "`freeze`: 'body' is found in no parameter's name. They are called 0.weight, 0.bias"),
+        (["weight", "bias"], r"`freeze=\['weight', 'bias'\]` leaves no parameter that trains"),
+        ("weight", "`freeze` must be a list of regular expressions"),
+        (["["], "`freeze` must be a list of regular expressions"),
+        ([], "`freeze` must be a list of regular expressions"),
+    ],
+)
+def test_freezing_nothing_or_everything_is_refused(patterns: Any, words: str) -> None:
+    model = t16()
+    with pytest.raises(ConfigError, match=words):
+        make(model=model, freeze=patterns)
+    assert all(one.requires_grad for one in model.parameters())
+
+
+# --- resuming
+
+
+def options_of_resume(kind: Any, folder: Path, **options: Any) -> dict[str, Any]:
+    return {"kind": kind, "save_dir": folder, "save_steps": 2, **options}
+
+
+def test_a_run_with_groups_is_resumed_bit_for_bit(trainer_class: Any, tmp_path: Path) -> None:
+    given = {"param_groups": GROUPS, "freeze": [r"^0\.bias"]}
+    straight = run(trainer_class, **given)
+    cut = options_of_resume(trainer_class, tmp_path, **given)
+    run(**cut, callbacks=[StopAt(2)])
+    assert distance(weights(run(**cut, resume="auto").model), weights(straight.model)) == 0
+
+
+def test_other_groups_and_frozen_parts_on_a_resume_are_refused_unless_they_are_allowed(
+    trainer_class: Any, tmp_path: Path
+) -> None:
+    given = options_of_resume(trainer_class, tmp_path, lr_scheduler="linear")
+    run(**given, callbacks=[StopAt(3)], freeze=[r"^0\."])
+    with pytest.raises(CheckpointError, match=r"freeze: \['\^0.*'\] -> None; .*|freeze: \['\^0.*'\] -> None"):
+        run(**given, resume="auto")
+    more = {"param_groups": [{"match": "bias", "lr_scale": 0.1}]}
+    with pytest.raises(CheckpointError, match=r"param_groups: None -> \[\{'match': 'bias', 'lr_scale': 0.1"):
+        run(**given, **more, freeze=[r"^0\."], resume="auto")
+    trainer = make(**given, **more, callbacks=[Look()])
+    trainer.train(resume_from="auto", allow_change={"freeze", "param_groups"})
+    look = next(one for one in trainer.lifecycle.callbacks if isinstance(one, Look))
+    # step 3 of 6 of a linear schedule; what trained before has its moments, what did not has none
+    assert look.rates == pytest.approx([0.0025, 0.025])
+    assert look.steps == {"0.weight": None, "0.bias": None, "3.weight": 3.0, "3.bias": 3.0}
+    assert all(group["weight_decay"] == 0.1 for group in trainer.optimizer.param_groups)
+    assert trainer.progress.step == 6
+
+
+class Look(StopAt):
+    """Looks at the optimizer as a resumed run begins."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.rates: list[float] = []
+        self.steps: dict[str, float | None] = {}
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        for name, one in trainer.model.named_parameters():
+            step = trainer.optimizer.state.get(one, {}).get("step")
+            self.steps[name] = None if step is None else float(step)
+
+
+def test_other_groups_under_a_schedule_of_ones_own_are_refused(tmp_path: Path) -> None:
+    given = options_of_resume(Trainer, tmp_path, lr_scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 2))
+    run(**given, callbacks=[StopAt(2)])
+    with pytest.raises(CheckpointError, match="another number of parameter groups, and `lr_scheduler` is a schedule"):
+        run(**given, param_groups=GROUPS, resume="auto", allow={"param_groups"})
+
+
+def test_settings_of_many_groups_are_kept_as_text() -> None:
+    wanted = [{"match": "bias", "betas": (0.8, 0.9)}, {"match": "0.weight", "lr": 1.0}]
+    kept = make(param_groups=wanted, freeze=["3.bias"]).resolved_config()
+    assert kept["param_groups"] == [{"match": "bias", "betas": [0.8, 0.9]}, {"match": "0.weight", "lr": 1.0}]
+    assert kept["freeze"] == ["3.bias"] and [group["lr"] for group in kept["optimizer_groups"]] == [0.05, 1.0, 0.05]
+
+
+# --- layer-wise decay
+
+
+def test_each_block_has_less_of_the_rate_than_the_one_above() -> None:
+    model = bert()
+    named = named_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    group_parameters(optimizer, named, layerwise_decay(model, 0.5))
+    rate_of = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
+    for name, one in named:
+        block = 2 if "layer.1." in name else 1 if "layer.0." in name else 0 if "embeddings" in name else 3
+        assert rate_of[id(one)] == 0.5 ** (3 - block), name
+
+
+def test_layer_wise_decay_goes_with_frozen_blocks_and_with_every_trainer(trainer_class: Any) -> None:
+    def deep() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 1)).double()
+
+    given: dict[str, Any] = {"freeze": [r"^0\.", r"^1\.0\."], "optimizer": "adamw"}
+    trainer = run(trainer_class, model=deep(), param_groups=layerwise_decay(deep(), 0.5), **given)
+    assert [rate for _, rate, _ in groups_of(trainer)] == [0.0125, 0.025, 0.05]
+    assert trainer.progress.step == 6
+    native = run(model=deep(), param_groups=layerwise_decay(deep(), 0.5), **given)
+    assert distance(weights(trainer.model), weights(native.model)) == 0
+
+
+def test_layer_wise_decay_of_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layerwise_decay\(\) finds no blocks in Sequential"):
+        layerwise_decay(t16())
+    with pytest.raises(ConfigError, match="`decay` must be above 0 and at most 1, got 1"):
+        layerwise_decay(bert(), 1.5)
+
+
+def test_freezing_changes_nothing_where_it_is_refused() -> None:
+    model = t16()
+    with pytest.raises(ConfigError):
+        freeze_parameters(named_parameters(model), ["0.weight", "nothing"])
+    assert model[0].weight.requires_grad  # type: ignore[union-attr]
