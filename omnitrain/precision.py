@@ -10,7 +10,7 @@ import torch
 
 from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["Precision", "choose_device", "is_device_lost", "is_out_of_memory", "precision_name"]
+__all__ = ["Precision", "choose_device", "free_memory", "is_device_lost", "is_out_of_memory", "precision_name"]
 
 _NAMES = {
     "fp32": "fp32",
@@ -103,6 +103,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     known = isinstance(error, Exception) and should_reduce_batch_size(error)
     return known or isinstance(error, torch.OutOfMemoryError)
+
+
+def free_memory() -> None:
+    """Give back to the device what nothing holds any more."""
+    from accelerate.utils.memory import clear_device_cache
+
+    clear_device_cache(garbage_collection=True)
 
 
 def is_device_lost(error: BaseException) -> bool:

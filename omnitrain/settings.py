@@ -175,6 +175,7 @@ class Settings:
     test_loader: Iterable[Any] | None = None
     data_collator: Callable[[Any], Any] | None = None
     batch_size: int = 8
+    microbatch_size: int | Literal["auto"] | None = None
     eval_batch_size: int | None = None
     global_batch_size: int | None = None
     shuffle: bool = True
@@ -418,6 +419,7 @@ def _check_each(given: Mapping[str, Any]) -> None:
                     f"`{name}` must be {words}, at most {MOST.get(name, sys.maxsize)}, got {_shown(value)}."
                 )
     _check_warmup(given["warmup_steps"])
+    _check_split(given["microbatch_size"])
     for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
         if given[name] is None:
             raise ConfigError(f"`{name}` must be an integer, got None. Leave it out for its default.")
@@ -523,6 +525,11 @@ def _check_groups(value: Any) -> None:
                     f"{where}: {name!r} must be a finite number of at least 0, got {_shown(group[name])}. What is not "
                     "to train belongs into `freeze`."
                 )
+
+
+def _check_split(value: Any) -> None:
+    if value is not None and value != "auto" and (not _is_integer(value) or value < 1):
+        raise ConfigError(f"`microbatch_size` must be a positive integer, 'auto' or None, got {_shown(value)}.")
 
 
 def _check_blocks(value: Any) -> None:

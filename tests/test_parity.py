@@ -30,6 +30,7 @@ from recipes import (
     t16,
     weights,
 )
+from starving import Starving, StarvingAdamW
 from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -185,6 +186,41 @@ def test_masked_labels_weigh_every_token_the_same_in_every_split(
     )  # fmt: skip
     by_hand(reference, data, window=8, epochs=1, lr=0.05, clip=None)
     assert distance(weights(model), weights(reference)) <= 1e-12
+
+
+@pytest.mark.parametrize(("batch", "size"), [(8, 1), (4, 2), (8, 3)])
+def test_a_batch_that_is_split_gives_the_numbers_of_the_whole(trainer_class: Any, batch: int, size: int) -> None:
+    model, reference, trace, other = Tagger(), Tagger(), Trace(), Trace()
+    options = {"epochs": 2, "grad_reduction": "per-token-mean", "gradient_accumulation_steps": 8 // batch}
+    run(trainer_class, model, Sentences(13), trace, batch_size=batch, microbatch_size=size, **options)
+    run(trainer_class, reference, Sentences(13), other, batch_size=batch, **options)
+    assert distance(weights(model), weights(reference)) <= 1e-12
+    assert trace.events == other.events
+    for key in ("loss", "grad_norm", "learning_rate", "epoch"):
+        assert [row[key] for row in trace.logs] == pytest.approx([row[key] for row in other.logs], rel=1e-12)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "update"])
+def test_a_run_whose_memory_runs_out_has_the_numbers_of_one_with_small_micro_batches_and_is_resumed_so(
+    trainer_class: Any, where: str, tmp_path: Path
+) -> None:
+    def start(folder: str, *guests: Callback, room: int = 3) -> Any:
+        model = Starving(1000 if where == "update" else room, where, start=2)
+        optimizer = StarvingAdamW(model.parameters(), (3,) if where == "update" and room < 1000 else (), lr=0.05)
+        return trainer_class(
+            model, rows(20), batch_size=8, microbatch_size="auto", epochs=3, optimizer=optimizer, loss_fn=F.mse_loss,
+            callbacks=guests, save_dir=tmp_path / folder, save_steps=100, progress_bar=False,
+            **placed_on_cpu(trainer_class),
+        )  # fmt: skip
+
+    straight, cut, resumed = start("straight"), start("cut", StopAt(5)), start("cut", room=1000)
+    straight.train()
+    cut.train()
+    resumed.train(resume_from="auto")
+    assert max(resumed.get_model().sizes) == (4 if where == "update" else 2)
+    kept = [[*weights(one.get_model()), *one.get_model().buffers()] for one in (straight, resumed)]
+    assert same(*kept)
+    assert straight.metrics["train_metrics_history"] == resumed.metrics["train_metrics_history"]
 
 
 def test_short_last_window_is_averaged_over_its_own_batches(trainer_class: Any) -> None:

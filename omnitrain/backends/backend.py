@@ -156,6 +156,16 @@ class Backend:
         """Add the gradients of `loss`."""
         self.scaler.scale(loss).backward()
 
+    def check_reduces_apart(self) -> None:
+        """Raise ConfigError if gradients cannot be averaged over the ranks by `reduce_gradients` alone."""
+
+    def reduce_gradients(self) -> None:
+        """Average over the ranks the gradients of backward passes of which none was the last."""
+
+    def abandon_gradients(self) -> None:
+        """Undo what micro-batches leave behind of which the last one has not run."""
+        self.clear_gradients()
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""
         for parameter in self.parameters:

@@ -62,6 +62,19 @@ def run_through(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: An
     return StepOutput(**output) if isinstance(output, dict) else output  # type: ignore[return-value]
 
 
+class _Nothing(torch.autograd.Function):
+    """A loss whose gradients are zeros, for as many tensors as there are."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return tuple(one.new_zeros(()).expand_as(one) for one in ctx.saved_tensors)
+
+
 class DDP(Backend):
     """accelerate puts the model on its device; with several ranks, PyTorch's DistributedDataParallel wraps it.
 
@@ -101,9 +114,40 @@ class DDP(Backend):
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return _NOTHING if last or self._ddp is None else self._ddp.no_sync()
 
+    def check_reduces_apart(self) -> None:
+        if self.sharding is not None:
+            raise ConfigError(
+                "`microbatch_size='auto'` cannot be used where the weights are sharded (FSDP, DeepSpeed): each forward "
+                "pass gathers them, and a rank that runs out of memory in the middle of one leaves the others waiting. "
+                "Pass a number, such as microbatch_size=4."
+            )
+        if self._ddp is not None and self._ddp.static_graph:
+            raise ConfigError(
+                "`microbatch_size='auto'` cannot be used with static_graph=True of DDP, which learns from the first "
+                "backward pass when to average what. Leave that out, or pass a number, such as microbatch_size=4."
+            )
+
+    def reduce_gradients(self) -> None:
+        """Have DDP average what there is, in a pass that adds zeros to it."""
+        if self._ddp is None:
+            return
+        trained = [one for one in self._ddp.module.parameters() if one.requires_grad]
+        used = [one for one in trained if one.grad is not None] if self._ddp.find_unused_parameters else trained
+        self._ddp(run_step=lambda model: _Nothing.apply(*(used or trained[:1]))).backward()
+
+    def abandon_gradients(self) -> None:
+        super().abandon_gradients()
+        if self._ddp is not None:  # some ranks may have been past the forward pass that shares out buffers
+            self._ddp.require_forward_param_sync = True
+
     def update(self) -> bool:
         self.check_reduced()
-        return super().update()
+        try:
+            return super().update()
+        except RuntimeError:
+            if self._ddp is not None:
+                self._ddp.module.has_run = True  # it may be made once more
+            raise
 
     def check_reduced(self) -> None:
         """Raise DistributedError if no forward pass has gone through DDP since the latest update."""

@@ -291,7 +291,7 @@ _LOOP = record(
         "grad_norm": maybe(number(odd=True)),
         "logged": _row(whole(), number(0), whole(), whole()),
     },
-    {"learning_rates": each(number())},
+    {"learning_rates": each(number()), "microbatch_size": maybe(whole(1))},
 )
 
 _MARK = record({"epoch": _steps, "position": whole(), "state": _anything, "has_ended": flag}, open=False)

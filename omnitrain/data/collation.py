@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +29,7 @@ __all__ = [
     "padding_collator",
     "pinned",
     "required_labels",
+    "split_batch",
     "tensors_in",
     "where_labels_are",
     "with_labels",
@@ -330,6 +334,94 @@ def _count(batch: Any) -> int | None:
             if count is not None:
                 return count
     return None
+
+
+def split_batch(batch: Any, size: int) -> list[Any]:
+    """Return a batch in as few parts as have at most `size` rows: equal ones, the first larger by one.
+
+    Tensors, arrays and lists with an entry for each row are cut. What holds for all rows goes along with each part:
+    numbers, text, None, tensors without dimensions, and those whose first dimension is 1.
+
+    Raises:
+        DataError: If something in the batch is none of these.
+
+    >>> split_batch({"x": torch.arange(3), "names": ["a", "b", "c"], "scale": 2.0}, 2)
+    [{'x': tensor([0, 1]), 'names': ['a', 'b'], 'scale': 2.0}, {'x': tensor([2]), 'names': ['c'], 'scale': 2.0}]
+    """
+    try:
+        rows = count_samples(batch)
+    except DataError:
+        raise _unsplittable(batch, "") from None
+    if rows <= size:
+        return [batch]
+    smaller, larger = divmod(rows, -(-rows // size))
+    sizes = [smaller + (number < larger) for number in range(-(-rows // size))]
+    cuts = [_Cut(stop - one, stop, rows) for one, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    if isinstance(batch, (tuple, list)) and not _has_columns(batch):
+        return [batch[cut.start : cut.stop] for cut in cuts]
+    return [cut.of_columns(batch) if isinstance(batch, (tuple, list)) else cut.of(batch, "") for cut in cuts]
+
+
+def _has_columns(batch: Sequence[Any]) -> bool:
+    """Whether the entries of a batch are its columns, as `count_samples` sees it, and not its samples."""
+    if isinstance(batch, list) and all(isinstance(entry, Mapping) for entry in batch):
+        raise _unsplittable(batch, " of dicts")  # samples, or columns: their rows do not tell
+    entries = [one for one in batch if not isinstance(one, (tuple, list))]
+    return isinstance(batch[0], (tuple, list)) or any(_count(one) is not None for one in entries)
+
+
+@dataclass(slots=True, frozen=True)
+class _Cut:
+    """A range of the rows of a batch."""
+
+    start: int
+    stop: int
+    rows: int
+
+    def of(self, value: Any, name: str) -> Any:
+        """Return these rows of a batch, or of what it has under a name."""
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            if value.ndim and value.shape[0] == self.rows:
+                return value[self.start : self.stop]
+            if not value.ndim or value.shape[0] == 1:
+                return value
+            raise _unsplittable(value, f" of shape {tuple(value.shape)}{name} beside {self.rows} rows")
+        if value is None or isinstance(value, (str, bytes, bool, int, float, complex, np.generic)):
+            return value
+        if isinstance(value, (dict, UserDict)):
+            entries = {key: self.of(entry, f" under {key!r}") for key, entry in value.items()}
+            if type(value) is dict:
+                return entries
+            if isinstance(value, UserDict):  # transformers' BatchEncoding, whose further attributes are of all rows
+                return type(value)(entries)
+            part = copy.copy(value)
+            part.update(entries)
+            return part
+        if isinstance(value, (tuple, list)):
+            is_record = isinstance(value, tuple) and all(map(self._is_column, value))
+            if is_record and (hasattr(value, "_fields") or len(value) != self.rows):
+                return self.of_columns(value)
+            if not is_record and len(value) == self.rows:
+                return value[self.start : self.stop]
+            raise _unsplittable(value, f" of {len(value)} entries{name} beside {self.rows} rows")
+        raise _unsplittable(value, name)
+
+    def of_columns(self, value: Any) -> Any:
+        """Return these rows of each of several columns."""
+        columns = [self.of(entry, f" at {place}") for place, entry in enumerate(value)]
+        return type(value)(*columns) if hasattr(value, "_fields") else type(value)(columns)
+
+    def _is_column(self, value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(map(self._is_column, value))
+        return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == self.rows
+
+
+def _unsplittable(value: Any, where: str) -> DataError:
+    return DataError(
+        f"`microbatch_size` cannot split a {type(value).__name__}{where} into rows. Give the `data_collator` (or a "
+        "loader of your own) a method split_batch(batch, size) that returns a list of batches of at most `size` rows."
+    )
 
 
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:

@@ -51,10 +51,11 @@ class Window:
         batches: The micro-batches on the host, as the loader yielded them.
         weights: The weight of each micro-batch in the window's mean.
         weight: The sum of the weights over all ranks.
-        micro_batches: Micro-batches in the window, over all ranks.
+        micro_batches: Batches of the loader in the window, split or not, over all ranks.
         samples: Samples of the dataset in the window, over all ranks.
         tokens: Tokens in the window, over all ranks.
         divisor: The divisor of the weighted losses of this rank.
+        origins: The batch of this rank's window that each micro-batch is a part of; None if none is split.
     """
 
     batches: list[Any]
@@ -64,6 +65,7 @@ class Window:
     samples: int
     tokens: int
     divisor: float
+    origins: list[int] | None = None
 
 
 class Counted(NamedTuple):

@@ -166,6 +166,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 FIELDS: dict[str, tuple[str, ...]] = {
     "epochs": ("num_train_epochs",),
     "batch_size": ("per_device_train_batch_size",),
+    "microbatch_size": ("auto_find_batch_size",),
     "eval_batch_size": ("per_device_eval_batch_size",),
     "shuffle": ("train_sampling_strategy",),
     "drop_last": ("dataloader_drop_last",),
@@ -352,7 +353,7 @@ def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: b
         if is_asked:
             raise ConfigError(
                 f"`training_args.{name}={getattr(args, name)!r}` would have no effect on "
-                + ("whole steps, as auto_find_batch_size has them" if has_order else "a stream or a loader of your own")
+                + ("whole steps, as `microbatch_size` has them" if has_order else "a stream or a loader of your own")
                 + ", where transformers' loop sees no single batch. Leave it out."
             )
 
@@ -508,6 +509,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["optimization_direction"] = "min"  # transformers itself fills in True, so only False is the user's
     if args.run_name is not None and args.run_name != args.output_dir:
         found["trial_name"] = args.run_name
+    if args.auto_find_batch_size:
+        found["microbatch_size"] = "auto"
     if args.label_names:
         found["label_names"] = list(args.label_names)
     if args.disable_tqdm:
@@ -652,7 +655,7 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
         "torch_compile_backend": None,
         "torch_compile_mode": None,
         "mixed_precision": "no",  # the trainer does autocast and loss scaling
-        "auto_find_batch_size": False,  # transformers' version restarts the run, with other steps
+        "auto_find_batch_size": False,  # it is `microbatch_size`; transformers' version changes the steps
         "enable_jit_checkpoint": False,  # a signal saves anyway
         # the trainer decides about sharding, too
         "fsdp": "",

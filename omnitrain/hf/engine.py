@@ -28,7 +28,6 @@ from omnitrain.data.sampling import Window
 from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, Control
 from omnitrain.hf.arguments import syncs_each_batch, word_of
-from omnitrain.hf.batch_size import smaller_on_out_of_memory
 from omnitrain.hf.callbacks import Callbacks
 from omnitrain.hf.data import counting_loader, shown_loader
 from omnitrain.hf.files import write_optimizer, write_state
@@ -361,30 +360,26 @@ class Engine(Searching):
         windows = feed.windows(owner.train_loader, progress.epoch, progress)
         self.windows = iter(feed.until_signal(windows))
 
-    def restart_step(self) -> list[Any]:
-        """Return the samples of the current step in other micro-batches, as for the rest of the epoch."""
-        self.start_windows()
-        ((batches,), _) = self.get_batch_samples(self.windows, 1, self.args.device)
-        self.owner._step.restart(self.window)
-        return batches
-
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # the step does it
 
     # --- a step
 
-    @smaller_on_out_of_memory
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward on a micro-batch, or on each one of a window; return the loss."""
         owner, step = self.owner, self.owner._step
-        total = torch.zeros((), device=self.args.device)
         if step.is_empty:
-            return total
-        if not self.by_window:
-            with owner._accumulating(last=step.is_last or self.syncs_each_batch):
-                return owner.take_micro_batch(model, inputs)
-        for batch in inputs:
-            with owner._accumulating(last=step.is_last or self.syncs_each_batch):
+            return torch.zeros((), device=self.args.device)
+        if self.by_window:
+            return step.run(lambda: self._run_micro_batches(model))
+        with owner._accumulating(last=step.completes or self.syncs_each_batch):
+            return owner.take_micro_batch(model, inputs)
+
+    def _run_micro_batches(self, model: nn.Module) -> torch.Tensor:
+        owner, step = self.owner, self.owner._step
+        total = torch.zeros((), device=self.args.device)
+        for batch in step.batches:
+            with owner._accumulating(last=step.completes or self.syncs_each_batch):
                 total += owner.take_micro_batch(model, batch)
         return total
 
@@ -797,7 +792,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the weights."""
-        self.was_applied = self.is_admitted and self._owner._apply_update()
+        self.was_applied = self.is_admitted and self._owner._step.update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the step has cleared the gradients."""

@@ -42,11 +42,11 @@ from omnitrain.hf.arguments import (
     refuse_of_datasets,
     schedule_for,
     sharding_accelerator,
+    syncs_each_batch,
     tell_of_unread,
     timeout_of,
     word_of,
 )
-from omnitrain.hf.batch_size import prepare_to_shrink
 from omnitrain.hf.calls import CALLED, Calls
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
@@ -186,6 +186,7 @@ class HFTrainer(Calls):
         test_loader: Iterable[Any] | None = None,
         data_collator: Callable[[Any], Any] | None = None,
         batch_size: int = 8,
+        microbatch_size: int | Literal["auto"] | None = None,
         eval_batch_size: int | None = None,
         global_batch_size: int | None = None,
         shuffle: bool = True,
@@ -275,6 +276,7 @@ class HFTrainer(Calls):
             test_loader: The same instead of `test_dataset`.
             data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
             batch_size: Samples per forward pass on each process; default 8.
+            microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
             global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
             shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
@@ -480,11 +482,11 @@ class HFTrainer(Calls):
     def _by_window(self) -> bool:
         """Whether transformers' loop gets whole windows, because the length of the data is unknown or may change."""
         is_own = "get_train_dataloader" in self._overridden
-        return is_own or self._finds_batch_size or not isinstance(self.train_loader, MapLoader)
+        return is_own or self._splits or not isinstance(self.train_loader, MapLoader)
 
     @property
-    def _finds_batch_size(self) -> bool:
-        return self.training_args is not None and self.training_args.auto_find_batch_size
+    def _splits(self) -> bool:
+        return self.settings.microbatch_size is not None
 
     @property
     def _order_seed(self) -> int | None:
@@ -501,9 +503,12 @@ class HFTrainer(Calls):
         self._engine_args.remove_unused_columns = not keeps_all
         columns = Columns(None if keeps_all else unit.columns)
         sets = Sets(self.settings, self.device, self.ranks, columns, **sampling)
-        if self._finds_batch_size:
-            prepare_to_shrink(sets, self.world_size, args is not None and args.dataloader_drop_last)
-        if sets.train is not None and (self._finds_batch_size or not isinstance(sets.train, MapLoader)):
+        if self.settings.microbatch_size == "auto" and self.world_size > 1 and syncs_each_batch(args):
+            raise ConfigError(
+                "`accelerator_config` with sync_each_batch=True exchanges gradients in each backward pass, and with "
+                "`microbatch_size='auto'` the ranks do so once all of them have come through. Leave one of them out."
+            )
+        if sets.train is not None and (self._splits or not isinstance(sets.train, MapLoader)):
             refuse_of_datasets(args, isinstance(sets.train, MapLoader))
         return sets
 

@@ -5,12 +5,15 @@ Batches come from `data/loaders.py`; windows go to `step.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.collation import copied_ahead, count_samples
+from omnitrain.data.collation import copied_ahead, count_samples, move_to_device, split_batch
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
 from omnitrain.data.sampling import Counted, Window, windows
 from omnitrain.data.workers import until_signal
@@ -24,16 +27,32 @@ from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_coun
 
 __all__ = ["Feed"]
 
-Weighed = tuple[Any, float, int, int]
-"""A micro-batch, its weight in the loss, and its samples and tokens."""
+Weighed = tuple[Any, float, int, int, int]
+"""A micro-batch, its weight in the loss, its samples and tokens, and the batches that end with it: 1, or 0 within one.
+
+Samples and tokens of a batch that is split are counted at its end.
+"""
 
 
 def _part(group: list[Weighed]) -> tuple[float, ...]:
-    """Return the numbers of a window to sum over ranks: weight, samples, tokens, micro-batches, and their square."""
-    weight = samples = tokens = 0
+    """Return the numbers of a window to sum over ranks: those of `Weighed`, micro-batches, and their square."""
+    weight = samples = tokens = batches = 0
     for one in group:
-        weight, samples, tokens = weight + one[1], samples + one[2], tokens + one[3]
-    return weight, samples, tokens, len(group), len(group) ** 2
+        weight, samples, tokens, batches = weight + one[1], samples + one[2], tokens + one[3], batches + one[4]
+    return weight, samples, tokens, batches, len(group), len(group) ** 2
+
+
+def _in_steps(parts: Iterable[Weighed], size: int) -> Iterator[list[Weighed]]:
+    """Group the micro-batches of so many batches, as `windows` does where none is split."""
+    group, left = list[Weighed](), size
+    for one in parts:
+        group.append(one)
+        left -= one[4]
+        if not left:
+            yield group
+            group, left = [], size
+    if group:
+        yield group
 
 
 class Feed:
@@ -44,22 +63,32 @@ class Feed:
         lifecycle: Knows whether a signal has arrived.
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
-        accumulation: Micro-batches of a window on each rank.
+        accumulation: Batches of a window on each rank.
+
+    Attributes:
+        microbatch_size: The most rows of a micro-batch; None splits no batch.
     """
 
     def __init__(self, hooks: Hooks, lifecycle: Lifecycle, ranks: Ranks, settings: Settings, accumulation: int) -> None:
         self.accumulation = accumulation
+        wanted = settings.microbatch_size
+        self.microbatch_size: int | None = None if wanted == "auto" else wanted
+        self._may_split = wanted is not None
+        self._split: Callable[[Any, int], list[Any]] = split_batch
         self._hooks = hooks
         self._lifecycle = lifecycle
         self._ranks = ranks
         self._reduction = settings.grad_reduction
         self._label_names = settings.label_names or ()
+        self._collate = settings.data_collator
         self._groups: Iterator[list[Weighed]] | None = None
         """The source of the next window, if it may be read ahead."""
         self._ahead: list[Weighed] | Exception | None = None
         """The next window, or the error from reading it."""
         self._totals_ahead: Sequence[float] = ()
         """Its `_part`, summed over all ranks."""
+        self._are_totals_stale = False
+        """Whether the next totals that come are of other micro-batches than it has now."""
 
     # --- training
 
@@ -70,10 +99,12 @@ class Feed:
             DataError: If the data end with fewer or more samples than an epoch has.
         """
         done, size = progress.samples_in_epoch, self._size_of(loader)
-        groups, last = windows(self.weighed(loader.rest(epoch, progress)), self.accumulation), None
+        self._split = _splitter(loader, self._collate)
+        group_by = _in_steps if self._may_split else windows
+        groups, last = group_by(self.weighed(loader.rest(epoch, progress)), self.accumulation), None
         # only data by index may be read early: there each sample has random numbers of its own
         self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
-        self._ahead, self._totals_ahead = None, ()
+        self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
         ranks, progress = self._ranks, self._lifecycle.progress
         while True:
             ranks.place, ranks.step = "data", progress.step + progress.skipped_steps + 1
@@ -116,7 +147,38 @@ class Feed:
 
     def take_totals(self, totals: Sequence[float]) -> None:
         """Take the results of `read_ahead`, summed over all ranks."""
-        self._totals_ahead = totals or self._totals_ahead
+        if totals:
+            self._totals_ahead, self._are_totals_stale = () if self._are_totals_stale else totals, False
+
+    def shrink(self, size: int) -> None:
+        """Split batches into parts of at most `size` rows from here on; called in a step, on all ranks alike."""
+        self.microbatch_size = size
+        if isinstance(self._ahead, list):  # the other ranks know of it, or are about to
+            self._ahead, self._are_totals_stale = self._in_parts(self._ahead), True
+
+    def divided(self, window: Window) -> Window:
+        """Return a window of the same samples in the micro-batches that are now in force; called on all ranks."""
+        origins = window.origins or []
+        ends = [int(one != other) for one, other in zip(origins, [*origins[1:], None], strict=True)]
+        parts = zip(window.batches, window.weights, ends, strict=True)
+        group = self._in_parts([(batch, weight, 0, 0, end) for batch, weight, end in parts])
+        made = self.window_of(group, group[-1])
+        assert made is not None
+        made.micro_batches, made.samples, made.tokens = window.micro_batches, window.samples, window.tokens
+        return made
+
+    def _in_parts(self, group: list[Weighed]) -> list[Weighed]:
+        """Split micro-batches once more; those without weight are cut down, not multiplied."""
+        found = list[Weighed]()
+        for batch, weight, samples, tokens, end in group:
+            parts = self._split(batch, self.microbatch_size or 1)
+            if not weight or len(parts) == 1:
+                found.append((parts[0], weight, samples, tokens, end))
+                continue
+            weights = [self._hooks._weigh(move_to_device(part, torch.device("cpu"))) for part in parts]
+            found += [(part, own, 0, 0, 0) for part, own in zip(parts[:-1], weights[:-1], strict=True)]
+            found.append((parts[-1], weights[-1], samples, tokens, end))
+        return found
 
     def window_of(self, group: list[Weighed], last: Weighed | None, totals: Sequence[float] = ()) -> Window | None:
         """Return the window of these micro-batches and those of the other ranks; None if no rank has any.
@@ -128,13 +190,14 @@ class Feed:
         """
         size = len(group)
         totals = totals or self._ranks.sum("the beginning of a step", *_part(group))
-        weight, samples, tokens, sizes, squares = totals
+        weight, samples, tokens, taken, sizes, squares = totals
         if not sizes:
             return None
         if squares * self._ranks.world_size != sizes * sizes:  # true if and only if the sizes differ
             group = group + self._stand_ins(size, last)
         batches, weights = [one[0] for one in group], [one[1] for one in group]
-        return Window(batches, weights, weight, int(sizes), int(samples), int(tokens), self._divisor(weight))
+        origins = _origins(group) if self._may_split else None
+        return Window(batches, weights, weight, int(taken), int(samples), int(tokens), self._divisor(weight), origins)
 
     def _divisor(self, weight: float) -> float:
         """Return the divisor of this rank's weighted losses; gradients are averaged over the ranks later."""
@@ -146,7 +209,7 @@ class Feed:
         """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
         sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
         _refuse_empty(sizes)
-        return [] if last is None else [(last[0], 0, 0, 0)] * (max(one or 0 for one in sizes) - size)
+        return [] if last is None else [(last[0], 0, 0, 0, 0)] * (max(one or 0 for one in sizes) - size)
 
     # --- weights
 
@@ -158,10 +221,35 @@ class Feed:
             pairs = copied_ahead(batches, hooks.device)
         for (batch, samples), (ready, _) in pairs:
             self._ranks.moves += 1
-            if samples:
-                yield ready, hooks._weigh(batch), samples, count_tokens(batch)
+            if self.microbatch_size is not None:
+                yield from self._parts(batch, ready, samples, self.microbatch_size)
+            elif samples:
+                yield ready, hooks._weigh(batch), samples, count_tokens(batch), 1
             else:
-                yield ready, 0, 0, 0
+                yield ready, 0, 0, 0, 1
+
+    def _parts(self, batch: Any, ready: Any, samples: int, size: int) -> Iterator[Weighed]:
+        """Yield the parts of a batch, weighed; of a stand-in the first one alone.
+
+        Args:
+            batch: The batch on the host.
+            ready: The same, where it is to be used.
+            samples: The samples that it counts.
+            size: The most rows of a part.
+        """
+        parts = self._split(batch, size)
+        if not isinstance(parts, list) or not parts:
+            raise DataError(
+                f"split_batch(batch, size) returned {parts!r:.80}. Return a list of batches of at most `size` rows."
+            )
+        there = parts if ready is batch else self._split(ready, size)
+        if not samples:
+            yield there[0], 0, 0, 0, 1
+            return
+        tokens = count_tokens(batch)
+        for part, one in zip(parts[:-1], there[:-1], strict=True):
+            yield one, self._hooks._weigh(part), 0, 0, 0
+        yield there[-1], self._hooks._weigh(parts[-1]), samples, tokens, 1
 
     def weigh(self, batch: Any) -> float:
         """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
@@ -224,6 +312,21 @@ class Feed:
         Several ranks would have to agree on that in the middle of a step; with them it is an error.
         """
         return until_signal(items, self._lifecycle.control) if self._ranks.world_size == 1 else items
+
+
+def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
+    """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
+    own = getattr(loader, "loader", None)
+    for part in (own, getattr(own, "collate_fn", None), collate):
+        found: Any = getattr(part, "split_batch", None)
+        if callable(found):
+            return found
+    return split_batch
+
+
+def _origins(group: list[Weighed]) -> list[int]:
+    """Return which batch of its window each micro-batch is a part of."""
+    return list(itertools.accumulate([one[4] for one in group[:-1]], initial=0))
 
 
 def _other_count(found: int, size: int) -> DataError:

@@ -127,7 +127,9 @@ class Loop:
             self.close()
 
     def _tell_of_batch_norm(self) -> None:
-        splits = self.feed.accumulation * self.ranks.world_size
+        size, splits = self.settings.microbatch_size, self.feed.accumulation * self.ranks.world_size
+        if isinstance(size, int):
+            splits *= -(-self.settings.batch_size // size)
         kinds = [type(module) for module in self.hooks.backend.model.modules()]
         if splits > 1 and any(issubclass(kind, _BatchNorm) and kind is not nn.SyncBatchNorm for kind in kinds):
             logger.info(
@@ -533,6 +535,11 @@ class Loop:
                 "`_train_epoch`, or pass scheduler_interval='epoch'."
             )
         if progress.step == before:
+            if taken[0] and self.settings.microbatch_size is not None:
+                raise ConfigError(
+                    f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a `_train_epoch` of your "
+                    "own, which goes through whole batches. Make `batch_size` smaller, or split them there."
+                )
             progress.step += taken[0]
 
 

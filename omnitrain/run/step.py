@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +22,11 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
 from omnitrain.optimization import ScheduleLR
 from omnitrain.run.evaluation import evaluating
+from omnitrain.run.feed import Feed
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.memory import Memory
 from omnitrain.run.nonfinite import Place
 from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.settings import DEFAULTS, Settings
@@ -33,6 +35,8 @@ from omnitrain.units import ModelUnit, no_token_counts
 __all__ = ["Step"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+Result = TypeVar("Result")
 
 
 def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
@@ -67,6 +71,7 @@ class Step:
         settings: The arguments of the trainer.
         error_at: Returns the error for a window whose loss or gradient is not finite.
         loader: Returns the loader of the training set.
+        feed: Splits batches.
 
     Attributes:
         loss: The losses of the epoch so far.
@@ -86,8 +91,12 @@ class Step:
         settings: Settings,
         error_at: Callable[[Place], NonFiniteError],
         loader: Callable[[], Any],
+        feed: Feed,
     ) -> None:
         self.loss: LossMeter = LossMeter(backend.device, ranks)
+        is_auto = settings.microbatch_size == "auto"
+        self._memory = Memory(hooks, backend, feed, ranks, lifecycle, self.loss) if is_auto else None
+        self._feed = feed
         self.grad_norm: torch.Tensor | None = None
         self.rates: list[Any] = []
         self._hooks = hooks
@@ -132,6 +141,8 @@ class Step:
         self._backend.collect_parameters()
         self._tell_of_left_out()
         self._tell_of_low_precision()
+        if self._memory is not None:
+            self._memory.prepare()
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
@@ -154,6 +165,8 @@ class Step:
         self._put_into_training()
         self._backend.collect_parameters()
         self._tell_of_left_out()
+        if self._memory is not None:
+            self._memory.begin_epoch()
 
     def _put_into_training(self) -> None:
         """Put the model into training mode at the beginning of a run; after that the user decides its modes.
@@ -191,14 +204,26 @@ class Step:
 
     def take(self, window: Window) -> bool:
         """Train on a window, and return whether the weights were updated."""
-        hooks = self._hooks
         self.begin(window)
-        for batch in () if self.is_empty else window.batches:
-            with hooks._accumulating(last=self.is_last):
+        if not self.is_empty:
+            self.run(self._run_micro_batches)
+        return self.conclude(self.finish() and self.update())
+
+    def _run_micro_batches(self) -> None:
+        hooks = self._hooks
+        for batch in self.batches:
+            with hooks._accumulating(last=self.completes):
                 loss = self.loss_of(batch)
                 if loss is not None:
                     hooks._backward(loss)
-        return self.conclude(self.finish() and hooks._apply_update())
+
+    def run(self, attempt: Callable[[], Result]) -> Result:
+        """Return what `attempt()` returns, which runs all `batches`; more and smaller ones where memory has run out."""
+        return attempt() if self._memory is None else self._memory.run(self._window, attempt, self.restart)
+
+    def update(self) -> bool:
+        """Update the weights, and return whether that was done."""
+        return self._hooks._apply_update() if self._memory is None else self._memory.update()
 
     def begin(self, window: Window) -> None:
         """Start on a window."""
@@ -213,6 +238,11 @@ class Step:
         self._window, self.turn, self._targets = window, 0, None
 
     @property
+    def batches(self) -> list[Any]:
+        """The micro-batches of the window."""
+        return self._window.batches
+
+    @property
     def is_empty(self) -> bool:
         """Whether this window has nothing to predict on any rank."""
         return not self._window.weight
@@ -221,6 +251,11 @@ class Step:
     def is_last(self) -> bool:
         """Whether the next micro-batch is the last of its window."""
         return self.turn == len(self._window.batches) - 1
+
+    @property
+    def completes(self) -> bool:
+        """Whether the gradients are to be complete after the next micro-batch."""
+        return self.is_last and (self._memory is None or not self._memory.reduces_apart)
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
         """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
@@ -241,11 +276,16 @@ class Step:
         place, size = self._place(), self._lifecycle.progress.epoch_size
         is_rest = size is not None and place.position + place.samples >= size
         left = f", which is what the batches leave over of {size} samples" if is_rest else ""
+        remedy = (
+            "Choose a `batch_size` that leaves more, or pass `drop_last=True`, which leaves out the last step of an "
+            "epoch if it is short"
+        )
+        if self._settings.microbatch_size is not None:
+            remedy = "Choose a `microbatch_size`, and a `batch_size`, that leave more"
         return DataError(
             f"Micro-batch {turn + 1} of step {place.step} (epoch {place.epoch + 1}, rank {self._ranks.rank}) has a "
             f"single row{left}, and BatchNorm, or a layer like it, cannot take mean and variance of one value per "
-            "channel. Choose a `batch_size` that leaves more, or pass `drop_last=True`, which leaves out the last step "
-            "of an epoch if it is short; LayerNorm and GroupNorm take any batch."
+            f"channel. {remedy}; LayerNorm and GroupNorm take any batch."
         )
 
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
@@ -283,6 +323,8 @@ class Step:
     def _name_samples(self, error: Exception, turn: int) -> None:
         """Add to an error of a forward pass its step and rank, and the samples that raise it."""
         hooks, loader, place = self._hooks, self._loader(), self._place()
+        if self._window.origins is not None:
+            turn = self._window.origins[turn]
         if loader is not None:
             run, mode = functools.partial(self._backend.forward, hooks._forward), functools.partial(evaluating, hooks)
             found = suspects(error, hooks, loader, (place.epoch, place.position, turn), run, mode)
@@ -473,6 +515,7 @@ class Step:
             "loss": self._ranks.gather("the losses for a checkpoint", self.loss.state_dict()),
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
             "learning_rates": [float(rate) for rate in self.rates],
+            **({} if self._memory is None else {"microbatch_size": self._feed.microbatch_size}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -481,3 +524,5 @@ class Step:
         self.loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # one entry in old checkpoints
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them
+        if self._memory is not None:
+            self._feed.microbatch_size = state.get("microbatch_size")

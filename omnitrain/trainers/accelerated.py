@@ -79,6 +79,7 @@ class AccelerateTrainer(BaseTrainer):
         test_loader: Iterable[Any] | None = None,
         data_collator: Callable[[Any], Any] | None = None,
         batch_size: int = 8,
+        microbatch_size: int | Literal["auto"] | None = None,
         eval_batch_size: int | None = None,
         global_batch_size: int | None = None,
         shuffle: bool = True,
@@ -167,6 +168,7 @@ class AccelerateTrainer(BaseTrainer):
             test_loader: The same instead of `test_dataset`.
             data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
             batch_size: Samples per forward pass on each process; default 8.
+            microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
             global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
             shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.

@@ -134,6 +134,7 @@ class BaseTrainer(Hooks, ABC):
         test_loader: Iterable[Any] | None = None,
         data_collator: Callable[[Any], Any] | None = None,
         batch_size: int = 8,
+        microbatch_size: int | Literal["auto"] | None = None,
         eval_batch_size: int | None = None,
         global_batch_size: int | None = None,
         shuffle: bool = True,
@@ -217,6 +218,7 @@ class BaseTrainer(Hooks, ABC):
             test_loader: The same instead of `test_dataset`.
             data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
             batch_size: Samples per forward pass on each process; default 8.
+            microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
             global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
             shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
@@ -427,10 +429,14 @@ class BaseTrainer(Hooks, ABC):
         own = default_callbacks(settings, self.limits, self.store, self._evaluates)
         lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
+        former = vars(self).get("_feed")
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps)
+        if former is not None:  # of an earlier run
+            self._feed.microbatch_size = former.microbatch_size
         self._step = Step(
             self, self.backend, lifecycle, ranks, settings,
             lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
+            self._feed,
         )  # fmt: skip
         contents = Contents(self, lifecycle, self._step, sets, self._initial)
         self._checkpointer = Checkpointer(self, lifecycle, contents, self.store, write_beside)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BatchEncoding
 
-from omnitrain.data.collation import Collator, count_samples, labels_of, move_to_device
+from omnitrain.data.collation import Collator, count_samples, labels_of, move_to_device, split_batch
 from omnitrain.data.loaders import make_loader
 from omnitrain.errors import ConfigError, DataError
 
@@ -405,3 +406,81 @@ def test_what_can_move_itself_is_asked_to() -> None:
 def test_a_tensor_that_is_there_already_is_not_copied() -> None:
     tensor = torch.ones(2)
     assert move_to_device(tensor, torch.device("cpu")) is tensor
+
+
+# Splitting
+
+
+def plain(value: Any) -> Any:
+    """The same with lists in the place of tensors and arrays."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+ROWS = torch.arange(5)
+BOXES = [torch.zeros(3, 2), torch.zeros(3, 1), torch.zeros(3, 2), torch.zeros(3, 1), torch.zeros(3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "last"),
+    [
+        (ROWS, [0, 1], [4]),
+        (ROWS.numpy(), [0, 1], [4]),
+        ({"x": ROWS, "scale": 2.0, "none": None, "of": "all"},
+         {"x": [0, 1], "scale": 2.0, "none": None, "of": "all"}, {"x": [4], "scale": 2.0, "none": None, "of": "all"}),
+        ((ROWS, torch.tensor(7), ROWS[None]), ([0, 1], 7, [[0, 1, 2, 3, 4]]), ([4], 7, [[0, 1, 2, 3, 4]])),
+        ([ROWS, list("abcde")], [[0, 1], ["a", "b"]], [[4], ["e"]]),
+        (list("abcde"), ["a", "b"], ["e"]),
+        ({"x": ROWS, "inner": {"y": ROWS, "names": tuple("abcde")}},
+         {"x": [0, 1], "inner": {"y": [0, 1], "names": ("a", "b")}}, {"x": [4], "inner": {"y": [4], "names": ("e",)}}),
+        ({"x": ROWS, "cache": ((ROWS, ROWS),)}, {"x": [0, 1], "cache": (([0, 1], [0, 1]),)},
+         {"x": [4], "cache": (([4], [4]),)}),
+        ((BOXES, [{"box": 1}] * 5), (plain(BOXES[:2]), [{"box": 1}] * 2), (plain(BOXES[4:]), [{"box": 1}])),
+    ],
+)  # fmt: skip
+def test_a_batch_is_split_by_rows_and_what_holds_for_all_goes_along(batch: Any, first: Any, last: Any) -> None:
+    parts = split_batch(batch, 2)
+    assert [plain(one) for one in (parts[0], parts[-1])] == [first, last]
+    assert len(parts) == 3 and all(type(part) is type(batch) for part in parts)
+    assert split_batch(batch, 5)[0] is batch
+
+
+def test_parts_are_as_equal_as_can_be() -> None:
+    assert [len(part) for part in split_batch(torch.arange(9), 4)] == [3, 3, 3]
+    assert [len(part) for part in split_batch(torch.arange(4), 3)] == [2, 2]
+
+
+def test_a_batch_keeps_its_type_in_parts() -> None:
+    encoding = BatchEncoding({"input_ids": torch.ones(3, 2), "n": 1})
+    first, second = split_batch(encoding, 2)
+    assert type(first) is BatchEncoding and first["n"] == 1
+    assert (first["input_ids"].shape, second["input_ids"].shape) == ((2, 2), (1, 2))
+    assert split_batch(Pair(ROWS, {"z": ROWS}), 3)[1].second["z"].tolist() == [3, 4]
+    ordered = collections.OrderedDict(b=ROWS, a=ROWS)
+    assert [type(one) for one in split_batch(ordered, 3)] == [collections.OrderedDict] * 2
+    assert ordered["a"] is ROWS
+
+
+class Odd:
+    """Nothing that has rows."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (Odd(), "a Odd into rows"),
+        ({"x": ROWS, "odd": Odd()}, "a Odd under 'odd' into rows"),
+        ({"x": ROWS, "lengths": torch.arange(6)}, "a Tensor of shape (6,) under 'lengths' beside 5 rows"),
+        ((ROWS, ROWS[:4]), "a Tensor of shape (4,) at 1 beside 5 rows"),
+        ({"x": ROWS, "names": ["a", "b"]}, "a list of 2 entries under 'names' beside 5 rows"),
+        ({"x": torch.ones(3, 2), "images": (torch.ones(3, 4, 4),) * 3}, "a tuple of 3 entries under 'images'"),
+        ([{"x": torch.ones(3, 4, 4)}] * 5, "a list of dicts into rows"),
+        (torch.tensor(1.0), "a Tensor into rows"),
+    ],
+)
+def test_what_cannot_be_split_for_certain_is_refused(batch: Any, words: str) -> None:
+    with pytest.raises(DataError, match=f"`microbatch_size` cannot split {re.escape(words)}.*split_batch"):
+        split_batch(batch, 2)

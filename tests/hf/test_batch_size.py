@@ -6,14 +6,11 @@ import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from marks import thinned
 from recipes import Noisy, Sentences, StopAt, Tagger, distance, rows, same, weights
 from torch import nn
@@ -22,7 +19,6 @@ from transformers import TrainerCallback, TrainingArguments
 
 from omnitrain import Algorithm, Callback, HFTrainer
 from omnitrain.errors import ConfigError
-from omnitrain.hf.batch_size import prepare_to_shrink, smaller
 from omnitrain.precision import is_out_of_memory
 
 
@@ -67,7 +63,11 @@ def run(tmp_path: Path) -> Any:
         model: nn.Module, batch: int = 8, accumulation: int = 1, data: Any = None, finds: bool = True,
         eval_dataset: Any = None, callbacks: Any = (), **options: Any,
     ) -> HFTrainer:  # fmt: skip
-        own = {name: options.pop(name) for name in ("algorithms", "on_nonfinite", "train_loader") if name in options}
+        own = {
+            name: options.pop(name)
+            for name in ("algorithms", "on_nonfinite", "train_loader", "microbatch_size")
+            if name in options
+        }
         defaults = {
             "output_dir": str(tmp_path / f"run-{next(number)}"), "num_train_epochs": 3, "learning_rate": 0.05,
             "save_strategy": "no", "logging_steps": 2, "use_cpu": True, "report_to": "none", "seed": 3,
@@ -126,9 +126,10 @@ def test_a_run_that_meets_the_end_of_memory_has_the_numbers_of_one_with_small_ba
                 finds=False, **options)  # fmt: skip
     small.train()
     assert close(found, small)
-    assert (found.batch_size, found.gradient_accumulation_steps) == (2, 4)
+    assert found._feed.microbatch_size == (3 if start == 8 else 2)  # the ninth step is of 5 rows
+    assert (found.batch_size, found.gradient_accumulation_steps) == (8, 1)
     sizes = found.get_model().sizes
-    assert all(size <= 3 for size in sizes[sizes.index(4) + 1 if 4 in sizes else 0 :])
+    assert max(sizes[sizes.index(4) + 1 :] if 4 in sizes else sizes[-2:]) <= 3
 
 
 def test_dropout_draws_what_it_would_have_drawn_with_small_batches_from_the_start(run: Any) -> None:
@@ -148,7 +149,7 @@ def test_memory_that_ends_in_the_middle_of_a_step_undoes_what_there_was_of_it(ru
     found.train()
     plain.train()
     assert close(found, plain)
-    assert found.batch_size == 2 and found.get_model().sizes[:12] == [4, 4, 4, 4, 4, 1, 4, 4, 2, 2, 2, 2]
+    assert found._feed.microbatch_size == 2 and found.get_model().sizes[:12] == [4, 4, 4, 4, 4, 1, 4, 4, 2, 2, 2, 2]
 
 
 def test_memory_that_ends_in_a_backward_pass_is_the_same(run: Any) -> None:
@@ -184,7 +185,7 @@ def test_masked_labels_count_as_they_did(run: Any) -> None:
     plain = run(Tagger(), 6, data=Sentences(14), finds=False, remove_unused_columns=False)
     found.train()
     plain.train()
-    assert found.batch_size == 3
+    assert found._feed.microbatch_size == 3
     assert distance(weights(found.get_model()), weights(plain.get_model())) <= 1e-12
     assert found.metrics["train_metrics_history"][-1] == pytest.approx(plain.metrics["train_metrics_history"][-1])
 
@@ -211,58 +212,13 @@ def test_worker_processes_go_on_with_the_smaller_batches(run: Any) -> None:
     assert close(found, small)
 
 
-class Stateful(IterableDataset[Any]):
-    """A stream that can be put back, and counts what it reads."""
-
-    def __init__(self) -> None:
-        self.at, self.read = 0, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        x, y = rows(64).tensors
-        while self.at < len(x):
-            self.at, self.read = self.at + 1, self.read + 1
-            yield x[self.at - 1], y[self.at - 1]
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-@pytest.mark.parametrize(
-    ("start", "saves"), thinned(itertools.product([0, 5, 8], ["no", "epoch"]), [(0, "no"), (5, "epoch")])
-)
-def test_a_stream_with_a_state_is_put_back_instead_of_read_again(run: Any, start: int, saves: str) -> None:
-    options = {"max_steps": 12, "save_strategy": saves, "load_best_model_at_end": False}
-    found = run(Greedy(room=2, start=start), data=Stateful(), **options)
-    found.train()
-    plain = run(Greedy(), 2, 4, data=Stateful(), finds=False, **options)
-    plain.train()
-    assert close(found, plain)
-    assert found.train_dataset.read <= 12 * 8 + 8 * 4  # what was read ahead at each of the two turns
-
-
-def test_a_stream_that_is_resumed_is_put_back_to_where_it_was_resumed(run: Any, tmp_path: Path) -> None:
-    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 50, "output_dir": str(tmp_path / "cut"),
-               "load_best_model_at_end": False}  # fmt: skip
-    run(Greedy(), data=Stateful(), callbacks=[StopAt(5)], **options).train()
-    second = run(Greedy(room=2), data=Stateful(), **options)
-    second.train(resume_from="auto")
-    straight = run(Greedy(), 2, 4, data=Stateful(), finds=False, max_steps=8)
-    straight.train()
-    assert distance(weights(second.get_model()), weights(straight.get_model())) <= 1e-12
-    assert second.train_dataset.read <= 24 + 8 * 4
-
-
 def test_it_is_told_once_with_both_numbers(run: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "omnitrain"):
         run(Greedy(room=4, start=1)).train()
     told = [text for text in caplog.messages if "memory" in text]
     assert told == [
-        "Step 2 has run out of memory with micro-batches of 8 samples. From here on they are of 4, and a step has 2 of "
-        "them instead of 1, which gives the same numbers."
+        "Step 2 has run out of memory with micro-batches of 8 rows. From here on they are of 4 at most, and a step has "
+        "as many more of them. Pass microbatch_size=4 to begin with that."
     ]
 
 
@@ -293,7 +249,7 @@ def test_a_run_that_has_shrunk_is_resumed_in_the_middle(run: Any, data: str, cut
     assert second.progress.step == 8 and second.progress.samples == straight.progress.samples
 
 
-def test_a_checkpoint_lists_the_batch_in_force(run: Any) -> None:
+def test_a_checkpoint_keeps_what_was_found_beside_the_batch_that_was_asked_for(run: Any) -> None:
     from omnitrain.checkpoint.store import Store
 
     trainer = run(Greedy(room=2), save_strategy="epoch", load_best_model_at_end=False)
@@ -301,10 +257,9 @@ def test_a_checkpoint_lists_the_batch_in_force(run: Any) -> None:
     found = Store(trainer.save_dir).resolve("last")
     assert found is not None
     settings = found[1]["settings"]
-    names = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
-    assert [settings[name] for name in names] == [2, 4, 8]
-    state = trainer.engine.state
-    assert state.train_batch_size == 2 and trainer.engine.args.per_device_train_batch_size == 2
+    names = ("batch_size", "gradient_accumulation_steps", "global_batch_size", "microbatch_size")
+    assert [settings[name] for name in names] == [8, 1, 8, "auto"]
+    assert found[1]["loop"]["microbatch_size"] == 2
 
 
 def test_a_second_run_begins_with_what_was_found(run: Any) -> None:
@@ -342,7 +297,7 @@ def test_a_sample_that_does_not_fit_is_the_error_that_it_was(run: Any) -> None:
     trainer = run(Greedy(room=0))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         trainer.train()
-    assert "at one sample at a time" in "".join(caught.value.__notes__)
+    assert "at one row at a time" in "".join(caught.value.__notes__)
     assert trainer.get_model().sizes == [8, 4, 2, 1]
 
 
@@ -384,25 +339,9 @@ def test_the_order_keeps_its_own_seed(run: Any) -> None:
     assert close(found, small)
 
 
-def test_what_is_left_out_of_an_epoch_cannot_follow_the_batches(run: Any) -> None:
-    with pytest.raises(ConfigError, match="would change what `dataloader_drop_last=True` leaves out"):
-        run(Greedy(), dataloader_drop_last=True)
-
-
 def test_tokens_that_transformers_would_not_count_are_refused(run: Any) -> None:
     with pytest.raises(ConfigError, match=r"include_num_input_tokens_seen=.*no effect on whole steps"):
         run(Greedy(), include_num_input_tokens_seen="all")
-
-
-def test_a_loader_of_the_users_own_cannot_be_changed(run: Any) -> None:
-    with pytest.raises(ConfigError, match=r"cannot change the batches of a loader of your own.*`train_dataset`"):
-        run(Greedy(), train_loader=DataLoader(rows(21), batch_size=8))
-
-
-def test_several_processes_are_refused_with_the_remedy() -> None:
-    data: Any = SimpleNamespace(train=None)
-    with pytest.raises(ConfigError, match=r"works on one process, and there are 2.*`global_batch_size`"):
-        prepare_to_shrink(data, 2, False)
 
 
 @pytest.mark.parametrize(
@@ -417,13 +356,21 @@ def test_what_says_that_memory_has_run_out_is_known(error: Exception, expected: 
     assert is_out_of_memory(error) is expected
 
 
-@given(batch=st.integers(1, 200), accumulation=st.integers(1, 20))
-def test_a_smaller_batch_makes_the_same_step_and_is_the_largest_of_half_the_size(batch: int, accumulation: int) -> None:
-    found = smaller(batch, accumulation)
-    if batch == 1:
-        assert found is None
-    else:
-        assert found is not None
-        size, count = found
-        assert size * count == batch * accumulation and size <= batch // 2
-        assert not [other for other in range(size + 1, batch // 2 + 1) if batch * accumulation % other == 0]
+def test_what_is_left_out_of_an_epoch_stays_the_same(run: Any) -> None:
+    found, small = run(Greedy(room=3), dataloader_drop_last=True), run(Greedy(), 8, dataloader_drop_last=True)
+    found.train()
+    small.train()
+    assert close(found, small) and found.progress.step == 6
+
+
+def test_the_batches_of_a_loader_of_the_users_own_are_split(run: Any) -> None:
+    found = run(Greedy(room=3), train_loader=DataLoader(rows(21), batch_size=8))
+    plain = run(Greedy(), train_loader=DataLoader(rows(21), batch_size=8), finds=False)
+    found.train()
+    plain.train()
+    assert close(found, plain)
+
+
+def test_a_number_beside_it_is_a_contradiction(run: Any) -> None:
+    with pytest.raises(ConfigError, match="`microbatch_size=4` contradicts `auto_find_batch_size=True`"):
+        run(Greedy(), microbatch_size=4)

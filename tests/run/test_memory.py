@@ -1,0 +1,293 @@
+"""`microbatch_size`: batches that are split, and "auto", which halves them where memory runs out. On one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Holding, Sentences, StopAt, Tagger, distance, rows, same, t16, weights
+from starving import Starving, StarvingAdamW, two_groups
+from torch import nn
+from torch.utils.data import DataLoader
+
+from omnitrain import Algorithm, BaseTrainer, ConfigError, DataError, Trainer
+
+
+def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, **options: Any) -> Trainer:
+    """Train in steps of 8 of 20 rows: the last of an epoch has 4."""
+    defaults = {"batch_size": 8, "epochs": 3, "learning_rate": 0.05, "loss_fn": F.mse_loss, "log_steps": 1}
+    if isinstance(model, Tagger) or "unit" in options:
+        del defaults["loss_fn"]
+    data = rows(20) if data is None and "train_loader" not in options else data
+    if hasattr(options.get("optimizer"), "step"):
+        del defaults["learning_rate"]
+    trainer = Trainer(model, data, device="cpu", progress_bar=False, **{**defaults, **options})
+    trainer.train(resume_from)
+    return trainer
+
+
+def tensors(trainer: Any) -> list[torch.Tensor]:
+    """Weights and statistics."""
+    return [*weights(trainer.model), *trainer.model.buffers()]
+
+
+# --- a number
+
+
+def test_a_split_batch_is_to_the_bit_that_many_batches_of_a_step() -> None:
+    split = trained(Starving(), microbatch_size=2)
+    small = trained(Starving(), batch_size=2, gradient_accumulation_steps=4)
+    assert same(tensors(split), tensors(small))
+    assert split.metrics == small.metrics
+    assert set(split.model.sizes) == {2}
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_labels_and_targets_weigh_the_same_in_parts_of_uneven_size(unit: bool) -> None:
+    def run(**options: Any) -> Trainer:
+        if unit:
+            model = t16()
+            return trained(model, rows(13), unit=Holding(model), epochs=2, **options)
+        return trained(Tagger(), Sentences(13), epochs=2, **options)
+
+    whole = run()
+    for size, accumulation in ((3, 1), (1, 1), (2, 2)):
+        other = run(microbatch_size=size, batch_size=8 // accumulation, gradient_accumulation_steps=accumulation)
+        assert distance(weights(whole.model), weights(other.model)) <= 1e-12
+        ends = [run.metrics["train_metrics_history"][-1] for run in (whole, other)]
+        assert ends[1] == pytest.approx(ends[0], rel=1e-12)
+        assert other.progress.tokens == whole.progress.tokens and other.progress.samples == whole.progress.samples
+
+
+def test_a_stop_between_split_batches_of_a_loader_is_resumed_where_it_was(tmp_path: Path) -> None:
+    def options(folder: str) -> dict[str, Any]:
+        loader = DataLoader(rows(20), batch_size=4)
+        return {"train_loader": Given(loader), "batch_size": 8, "gradient_accumulation_steps": 2, "microbatch_size": 2,
+                "save_dir": tmp_path / folder, "save_steps": 100}  # fmt: skip
+
+    class Given:  # whose rows are counted, so that a resume goes by batches
+        def __init__(self, loader: Any) -> None:
+            self.loader = loader
+
+        def __iter__(self) -> Any:
+            return iter(self.loader)
+
+    def run(folder: str, **more: Any) -> Trainer:
+        return trained(Starving(), **{**options(folder), **more})
+
+    straight = run("straight")
+    assert run("cut", callbacks=[StopAt(5)]).progress.batches_in_epoch == 4
+    resumed = run("cut", resume_from="auto")
+    assert same(tensors(straight), tensors(resumed))
+
+
+class Graph:
+    """A batch that is no tensor and no container."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+class GraphCollator:
+    def __call__(self, samples: Any) -> Graph:
+        return Graph(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+
+    def split_batch(self, batch: Graph, size: int) -> list[Graph]:
+        return list(map(Graph, batch.x.split(size), batch.y.split(size)))
+
+
+class GraphTrainer(Trainer):
+    def _weigh(self, batch: Any) -> float:
+        return len(batch.x)
+
+    def _forward(self, model: nn.Module, batch: Any) -> Any:
+        from omnitrain.units import StepOutput
+
+        return StepOutput(F.mse_loss(model(batch.x), batch.y))
+
+
+def graphs(**options: Any) -> Trainer:
+    trainer = GraphTrainer(
+        t16(), rows(21), batch_size=8, epochs=2, learning_rate=0.05, device="cpu", progress_bar=False, **options
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_an_object_is_split_by_the_collator_that_makes_it(size: Any) -> None:
+    found = graphs(data_collator=GraphCollator(), microbatch_size=size)
+    assert distance(weights(found.model), weights(graphs(data_collator=GraphCollator()).model)) <= 1e-12
+
+
+def test_an_object_that_nothing_splits_is_refused_with_the_way_out() -> None:
+    with pytest.raises(DataError, match=r"cannot split a Graph into rows.*`data_collator`.*split_batch\(batch, size\)"):
+        graphs(data_collator=GraphCollator().__call__, microbatch_size=3)
+    collator: Any = GraphCollator()
+    collator.split_batch = lambda batch, size: None
+    with pytest.raises(DataError, match=r"split_batch\(batch, size\) returned None"):
+        graphs(data_collator=collator, microbatch_size=3)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "large", [1]])
+def test_any_other_size_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match="`microbatch_size` must be a positive integer, 'auto' or None, got"):
+        Trainer(t16(), rows(8), microbatch_size=size)
+
+
+def test_an_epoch_of_the_users_own_which_splits_nothing_says_so() -> None:
+    class Own(BaseTrainer):
+        def _train_epoch(self, epoch: int) -> float:
+            for x, y in self.train_loader:
+                F.mse_loss(self.model(x), y).backward()
+                self.optimizer.step()
+            return 0.0
+
+    with pytest.raises(ConfigError, match="`microbatch_size=2` has no effect on a `_train_epoch` of your own"):
+        Own(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
+
+
+def test_a_sample_that_fails_is_named_out_of_its_part() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 1).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (x > 1e5).any():
+                raise ValueError("too large")
+            return self.body(x)
+
+    data = rows(21)
+    data.tensors[0][13] = 1e6
+    with pytest.raises(ValueError, match="too large") as caught:
+        trained(Fails(), data, shuffle=False, microbatch_size=3, batch_size=4, gradient_accumulation_steps=2)
+    assert "sample 13 of" in "".join(caught.value.__notes__)
+
+
+# --- "auto"
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_where_memory_has_run_out_weights_and_statistics_are_those_of_small_micro_batches(where: str) -> None:
+    found = trained(Starving(room=3, where=where), microbatch_size="auto")
+    small = trained(Starving(), microbatch_size=2)
+    assert found.model.sizes[:3] == [8, 4, 2] and set(found.model.sizes[2:]) == {2}
+    assert same(tensors(found), tensors(small))
+    assert found.metrics == small.metrics
+
+
+def test_a_run_that_has_room_is_the_run_without_the_argument() -> None:
+    assert same(tensors(trained(Starving(), microbatch_size="auto")), tensors(trained(Starving())))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_that_ends_after_the_halving_is_resumed_with_what_it_found(accumulation: int, tmp_path: Path) -> None:
+    def run(room: int, start: int, folder: str, resume_from: str | None = None, **more: Any) -> Trainer:
+        return trained(
+            Starving(room, start=start), resume_from=resume_from, microbatch_size="auto", save_steps=100,
+            batch_size=8 // accumulation, gradient_accumulation_steps=accumulation, save_dir=tmp_path / folder, **more,
+        )  # fmt: skip
+
+    straight = run(3, 2 * accumulation - 1, "straight")
+    run(3, 2 * accumulation - 1, "cut", callbacks=[StopAt(4)])
+    resumed = run(1000, 0, "cut", "auto")
+    assert max(resumed.model.sizes) == 2
+    assert same(tensors(straight), tensors(resumed))
+
+
+class Counts(Algorithm):
+    """Scales each loss by how many there were, which it keeps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return loss * (1 + self.count % 3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_algorithms_with_a_state_are_put_back_too() -> None:
+    class Late(Starving):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and len(self.sizes) == 1:
+                self.room = 3  # at the second of two micro-batches
+            return super().forward(x)
+
+    options = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    found = trained(Late(), microbatch_size="auto", algorithms=[Counts()], **options)
+    small = trained(Starving(), microbatch_size=2, algorithms=[Counts()], **options)
+    assert found.model.sizes[:6] == [4, 4, 2, 2, 2, 2]
+    assert same(tensors(found), tensors(small))
+
+
+def test_it_is_told_once_however_often_it_was_halved(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        trained(Starving(room=1, start=1, dropout=0), microbatch_size="auto", grad_reduction="mean", data=rows(16),
+                batch_size=4, loss_fn=F.l1_loss, callbacks=[Unnormalized()])  # fmt: skip
+    assert [text for text in caplog.messages if "memory" in text] == [
+        "Step 2 has run out of memory with micro-batches of 4 rows. From here on they are of 1 at most, and a step has "
+        "as many more of them. Pass microbatch_size=1 to begin with that."
+    ]
+
+
+class Unnormalized(StopAt):
+    """Takes the statistics of BatchNorm as they are, as one row has none."""
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        trainer.model.norm.eval()
+
+
+def test_a_row_that_does_not_fit_is_the_error_that_it_was() -> None:
+    model = Starving(room=0)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        trained(model, rows(8), callbacks=[Unnormalized()], microbatch_size="auto")
+    assert "at one row at a time" in "".join(caught.value.__notes__)
+    assert model.sizes == [8, 4, 2, 1]
+
+
+# --- the update
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_update_that_had_no_room_is_made_again_and_micro_batches_are_halved_after_the_next_step(call: int) -> None:
+    def run(*calls: int) -> Trainer:
+        model = Starving(dropout=0)
+        model.norm.eval()  # so that the split changes no number
+        return trained(model, microbatch_size="auto", optimizer=StarvingAdamW(two_groups(model), calls, lr=0.05))
+
+    found, plain = run(call), run()
+    sizes: Any = found.model.sizes
+    assert sizes[call] == 8 and max(sizes[call + 1 :]) == 4 and set(plain.model.sizes) == {8, 4}
+    assert distance(weights(found.model), weights(plain.model)) <= 1e-12
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("call", [1, 3])
+def test_half_an_update_is_an_error_that_says_what_is_left(call: int, fused: bool) -> None:
+    model = Starving()
+    optimizer = StarvingAdamW(two_groups(model), (call,), True, fused=fused)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trained(model, microbatch_size="auto", optimizer=optimizer)
+    assert "in the middle of the optimizer's update" in "".join(caught.value.__notes__)
+
+
+def test_an_update_that_has_no_room_at_all_is_an_error_that_says_so() -> None:
+    model = Starving()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trained(model, microbatch_size="auto", optimizer=StarvingAdamW(model.parameters(), (1, 2)))
+    assert "which had all of the memory that micro-batches take" in "".join(caught.value.__notes__)

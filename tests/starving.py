@@ -1,0 +1,86 @@
+"""A model and an optimizer for which memory runs out, where and when a test says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def no_room() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, room: int) -> torch.Tensor:
+        ctx.room = room
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if len(gradients[0]) > ctx.room:
+            raise no_room()
+        return gradients[0], None
+
+
+class Starving(nn.Module):
+    """A regression model with statistics and dropout, for whose passes no more than so many rows have room.
+
+    Args:
+        room: That many rows.
+        where: "forward" or "backward".
+        start: The forward passes in training before which there is room for all.
+    """
+
+    def __init__(self, room: int = 1000, where: str = "forward", start: int = 0, dropout: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.dropout = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(dropout)
+        self.last = nn.Linear(16, 1)
+        self.double()
+        self.room, self.where, self.start = room, where, start
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.norm(self.first(x)))  # which draws and counts before there is no room
+        if not self.training:
+            return self.last(hidden)
+        self.sizes.append(len(x))
+        room = self.room if len(self.sizes) > self.start else 1000
+        if self.where == "forward" and len(x) > room:
+            raise no_room()
+        return self.last(_Backward.apply(hidden, room if self.where == "backward" else 1000))
+
+
+class StarvingAdamW(torch.optim.AdamW):
+    """AdamW whose update has no room in some of its calls, before it has begun or in the middle of it.
+
+    Args:
+        calls: Numbers of these calls, from 1 on.
+        middle: Whether it is the second group that has none.
+    """
+
+    def __init__(self, parameters: Any, calls: tuple[int, ...] = (), middle: bool = False, **options: Any) -> None:
+        self.calls, self.middle, self.count = calls, middle, 0
+        super().__init__(parameters, **options)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.count += 1
+        if self.count not in self.calls:
+            return super().step(closure)
+        if self.middle:
+            groups = self.param_groups
+            self.param_groups = groups[:1]
+            super().step(closure)
+            self.param_groups = groups
+        elif not self.state:
+            self.state[self.param_groups[0]["params"][0]]["exp_avg"] = torch.zeros(2)  # as it begins to make room
+        raise no_room()
+
+
+def two_groups(model: Any) -> list[dict[str, Any]]:
+    """The parameters of a `Starving` model in two groups."""
+    parameters = list(model.parameters())
+    return [{"params": parameters[:2]}, {"params": parameters[2:]}]
