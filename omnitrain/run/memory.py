@@ -48,13 +48,12 @@ class Memory:
         loss: The losses of the epoch so far.
 
     Raises:
-        ConfigError: If the backend shards the weights.
+        ConfigError: If ranks exchange something inside of a forward or backward pass.
     """
 
     def __init__(
         self, hooks: Hooks, backend: Backend, feed: Feed, ranks: Ranks, lifecycle: Lifecycle, loss: LossMeter
     ) -> None:
-        backend.check_reduces_apart()
         self._hooks = hooks
         self._backend = backend
         self._feed = feed
@@ -65,6 +64,7 @@ class Memory:
         self._algorithms = [one for one in hooks.algorithms if type(one).state_dict is not Algorithm.state_dict]
         self._has_failed_in_update = False
         """Whether memory ran out in the latest update, which was made all the same."""
+        self.prepare()
 
     @property
     def reduces_apart(self) -> bool:
@@ -72,20 +72,19 @@ class Memory:
         return self._ranks.world_size > 1
 
     def prepare(self) -> None:
-        """Refuse, before the first step, what exchanges between ranks inside of a forward or backward pass.
+        """Refuse exchanges between ranks inside of a forward or backward pass; once more when the model is in place.
 
         Raises:
-            ConfigError: Naming it.
+            ConfigError: Naming what makes them.
         """
-        if self._ranks.world_size == 1:
-            return
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self._backend.model.modules()):
+        self._backend.check_reduces_apart()
+        modules = self._backend.model.modules()
+        if self._ranks.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in modules):
             raise ConfigError(
                 "`microbatch_size='auto'` cannot be used with nn.SyncBatchNorm, in whose forward pass the ranks wait "
                 "for each other: one that runs out of memory there would leave the others waiting. Pass a number, such "
                 "as microbatch_size=4."
             )
-        self._backend.check_reduces_apart()
 
     def begin_epoch(self) -> None:
         """Look for the buffers of the model, which a callback may have changed."""
