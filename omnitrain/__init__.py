@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from omnitrain.events import Algorithm, Callback, Event
     from omnitrain.hf.arguments import HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer
+    from omnitrain.losses import CrossEntropy, WeightedLosses, chunked_cross_entropy
     from omnitrain.metrics import MetricsDict
     from omnitrain.multitask import MultiTask, MultiTaskUnit
     from omnitrain.objective import Objective
@@ -69,6 +70,7 @@ _HOMES = {
     "ConstantScheduler": "schedules",
     "CosineAnnealingScheduler": "schedules",
     "CosineWithRestartsScheduler": "schedules",
+    "CrossEntropy": "losses",
     "DataError": "errors",
     "DistributedError": "errors",
     "Duration": "duration",
@@ -108,6 +110,8 @@ _HOMES = {
     "WandbLogger": "callbacks.wandb",
     "preview_schedule": "preview",
     "layerwise_decay": "param_groups",
+    "WeightedLosses": "losses",
+    "chunked_cross_entropy": "losses",
 }
 
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
@@ -124,6 +128,7 @@ __all__ = [
     "ConstantScheduler",
     "CosineAnnealingScheduler",
     "CosineWithRestartsScheduler",
+    "CrossEntropy",
     "DataError",
     "DistributedError",
     "Duration",
@@ -161,6 +166,8 @@ __all__ = [
     "Trainer",
     "WSDScheduler",
     "WandbLogger",
+    "WeightedLosses",
+    "chunked_cross_entropy",
     "layerwise_decay",
     "preview_schedule",
 ]

@@ -167,7 +167,7 @@ _SCORES_OF = {
     **dict.fromkeys(["BCEWithLogitsLoss", "binary_cross_entropy_with_logits"], Scores(False, False)),
     **dict.fromkeys(["MultiLabelSoftMarginLoss", "multilabel_soft_margin_loss"], Scores(False, False)),
     **dict.fromkeys(["BCELoss", "binary_cross_entropy"], Scores(True, False)),
-    **dict.fromkeys(["CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"], Scores(False, True)),
+    **dict.fromkeys(["CrossEntropy", "CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss"], Scores(False, True)),
 }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, labels_of, where_labels_are
-from omnitrain.errors import DataError
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.losses import CrossEntropy, count_of, parts_of, total_of
 
 __all__ = [
     "EvalUnit",
@@ -31,13 +31,12 @@ __all__ = [
     "no_token_counts",
     "run_unit",
     "shifts_labels",
-    "sum_of_class_weights",
     "without_effect",
 ]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-LossFunction = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 Batch = TypeVar("Batch", contravariant=True)
 
 
@@ -52,6 +51,11 @@ class StepOutput:
         labels: What the outputs are compared with.
         num_targets: The number of targets summed in `loss`.
         extra: Further inputs of a metric function written for transformers, by name there; arrays like the outputs.
+        metrics: Means over the batch by name, as scalars on the device or numbers. The logs show them, averaged with
+            the weights of the losses. They are detached.
+
+    >>> StepOutput(torch.tensor(0.5), metrics={"accuracy": torch.tensor(0.75)}).metrics
+    {'accuracy': tensor(0.7500)}
     """
 
     loss: Tensor | None
@@ -59,6 +63,16 @@ class StepOutput:
     labels: Any = None
     num_targets: int | Tensor | None = None
     extra: dict[str, Any] | None = None
+    metrics: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Cut the metrics off from the graph, which DDP would else look for gradients in."""
+        if self.metrics is not None:
+            if not isinstance(self.metrics, Mapping):
+                raise DataError(f"`metrics` must be a dict of scalars by name, got {_describe(self.metrics)}.")
+            self.metrics = {
+                name: value.detach() if isinstance(value, Tensor) else value for name, value in self.metrics.items()
+            }
 
     def required_loss(self) -> Tensor:
         """Return the loss, or raise DataError if there is none."""
@@ -71,10 +85,14 @@ class StepOutput:
 class TrainUnit(Protocol[Batch]):
     """A user's own forward pass: `unit(batch)` returns a mean loss, or (sum of losses, number of targets).
 
+    The loss can be a dict of losses, as for `loss_fn`. A unit can also return a `StepOutput`, with training metrics.
+
     If it has a method `set_step_nr(step)`, that is called before each step, counted from 1.
     """
 
-    def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, int | Tensor | None]:
+    def __call__(
+        self, batch: Batch
+    ) -> Tensor | Mapping[str, Tensor] | tuple[Tensor | Mapping[str, Tensor], int | Tensor | None] | StepOutput:
         """Return the loss of `batch`, which is on the device."""
         ...
 
@@ -96,7 +114,8 @@ class ModelUnit:
     others are passed as `model(*inputs)`. The loss is `loss_fn(outputs, labels)` if there is a `loss_fn`. For models
     written for Composer (`forward` takes one argument, the whole batch) it is `model.loss(outputs, batch)`. Otherwise
     it is the output's `loss`, the "loss" (or "total") of a dict, the first entry of a tuple, or an output without
-    dimensions itself.
+    dimensions itself. If that is a dict of losses, the loss is its "total", or else the sum, and the logs show each
+    part as "loss_<part>". They also show the scalars that an output has in a dict "metrics".
 
     Args:
         model: The bare module, used only for its signature; the model to run is an argument of the call.
@@ -110,6 +129,7 @@ class ModelUnit:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, label_names: Sequence[str] = ()) -> None:
         self.loss_fn = loss_fn
+        _check_shift(loss_fn, model)
         self.label_names = label_names
         self._label_keys = (*label_names, *LABEL_KEYS)
         self.model_loss: Callable[..., Any] | None = None
@@ -152,11 +172,11 @@ class ModelUnit:
         Raises:
             DataError: If a loss is needed and cannot be found, or is no scalar.
         """
-        loss, outputs = self.loss_and_outputs(model, batch)
-        return StepOutput(loss, scores_in(outputs, loss), labels_of(batch, self.label_names))
+        loss, outputs, metrics = self.run(model, batch)
+        return StepOutput(loss, scores_in(outputs, loss), labels_of(batch, self.label_names), metrics=metrics)
 
-    def loss_and_outputs(self, model: Any, batch: Any) -> tuple[Tensor | None, Any]:
-        """Return the loss of `batch`, and what the model returned for it.
+    def run(self, model: Any, batch: Any) -> tuple[Tensor | None, Any, Mapping[str, Any] | None]:
+        """Return the loss of `batch`, what the model returned for it, and what is to be logged of it besides.
 
         Raises:
             DataError: If a loss is needed and cannot be found, or is no scalar.
@@ -165,21 +185,25 @@ class ModelUnit:
         needs_loss = torch.is_grad_enabled()
         if self.model_loss is not None:
             outputs = model(batch)
-            loss = _total(self.model_loss(outputs, batch)) if needs_loss or labels is not None else None
+            found = self.model_loss(outputs, batch) if needs_loss or labels is not None else None
         else:
             outputs = self._call(model, batch)
             if self.loss_fn is None:
-                loss = _loss_in(outputs)
+                found = _loss_in(outputs)
             else:
-                loss = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
+                found = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
+        metrics = _metrics_in(outputs)
+        if isinstance(found, Mapping):
+            metrics = {**parts_of(found), **(metrics or {})}
+        loss = total_of(found) if self.model_loss is not None or isinstance(found, Mapping) else found
         if needs_loss or loss is not None:
             if self.loss_fn is not None and not isinstance(loss, Tensor):
                 raise DataError(
-                    f"`loss_fn` returned {_describe(loss)}. Return the loss as a scalar tensor that gradients can be "
-                    "taken of."
+                    f"`loss_fn` returned {_describe(found)}. Return the loss as a scalar tensor that gradients can be "
+                    "taken of, or a dict of such losses."
                 )
             loss = self._checked(loss, outputs)
-        return loss, outputs
+        return loss, outputs, metrics
 
     def _loss_of(self, outputs: Any, labels: Any, batch: Any) -> Any:
         assert self.loss_fn is not None
@@ -267,12 +291,19 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
     result = unit(batch)
     if isinstance(result, StepOutput):
         return result
-    loss, num_targets = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    found, num_targets = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    loss, metrics = found, None
+    if isinstance(found, Mapping):
+        loss, metrics = total_of(found), parts_of(found)
+        if num_targets is not None:  # then all of them are sums
+            metrics = {name: part / num_targets if num_targets else part for name, part in metrics.items()}
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise DataError(
-            f"`unit` must return a scalar loss or (sum of losses, number of targets), got {_describe(result)}."
+            "`unit` must return a scalar loss or a dict of losses, (sum of losses, number of targets), or a StepOutput,"
+            f" got {_describe(result)}."
         )
-    return StepOutput(loss.reshape(()) if loss.ndim else loss, labels=labels_of(batch), num_targets=num_targets)
+    loss = loss.reshape(()) if loss.ndim else loss
+    return StepOutput(loss, labels=labels_of(batch), num_targets=num_targets, metrics=metrics)
 
 
 def without_effect(output: StepOutput) -> Tensor:
@@ -285,13 +316,6 @@ def without_effect(output: StepOutput) -> Tensor:
     return torch.stack(nothing or [output.required_loss().float() * 0]).sum()
 
 
-def _total(loss: Any) -> Any:
-    """Return a loss as one tensor. Composer allows a tensor, a tuple (summed), or a dict ("total", or else summed)."""
-    if isinstance(loss, Mapping):
-        return loss["total"] if "total" in loss else sum(loss.values())
-    return sum(loss) if isinstance(loss, (tuple, list)) else loss
-
-
 def _loss_in(outputs: Any) -> Any:
     if isinstance(outputs, Mapping):
         return outputs.get("loss", outputs.get("total"))
@@ -300,6 +324,14 @@ def _loss_in(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
         return outputs if outputs.ndim == 0 else None  # one score of one sample has dimensions
     return getattr(outputs, "loss", None)
+
+
+def _metrics_in(outputs: Any) -> Mapping[str, Any] | None:
+    """Return what a model wants logged, if its output has such a dict."""
+    if isinstance(outputs, Tensor):
+        return None
+    found = outputs.get("metrics") if isinstance(outputs, Mapping) else getattr(outputs, "metrics", None)
+    return found if isinstance(found, Mapping) else None
 
 
 def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
@@ -313,7 +345,7 @@ def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
     if isinstance(outputs, Tensor):
         return None if outputs is loss else outputs
     if isinstance(outputs, Mapping):
-        left_out = ("loss", "total", *ignored)
+        left_out = ["loss", "total", *ignored, *(["metrics"] if _metrics_in(outputs) is not None else [])]
         rest = {key: value for key, value in outputs.items() if key not in left_out and value is not None}
         for key in ("logits", "predictions"):
             if key in rest:
@@ -351,41 +383,7 @@ def count_labels(batch: Any, shifted: bool = False, names: Sequence[str] = ()) -
         return None
     if shifted:
         labels = labels[..., 1:]
-    if labels.device.type != "cpu":
-        return int((labels != IGNORED_LABEL).sum())
-    return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
-
-
-def sum_of_class_weights(loss_fn: Any, batch: Any, label_names: Sequence[str] = ()) -> float | None:
-    """Return by what PyTorch's losses with class weights divide, for a batch on the host; None for other losses.
-
-    The mean of `nn.CrossEntropyLoss(weight=...)` and `nn.NLLLoss(weight=...)` is over the weights of the targets.
-    """
-    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss) or loss_fn.weight is None or loss_fn.reduction != "mean":
-        return None
-    labels, weights = labels_of(batch, label_names), loss_fn.weight
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
-        return None  # class probabilities: a mean over samples
-    kept = labels[labels != loss_fn.ignore_index]
-    if not kept.numel():
-        return 0.0
-    if int(kept.min()) < 0 or int(kept.max()) >= len(weights):
-        return None  # the loss will refuse it
-    counts = torch.bincount(kept.flatten(), minlength=len(weights)).cpu()
-    return float(counts.double() @ _on_host(loss_fn))
-
-
-_host_weights: weakref.WeakKeyDictionary[Any, tuple[int, Tensor]] = weakref.WeakKeyDictionary()
-
-
-def _on_host(loss_fn: Any) -> Tensor:
-    """Return the class weights of a loss on the host; copied once, as reading from a device waits for it."""
-    weights = loss_fn.weight
-    version, held = _host_weights.get(loss_fn, (-1, weights))
-    if version != weights._version:
-        held = weights.detach().cpu().double()
-        _host_weights[loss_fn] = weights._version, held
-    return held
+    return count_of(labels, IGNORED_LABEL)
 
 
 def shifts_labels(model: Any) -> bool:
@@ -397,6 +395,16 @@ def shifts_labels(model: Any) -> bool:
     return kind == "ForCausalLM" or (
         kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
     )
+
+
+def _check_shift(loss_fn: Any, model: Any) -> None:
+    """Refuse a loss that compares each score with its own token where the model predicts the next one."""
+    modules = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
+    if any(isinstance(one, CrossEntropy) and not one.shift for one in modules) and shifts_labels(unwrap(model)):
+        raise ConfigError(
+            f"`loss_fn` compares scores with the labels at the same place, and {type(unwrap(model)).__name__} predicts "
+            "each label one place before it. Pass CrossEntropy(shift=True)."
+        )
 
 
 def no_token_counts() -> DataError:

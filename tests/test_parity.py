@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import random
 from functools import partial
@@ -40,13 +41,16 @@ from omnitrain import (
     AccelerateTrainer,
     Callback,
     ConfigError,
+    CrossEntropy,
     DataError,
     HFTrainer,
     LabelSmoothing,
     MixUp,
     MultiStepScheduler,
     NonFiniteError,
+    StepOutput,
     Trainer,
+    WeightedLosses,
     WSDScheduler,
 )
 from omnitrain.checkpoint import identity
@@ -71,8 +75,10 @@ def run(trainer_class: Any, model: nn.Module, data: Any, *guests: Callback, **op
     options = {"progress_bar": False, "log_steps": 1, "learning_rate": 0.05, **placed_on_cpu(trainer_class), **options}
     if isinstance(model, nn.Sequential):
         options.setdefault("loss_fn", F.mse_loss)
+    train = options.pop("train", True)
     trainer = trainer_class(model, train_dataset=data, callbacks=guests, **options)
-    trainer.train()
+    if train:
+        trainer.train()
     return trainer
 
 
@@ -1383,3 +1389,179 @@ def test_batch_norm_is_said_to_depend_on_the_split_where_a_step_is_split(
         assert "BatchNorm" not in caplog.text
         run(trainer_class, model, rows(8), batch_size=4, max_steps=1, gradient_accumulation_steps=2)
     assert "a step of 2 of them does not give the numbers of one large batch" in caplog.text
+
+
+# --- what a forward pass names
+
+
+class Measured(Tagger):
+    """Returns two losses and two metrics; one of these only where a sentence begins with an even token."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits, kept = self.out(self.embed(ids)), labels != -100
+        hits = (logits.argmax(-1) == labels)[kept].double()
+        losses = {"ce": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "z": logits[kept].square().mean()}
+        metrics = {"accuracy": hits.mean(), "kept": kept.sum()}
+        if ids[0, 0] % 2 == 0:
+            metrics["even"] = logits[kept].mean()
+        return {"loss": losses, "logits": logits, "metrics": metrics}
+
+
+NAMED = ("loss_ce", "loss_z", "accuracy")
+"""What is the mean over labels, so that no split changes it."""
+
+
+@pytest.mark.parametrize("split", [(8, 1), (2, 4), (1, 8)], ids=str)
+def test_losses_and_metrics_that_a_model_names_are_those_of_the_window_in_every_split(
+    trainer_class: Any, split: tuple[int, int]
+) -> None:
+    trace, data, model, lr = Trace(), Sentences(32), Measured(), 0.05
+    trainer = run(
+        trainer_class, model, data, trace, optimizer=sgd, lr_scheduler=None, max_grad_norm=None, batch_size=split[0],
+        gradient_accumulation_steps=split[1], epochs=2, log_steps=2, learning_rate=2e-5, eval_dataset=data,
+        eval_batch_size=split[0], load_best_at_end=False, shuffle=False,
+    )  # fmt: skip
+    by_hand, optimizer = Measured(), None
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=lr)
+    sums: list[dict[str, float]] = []
+    for step in range(8):
+        batch = {key: torch.stack([data[i][key] for i in range(step % 4 * 8, step % 4 * 8 + 8)]) for key in data[0]}
+        output, count = by_hand(**batch), int((batch["labels"] != -100).sum())
+        named = {"loss_ce": output["loss"]["ce"], "loss_z": output["loss"]["z"], **output["metrics"]}
+        sums.append({"weight": count, **{name: named[name].item() * count for name in NAMED}})
+        optimizer.zero_grad()
+        sum(output["loss"].values()).backward()
+        optimizer.step()
+
+    def means(begin: int, end: int) -> list[float]:
+        return [
+            sum(one[name] for one in sums[begin:end]) / sum(one["weight"] for one in sums[begin:end]) for name in NAMED
+        ]
+
+    np.testing.assert_allclose(
+        [[row[name] for name in NAMED] for row in trace.logs],
+        [means(i, i + 2) for i in (0, 2, 4, 6)],
+        rtol=0,
+        atol=1e-12,
+    )
+    for row in trace.logs:
+        assert row["loss"] == pytest.approx(row["loss_ce"] + row["loss_z"], abs=1e-12)
+        assert list(row)[2:7] == ["loss", "loss_ce", "loss_z", "accuracy", "kept"]
+    history = trainer.metrics["train_metrics_history"]
+    np.testing.assert_allclose(
+        [[row[f"train_{name}"] for name in NAMED] for row in history], [means(0, 4), means(4, 8)], rtol=0, atol=1e-12
+    )
+    assert distance(weights(model), weights(by_hand)) <= 1e-12
+    whole = {key: torch.stack([data[i][key] for i in range(32)]) for key in data[0]}
+    output = by_hand(**whole)
+    expected = [output["loss"]["ce"].item(), output["loss"]["z"].item(), output["metrics"]["accuracy"].item()]
+    np.testing.assert_allclose(
+        [trainer.metrics["valid"][-1][f"eval_{name}"] for name in NAMED], expected, rtol=0, atol=1e-12
+    )
+
+
+def test_what_was_named_since_the_last_log_is_resumed_to_the_bit(trainer_class: Any, tmp_path: Path) -> None:
+    def trained(folder: Path, *guests: Callback) -> tuple[Any, list[Any]]:
+        trainer = run(
+            trainer_class, Measured(), Sentences(20), Trace(), *guests, batch_size=2, epochs=2, log_steps=4,
+            save_steps=3, save_dir=folder, optimizer=sgd, learning_rate=2e-5, train=False,
+        )  # fmt: skip
+        trainer.train(resume_from="auto")
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return trainer, [{name: value for name, value in row.items() if "per_second" not in name} for row in rows]
+
+    straight, expected = trained(tmp_path / "straight")
+    trained(tmp_path / "parts", StopAt(6))
+    trained(tmp_path / "parts", StopAt(13))
+    trainer, found = trained(tmp_path / "parts")
+    assert found == expected and {"loss_ce", "accuracy", "even"} <= expected[0].keys()
+    assert trainer.metrics.to_dict() == straight.metrics.to_dict()
+    assert same(weights(trainer.model), weights(straight.model))
+
+
+class Tracked(Overflowing):
+    """Names how many forward passes there were so far; those chosen overflow, or have a loss that is not finite."""
+
+    def __init__(self, at: Any, makes_nan: bool) -> None:
+        super().__init__(() if makes_nan else at)
+        self.bad = at if makes_nan else ()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        loss = F.mse_loss(super().forward(x), labels)
+        loss = loss + math.nan if self.count in self.bad and self.training else loss
+        return {"loss": {"mse": loss}, "metrics": {"turn": self.count, f"of_{self.count}": torch.tensor(1.0)}}
+
+
+@pytest.mark.parametrize("kind", ["overflow", "skip", "warn"])
+def test_what_a_skipped_step_has_named_is_taken_back(trainer_class: Any, kind: str) -> None:
+    data = [{"x": x, "labels": y} for x, y in rows(24, torch.float32)]
+    trace = Trace()
+    trainer = run(
+        trainer_class, Tracked((3, 8), kind != "overflow"), data, trace, batch_size=2, gradient_accumulation_steps=2,
+        epochs=1, log_steps=2, on_nonfinite="raise" if kind == "overflow" else kind, train=False,
+    )  # fmt: skip
+    if kind == "overflow":
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.train()
+    (row,) = trainer.metrics["train_metrics_history"]
+    counted = [one for one in range(1, 13) if one not in (3, 4, 7, 8)]
+    assert row["train_turn"] == sum(counted) / 8
+    assert [name for name in row if name.startswith("train_of_")] == [f"train_of_{one}" for one in counted]
+    assert math.isfinite(row["train_loss"]) and row["train_loss_mse"] == pytest.approx(row["train_loss"], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "word"),
+    [
+        ({"grad_norm": 1.0}, ConfigError, "'grad_norm'.*Choose another name"),
+        ({"hits": torch.ones(3)}, DataError, r"'hits' must be a scalar.*shape \(3,\)"),
+        ({"ours": 1.0}, ConfigError, "'ours'.*_backend_logs.*Rename"),
+    ],
+    ids=["reserved", "vector", "of the backend"],
+)
+def test_a_metric_that_cannot_be_logged_is_refused_by_name(
+    trainer_class: Any, metrics: Any, error: Any, word: str
+) -> None:
+    class Ours(trainer_class):
+        def _backend_logs(self) -> dict[str, float]:
+            return {**super()._backend_logs(), "ours": 1.0}
+
+    model = t16()
+    with pytest.raises(error, match=word):
+        run(
+            Ours,
+            model,
+            rows(8),
+            loss_fn=None,
+            unit=lambda b: StepOutput(F.mse_loss(model(b[0]), b[1]), metrics=metrics),
+            batch_size=4,
+        )
+
+
+@pytest.mark.parametrize("one_dimension", [True, False], ids=["samples", "tokens"])
+def test_a_loss_with_everything_takes_the_same_steps_in_every_split(trainer_class: Any, one_dimension: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    size = (32,) if one_dimension else (32, 3)
+    labels = torch.randint(0, 3, size, generator=generator)
+    labels[torch.rand(size, generator=generator) < 0.4] = 7
+    data = TensorDataset(torch.randn(*size, 4, generator=generator, dtype=torch.float64), labels)
+
+    def trained(batch: int, accumulation: int) -> tuple[list[torch.Tensor], list[list[float]]]:
+        torch.manual_seed(0)
+        model, trace = nn.Linear(4, 3, dtype=torch.float64), Trace()
+        loss = CrossEntropy(torch.tensor([1.0, 10.0, 0.1], dtype=torch.float64), 7, 0.1, 0.05)
+        trainer = run(
+            trainer_class, model, data, trace, loss_fn=WeightedLosses({"first": loss}, {"first": 0.5}), optimizer=sgd,
+            batch_size=batch, epochs=2, gradient_accumulation_steps=accumulation, learning_rate=2e-5,
+            eval_dataset=data, eval_batch_size=batch,
+        )  # fmt: skip
+        logs = [[row[f"loss{name}"] for name in ("", "_first", "_first_ce", "_first_z")] for row in trace.logs]
+        return weights(model), [*logs, [trainer.metrics["valid"][-1]["eval_loss_first_z"]] * 4]
+
+    whole, expected = trained(16, 1)
+    for total, first, ce, z in expected[:-1]:
+        assert total == pytest.approx(0.5 * first, abs=1e-12) and first == pytest.approx(ce + z, abs=1e-12) and z
+    for split in ((2, 8), (1, 16)):
+        found, seen = trained(*split)
+        assert distance(found, whole) <= 1e-12
+        np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-12)

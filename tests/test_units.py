@@ -362,6 +362,84 @@ def test_training_demands_a_loss() -> None:
     assert StepOutput(Y.sum()).required_loss() == 6
 
 
+# Dicts of losses, and metrics
+
+
+class InComposersShape(Scores):
+    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return self.scores(batch[0])
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return losses_of(outputs, batch[1])
+
+
+def losses_of(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"mse": F.mse_loss(scores, labels), "loss_l1": F.l1_loss(scores, labels)}
+
+
+def outputs_of(model: Any) -> list[StepOutput]:
+    """What comes of the same model where its loss is a dict, by each way that there is for it to be one."""
+    composer, inside = InComposersShape(), returning(lambda loss, scores: {"loss": losses_of(scores, Y), "y": scores})
+    for one in (composer, inside):
+        one.load_state_dict(model.state_dict())
+    return [
+        ModelUnit(model, losses_of)(model, (X, Y)),
+        ModelUnit(composer)(composer, (X, Y)),
+        ModelUnit(inside)(inside, {"x": X, "labels": Y}),
+        run_unit(lambda batch: losses_of(model(X), Y), None, (X, Y)),
+    ]
+
+
+def test_a_dict_of_losses_is_added_up_and_its_parts_are_named() -> None:
+    model = Scores()
+    scores = model.scores(X)
+    for output in outputs_of(model):
+        loss, metrics = output.required_loss(), output.metrics or {}
+        assert torch.equal(loss, F.mse_loss(scores, Y) + F.l1_loss(scores, Y)) and loss.requires_grad
+        assert list(metrics) == ["loss_mse", "loss_l1"]
+        assert torch.equal(metrics["loss_l1"], F.l1_loss(scores, Y)) and not metrics["loss_l1"].requires_grad
+        assert output.outputs is None or torch.equal(output.outputs, scores)
+
+
+def test_a_total_is_the_loss_and_no_part() -> None:
+    model = Scores()
+    output = ModelUnit(model, lambda s, y: {**losses_of(s, y), "total": s.sum()})(model, (X, Y))
+    assert torch.equal(output.required_loss(), model.scores(X).sum())
+    assert list(output.metrics or {}) == ["loss_mse", "loss_l1"]
+
+
+def test_parts_of_a_sum_over_targets_are_divided_by_their_number() -> None:
+    losses = {"a": torch.tensor(6.0), "b": torch.tensor(3.0)}
+    for count in (4, torch.tensor(4)):
+        output = run_unit(lambda batch, count=count: (losses, count), None, (X, Y))
+        assert (output.loss, output.num_targets) == (9.0, 4)
+        assert output.metrics == {"loss_a": 1.5, "loss_b": 0.75}
+    assert run_unit(lambda batch: (losses, 0), None, (X, Y)).loss == 9.0
+
+
+def test_a_part_that_is_called_loss_may_be_the_sum_and_is_refused() -> None:
+    model = Scores()
+    with pytest.raises(DataError, match=r"'loss', 'kl', .* Call the sum 'total'"):
+        ModelUnit(model, lambda s, y: {"loss": s.sum(), "kl": s.mean()})(model, (X, Y))
+
+
+@pytest.mark.parametrize("shape", [dict, SimpleNamespace], ids=["dict", "object"])
+def test_what_an_output_has_as_metrics_is_logged_and_no_output(shape: Any) -> None:
+    model = returning(lambda loss, scores: shape(loss=loss, logits=scores, metrics={"bias": scores.mean()}))
+    output = ModelUnit(model)(model, {"x": X, "labels": Y})
+    assert torch.equal(output.outputs, model.scores(X))
+    assert torch.equal(output.metrics["bias"], model.scores(X).mean())  # type: ignore[index]
+    assert not output.metrics["bias"].requires_grad  # type: ignore[index]
+    tensor = returning(lambda loss, scores: {"loss": loss, "metrics": scores})  # an output of that name
+    output = ModelUnit(tensor)(tensor, {"x": X, "labels": Y})
+    assert output.metrics is None and torch.equal(output.outputs, tensor.scores(X))
+
+
+def test_metrics_must_be_named() -> None:
+    with pytest.raises(DataError, match=r"`metrics` must be a dict.*a tuple of 1"):
+        StepOutput(Y.sum(), metrics=(1.0,))  # type: ignore[arg-type]
+
+
 # Units of the user's own
 
 
@@ -383,7 +461,7 @@ def test_a_unit_may_return_a_mean_or_a_sum_with_the_number_of_targets() -> None:
     assert run_unit(unit_returning(output), None, batch) is output
 
 
-@pytest.mark.parametrize("result", [None, 1.0, X, (X, 2), (), (Y.sum(), 1, 2), {"loss": Y.sum()}], ids=str)
+@pytest.mark.parametrize("result", [None, 1.0, X, (X, 2), (), (Y.sum(), 1, 2), {}, {"a": X}], ids=str)
 def test_what_a_unit_must_return_is_said_with_what_it_did_return(result: Any) -> None:
     with pytest.raises(DataError, match="`unit` must return a scalar loss or"):
         run_unit(unit_returning(result), None, (X, Y))

@@ -29,6 +29,7 @@ from omnitrain.data.loaders import GivenLoader, MapLoader, count_rows, is_stream
 from omnitrain.data.sampling import Fetch
 from omnitrain.data.sets import Sets
 from omnitrain.data.workers import outlive_signals
+from omnitrain.losses import WeightedLosses
 from omnitrain.reproducibility import derive_seed, isolated_rng
 from omnitrain.settings import Settings
 
@@ -205,6 +206,9 @@ def _code_parts(value: Any) -> list[str]:
         return [_source(value), *_held(value)]
     if not hasattr(value, "__dict__") or isinstance(value, type):
         return [_name_of(value)]  # a built-in, or a class
+    if isinstance(value, WeightedLosses):
+        inner = [part for loss in value.losses.values() for part in _code_parts(loss)]
+        return [_name_of(value), content_of(value.weights) or "", *inner]
     options = {}
     if isinstance(value, nn.Module):
         options = {name: getattr(value, name, None) for name in getattr(value, "__constants__", ())}

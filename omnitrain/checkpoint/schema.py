@@ -291,7 +291,11 @@ _LOOP = record(
         "grad_norm": maybe(number(odd=True)),
         "logged": _row(whole(), number(0), whole(), whole()),
     },
-    {"learning_rates": each(number()), "microbatch_size": maybe(whole(1))},
+    {
+        "learning_rates": each(number()),
+        "microbatch_size": maybe(whole(1)),
+        "metrics": each(each(_row(text, number(odd=True), number(odd=True), number(), number()))),
+    },
 )
 
 _MARK = record({"epoch": _steps, "position": whole(), "state": _anything, "has_ended": flag}, open=False)

@@ -621,7 +621,7 @@ class Calls(BaseTrainer):
         """
         unit = self.unit
         if isinstance(unit, ModelUnit):
-            loss, outputs = unit.loss_and_outputs(model, inputs)
+            loss, outputs, _ = unit.run(model, inputs)
         else:
             output = run_unit(unit, model, inputs)
             loss, outputs = output.loss, {"loss": output.loss, "logits": output.outputs}
@@ -664,13 +664,14 @@ class Calls(BaseTrainer):
         labels = labels_of(batch, self.settings.label_names or ())
         evaluation: Any = self._evaluation
         needs_loss = labels is not None or not evaluation.is_predicting
+        metrics = None
         if "compute_loss" in self._overridden and needs_loss:
             loss, outputs = self.compute_loss(model, _copied(batch), return_outputs=True)
         elif isinstance(self.unit, ModelUnit):
-            loss, outputs = self.unit.loss_and_outputs(model, batch)
+            loss, outputs, metrics = self.unit.run(model, batch)
         else:
             return super()._forward(model, batch)
-        return StepOutput(loss, scores_in(outputs, loss, evaluation.ignored), labels)
+        return StepOutput(loss, scores_in(outputs, loss, evaluation.ignored), labels, metrics=metrics)
 
     # --- logs
 

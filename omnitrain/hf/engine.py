@@ -191,8 +191,8 @@ class Engine(Searching):
     """The windows of the rest of the epoch."""
     output: Any = None
     """The return value of transformers' loop."""
-    _own_loss: float | None = None
-    """The loss of the row of logs that transformers is about to write."""
+    _own_means: Mapping[str, float] | None = None
+    """The means of the row of logs that transformers is about to write."""
     _evaluated: tuple[Any, Any] = (None, None)
     """The loader of the latest evaluation, and the loader that callbacks see."""
     _asked_in_log = (False, False)
@@ -427,8 +427,9 @@ class Engine(Searching):
             logs["train_samples_per_second"] = round(self.owner.progress.samples / seconds, 3)
         elif "loss" in logs and self.is_in_train and (norm := self.owner._step.grad_norm) is not None:
             logs["grad_norm"] = float(norm)
-        if "loss" in logs and self._own_loss is not None:
-            logs["loss"], self._own_loss = self._own_loss, None  # transformers' loss lacks what was before a resume
+        if "loss" in logs and self._own_means is not None:
+            logs |= self._own_means  # transformers' loss lacks what was before a resume
+            self._own_means = None
         self.owner.take_log(logs, start_time)
         # our loop acts on the requests of callbacks, not transformers'
         self._asked_in_log = self.control.should_evaluate, self.control.should_save
@@ -467,8 +468,9 @@ class Engine(Searching):
             owner.control.save, control.should_save = True, False
 
     def report_log(self, logs: Mapping[str, float]) -> None:
-        """Let transformers write its row of logs for this step, with our loss."""
-        self._own_loss = logs.get("loss")
+        """Let transformers write its row of logs for this step, with our means."""
+        means = ("loss", *self.owner._step.latest_metrics)
+        self._own_means = {name: logs[name] for name in means if name in logs}
         self.control.should_log = True
         args, kwargs = self._log_arguments
         super()._maybe_log_save_evaluate(*args, **kwargs)

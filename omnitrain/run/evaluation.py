@@ -23,6 +23,7 @@ from omnitrain.objective import Objective
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
+from omnitrain.run.meters import Meters, means_of
 from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.scoring import Scorer, make_scorer, scores_for, to_numpy
 from omnitrain.units import StepOutput, run_unit
@@ -168,7 +169,8 @@ class Evaluation:
         """Return `<prefix>_loss` and the metrics of a loader or a dict of loaders; None if a signal interrupted it.
 
         Named sets give `<prefix>_<name>_loss` and so on; `<prefix>_loss`, and what else all of them have, is the mean
-        over the sets.
+        over the sets. What the forward pass names, such as the parts of a loss, is averaged as the loss is, unless a
+        computed metric has the same name.
 
         Args:
             loader: The loader, or loaders by name.
@@ -255,6 +257,7 @@ class Evaluation:
         ranks, device = hooks.ranks, hooks.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, number, batch, output = 0.0, False, -1, None, StepOutput(None)
+        named = Meters(device)
         kept: list[tuple[Any, ...]] = []
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None else _told_if_long(batches, loader.name)
@@ -267,7 +270,10 @@ class Evaluation:
                 weight = hooks._weigh(batch) if self._unit is None else count_samples(batch)
                 output = self._run_batch(batch, loader, number)
                 if counts:
-                    weights += _add_loss(total, output, weight, needs_loss)
+                    counted = _add_loss(total, output, weight, needs_loss)
+                    weights += counted
+                    if output.metrics is not None:
+                        named.add(output.metrics, counted)
                 if counts and not needs_loss and loader.counts_samples:
                     _check_rows(output.outputs, samples)
                 seen = self._seen(output) if counts else None
@@ -283,7 +289,7 @@ class Evaluation:
             # inside the context, since a metric may draw random numbers too
             states = scorer.states() if ranks.world_size > 1 else []
             sums: list[Any] = ranks.gather(
-                "the end of an evaluation", (total.item(), weights, has_labels, number >= 0, states)
+                "the end of an evaluation", (total.item(), weights, has_labels, number >= 0, named.sums(), states)
             )
             if ranks.world_size > 1:
                 scorer.reset()
@@ -299,7 +305,7 @@ class Evaluation:
                 raise error
             if needs_loss and not has_labels and not scorer.is_empty:
                 raise self._nothing_to_score(loader.name, batch, output)
-            metrics = {"loss": loss / weights} if weights else {}
+            metrics = {"loss": loss / weights, **means_of([one[4] for one in sums])} if weights else {}
             if has_labels:
                 metrics |= self._compute(loader, (predictions, labels, extra), only_first)
         return Predictions(predictions, labels, metrics)

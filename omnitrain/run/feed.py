@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.collation import copied_ahead, count_samples, move_to_device, split_batch
+from omnitrain.data.collation import copied_ahead, count_samples, labels_of, move_to_device, split_batch
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
 from omnitrain.data.sampling import Counted, Window, windows
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
 from omnitrain.errors import DataError, add_place
+from omnitrain.losses import divisor_of
 from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.settings import Settings
-from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_counts, shifts_labels, sum_of_class_weights
+from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_counts, shifts_labels
 
 __all__ = ["Feed"]
 
@@ -259,14 +260,14 @@ class Feed:
         if self._reduction == "sum":
             return 1
         if isinstance(self._hooks.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
-            weighted = sum_of_class_weights(self._hooks.unit.loss_fn, batch, self._label_names)
-            if weighted is not None:
-                return weighted
-            labels = count_labels(batch, self.shifts_labels, self._label_names)
-            if labels is not None:
-                return labels
-            if self._reduction == "per-token-mean":
-                raise no_token_counts()
+            divisor = divisor_of(self._hooks.unit.loss_fn, labels_of(batch, self._label_names))
+            if divisor is None or self._reduction == "per-token-mean":
+                labels = count_labels(batch, self.shifts_labels, self._label_names)
+                if labels is None and self._reduction == "per-token-mean":
+                    raise no_token_counts()
+                divisor = labels if divisor is None else divisor
+            if divisor is not None:
+                return divisor
         return count_samples(batch)
 
     @cached_property

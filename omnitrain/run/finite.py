@@ -28,8 +28,8 @@ class LossMeter:
     >>> meter = LossMeter(torch.device("cpu"))
     >>> meter.add(torch.tensor(2.0), 3)
     >>> meter.add(torch.tensor(4.0), 1)
-    >>> meter.mean(), meter.mean_since_last()
-    (2.5, 2.5)
+    >>> meter.mean(), meter.since_last()
+    (2.5, (10.0, 4.0))
     """
 
     def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
@@ -41,7 +41,6 @@ class LossMeter:
             self.sum = torch.zeros((), dtype=dtype, device=device)
         self.weight: float = 0.0
         self._marked = (0.0, 0.0)  # sum and weight at the latest log
-        self._before: tuple[float | torch.Tensor, float] = (0.0, 0.0)
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
         """Add the loss of a micro-batch; with weight 0 it had nothing to predict, and its NaN must not be added."""
@@ -62,20 +61,11 @@ class LossMeter:
         total, weight = self.ranks.sum("the mean loss of an epoch", self.read(), self.weight)
         return total / weight if weight else math.nan
 
-    def mean_since_last(self) -> float:
-        """Return the mean over all ranks since the last call; NaN if nothing was added."""
+    def since_last(self) -> tuple[float, float]:
+        """Return the sum and the weight that were added on this rank since the last call."""
         now = self.read(), self.weight
-        (last_total, last_weight), self._marked = self._marked, now
-        total, weight = self.ranks.sum("the loss for a log", now[0] - last_total, now[1] - last_weight)
-        return total / weight if weight else math.nan
-
-    def begin_step(self) -> None:
-        """Mark the beginning of a step that may turn out to be skipped."""
-        self._before = self.mark()
-
-    def undo_step(self) -> None:
-        """Remove what was added since `begin_step()`."""
-        self.go_back(self._before)
+        (total, weight), self._marked = self._marked, now
+        return now[0] - total, now[1] - weight
 
     def mark(self) -> tuple[float | torch.Tensor, float]:
         """Return sum and weight for `go_back`, without waiting for the device."""

@@ -198,7 +198,7 @@ class Loop:
         if lifecycle.is_epoch_complete:
             if hooks.lr_scheduler is not None and hooks.scheduler_interval == "epoch":
                 self.step.move_schedule(hooks.lr_scheduler, ends_epoch=True)
-            meter.begin_epoch()
+            self.step.begin_means()
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
 
     @property
@@ -439,7 +439,7 @@ class Loop:
         lifecycle, progress = self.lifecycle, self.lifecycle.progress
         lifecycle.tick()
         self.step.raise_if_bad(wait=True)
-        loss = self.step.loss.mean_since_last()
+        loss, metrics = self.step.means_since_last()
         step, seconds, samples, tokens = lifecycle.logged_at
         if math.isnan(loss) and progress.step == step:
             return  # all steps since the latest log were skipped, so there is nothing to log
@@ -448,6 +448,7 @@ class Loop:
             "step": progress.step,
             "epoch": round(progress.epochs, 6),
             "loss": loss,
+            **metrics,
             **self.learning_rates(),
             **self._grad_norm(),
         }
@@ -457,7 +458,13 @@ class Loop:
             logs["tokens_per_second"] = (progress.tokens - tokens) / passed
         if progress.skipped_steps:
             logs["skipped_steps"] = progress.skipped_steps
-        logs.update(self.hooks._backend_logs())
+        added = self.hooks._backend_logs()
+        if twice := metrics.keys() & added.keys():
+            raise ConfigError(
+                f"{min(twice)!r} is both a metric of the forward pass and what `_backend_logs` adds to a row of logs. "
+                "Rename one of them."
+            )
+        logs.update(added)
         lifecycle.logged_at = (progress.step, progress.seconds, progress.samples, progress.tokens)
         lifecycle.logged(logs)
 
@@ -477,7 +484,8 @@ class Loop:
         return {} if norm is None else {"grad_norm": float(norm)}
 
     def _epoch_row(self, train_loss: float) -> dict[str, float]:
-        return {"train_loss": train_loss, **self.learning_rates(), **self._grad_norm()}
+        metrics = {f"train_{name}": value for name, value in self.step.metrics_of_epoch().items()}
+        return {"train_loss": train_loss, **metrics, **self.learning_rates(), **self._grad_norm()}
 
     # --- the user's own loop
 

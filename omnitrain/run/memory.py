@@ -22,7 +22,6 @@ from omnitrain.events import Algorithm
 from omnitrain.precision import free_memory, is_out_of_memory
 from omnitrain.reproducibility import restore_rng, snapshot_rng
 from omnitrain.run.feed import Feed
-from omnitrain.run.finite import LossMeter
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 
@@ -45,21 +44,29 @@ class Memory:
         feed: Splits batches.
         ranks: The ranks of the run.
         lifecycle: Knows which step it is.
-        loss: The losses of the epoch so far.
+        mark: Returns the means of the epoch so far.
+        go_back: Takes the means back to what `mark` returned.
 
     Raises:
         ConfigError: If ranks exchange something inside of a forward or backward pass.
     """
 
     def __init__(
-        self, hooks: Hooks, backend: Backend, feed: Feed, ranks: Ranks, lifecycle: Lifecycle, loss: LossMeter
+        self,
+        hooks: Hooks,
+        backend: Backend,
+        feed: Feed,
+        ranks: Ranks,
+        lifecycle: Lifecycle,
+        mark: Callable[[], Any],
+        go_back: Callable[[Any], None],
     ) -> None:
         self._hooks = hooks
         self._backend = backend
         self._feed = feed
         self._ranks = ranks
         self._lifecycle = lifecycle
-        self._loss = loss
+        self._mark, self._go_back = mark, go_back
         self._buffers = _Buffers()
         self._algorithms = [one for one in hooks.algorithms if type(one).state_dict is not Algorithm.state_dict]
         self._has_failed_in_update = False
@@ -103,7 +110,7 @@ class Memory:
         Raises:
             RuntimeError: The error of the memory, if not even a single row fits.
         """
-        loss, random_numbers, first = self._loss.mark(), snapshot_rng(self._hooks.device), 0
+        means, random_numbers, first = self._mark(), snapshot_rng(self._hooks.device), 0
         states = [copy.deepcopy(one.state_dict()) for one in self._algorithms]
         self._buffers.keep()
         while True:
@@ -129,7 +136,7 @@ class Memory:
             # out here the error is gone, and with it what it kept alive
             first = first or size
             self._backend.abandon_gradients()
-            self._loss.go_back(loss)
+            self._go_back(means)
             self._buffers.put_back()
             restore_rng(random_numbers, self._hooks.device)
             for algorithm, state in zip(self._algorithms, states, strict=True):

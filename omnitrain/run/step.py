@@ -27,6 +27,7 @@ from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.memory import Memory
+from omnitrain.run.meters import Meters
 from omnitrain.run.nonfinite import Place
 from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.settings import DEFAULTS, Settings
@@ -75,6 +76,8 @@ class Step:
 
     Attributes:
         loss: The losses of the epoch so far.
+        metrics: What forward passes have named, in the epoch so far.
+        latest_metrics: The means of it that the latest row of logs has.
         grad_norm: The norm of the latest gradients before clipping, on the device; None before the first step.
         rates: The learning rate of each group of the optimizer in the latest update; empty before the first one.
         guard: Detects losses and gradients that are not finite.
@@ -94,8 +97,10 @@ class Step:
         feed: Feed,
     ) -> None:
         self.loss: LossMeter = LossMeter(backend.device, ranks)
+        self.metrics: Meters = Meters(backend.device, ranks)
+        self.latest_metrics: dict[str, float] = {}
         is_auto = settings.microbatch_size == "auto"
-        self._memory = Memory(hooks, backend, feed, ranks, lifecycle, self.loss) if is_auto else None
+        self._memory = Memory(hooks, backend, feed, ranks, lifecycle, self.mark, self.go_back) if is_auto else None
         self._feed = feed
         self.grad_norm: torch.Tensor | None = None
         self.rates: list[Any] = []
@@ -116,6 +121,8 @@ class Step:
         self._has_warned_of_empty = False
         self._may_undo = False
         """Whether a step can turn out to be skipped, so that its loss has to be subtracted again."""
+        self._before: Any = None
+        """The means at the beginning of the present step, from `mark`, if it can turn out to be skipped."""
         self._is_first = True
         """Whether this is the first step of a run, which checks that anything is trained at all."""
         self._is_in_training = False
@@ -228,7 +235,7 @@ class Step:
     def begin(self, window: Window) -> None:
         """Start on a window."""
         if self._may_undo:
-            self.loss.begin_step()
+            self._before = self.mark()
         if self._tell_unit is not None:
             self._tell_unit(self._lifecycle.progress.step + 1)
         self.restart(window)
@@ -303,11 +310,14 @@ class Step:
             if self._settings.grad_reduction == "per-token-mean" and not isinstance(hooks.unit, ModelUnit):
                 raise no_token_counts()
             self.loss.add(loss, weight)
+            count: float = weight
         else:  # the loss is a sum over targets, which only the forward pass could count
             count = int(output.num_targets) if weight else 0
             self._targets = (self._targets or 0) + count
             self.loss.add(loss / max(count, 1), count)
             weight = 1.0 if count else 0.0
+        if output.metrics is not None:
+            self.metrics.add(output.metrics, count)
         # the mean of nothing is NaN, and 0 x NaN is NaN
         divisor = window.divisor
         scaled = hooks._idle_loss(output) if not weight else loss if weight == divisor else loss * (weight / divisor)
@@ -375,7 +385,7 @@ class Step:
         else:
             self._check_loss_scale()
             if self._may_undo:
-                self.loss.undo_step()
+                self.go_back(self._before)
         if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
             self.move_schedule(hooks.lr_scheduler, applied)
         backend.clear_gradients()
@@ -460,6 +470,34 @@ class Step:
                 self._lifecycle.progress.step + 1,
             )
 
+    # --- means
+
+    def mark(self) -> Any:
+        """Return what was added to the means so far, for `go_back`."""
+        return self.loss.mark(), self.metrics.mark()
+
+    def go_back(self, mark: Any) -> None:
+        """Take back what was added since `mark()`."""
+        self.loss.go_back(mark[0])
+        self.metrics.go_back(mark[1])
+
+    def means_since_last(self) -> tuple[float, dict[str, float]]:
+        """Return the mean loss (NaN of nothing) and what was named, over all ranks since this was last asked."""
+        total, weight, named = self._ranks.sum("the loss for a log", *self.loss.since_last(), len(self.metrics))
+        # ranks may have met other names, or none, so those of all are gathered if any has one
+        self.latest_metrics = self.metrics.means_since_last() if named else {}
+        return total / weight if weight else math.nan, self.latest_metrics
+
+    def metrics_of_epoch(self) -> dict[str, float]:
+        """Return the means of what was named in the epoch so far, over all ranks."""
+        (named,) = self._ranks.sum("the names of metrics", len(self.metrics))
+        return self.metrics.means() if named else {}
+
+    def begin_means(self) -> None:
+        """Start the means of a new epoch."""
+        self.loss.begin_epoch()
+        self.metrics.begin_epoch()
+
     # --- losses and gradients that are not finite
 
     def _is_admitted(self, norm: torch.Tensor) -> bool:
@@ -475,7 +513,7 @@ class Step:
         todo = "the step is skipped" if skips else "the update is made all the same (on_nonfinite='warn')"
         logger.warning("The loss or a gradient is not finite at step %d: %s.", place.step, todo)
         if not skips:
-            self.loss.undo_step()
+            self.go_back(self._before)
         return not skips
 
     def _place(self) -> Place:
@@ -510,9 +548,12 @@ class Step:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses of all ranks, the latest norm and rates: numbers and lists."""
+        """Return the losses of all ranks, what was named there, the latest norm and rates: numbers and lists."""
+        own = self.loss.state_dict(), self.metrics.state_dict()
+        losses, metrics = zip(*self._ranks.gather("the losses for a checkpoint", own), strict=True)
         return {
-            "loss": self._ranks.gather("the losses for a checkpoint", self.loss.state_dict()),
+            "loss": list(losses),
+            **({"metrics": list(metrics)} if any(metrics) else {}),
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
             "learning_rates": [float(rate) for rate in self.rates],
             **({} if self._memory is None else {"microbatch_size": self._feed.microbatch_size}),
@@ -522,6 +563,7 @@ class Step:
         """Restore the state from `state_dict`, on any number of ranks."""
         losses, norm = state["loss"], state["grad_norm"]
         self.loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # one entry in old checkpoints
+        self.metrics.load_state_dict(state.get("metrics", []))
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them
         if self._memory is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import PROCESSES, Job, asked_for, gap, launch_all, make_trainer
+from backends import DTYPES, PROCESSES, Job, asked_for, bound, gap, launch_all, make_trainer
 from marks import thinned
 from recipes import Sentences, Tagger, Trace
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from omnitrain import Algorithm, EvalSet
+from omnitrain import Algorithm, CrossEntropy, EvalSet, chunked_cross_entropy
 from omnitrain.distributed import ProcessRanks
 
 SIZES = (1, 2, 3, 5, 8, 31)
@@ -34,6 +35,9 @@ KINDS = (
 )
 SCORED_BY = {"ddp": KINDS, "fsdp": ("names", "eval_pred"), "zero3": ("eval_pred",)}
 """Evaluation is the same code under all of them, so the others are not asked for everything."""
+
+NAMING = ("ddp", "fsdp", "hf2", "zero3")
+"""Where values that a model names are compared with those of one process."""
 
 ALIKE = ("binary", "one score", "regression", "torchmetrics")
 """Kinds that take the way of another one."""
@@ -209,6 +213,54 @@ def log_every(backend: str, steps: int, masked: bool = True) -> dict[str, Any]:
     return {"losses": [row["loss"] for row in trace.logs], "seen": noted.seen}
 
 
+class Measured(Tagger):
+    """Names two metrics, one of them only where a sentence begins so; one rank has one of its own."""
+
+    def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
+        logits = self.out(self.embed(ids))
+        metrics = {"spread": logits.std(-1).mean(), "confident": (logits.softmax(-1) > 0.3).any(-1).float().mean()}
+        if ids[0, 0] == 4:
+            metrics["rare"] = torch.ones(())
+        if os.environ.get("RANK") == "1" and self.training:
+            metrics["second"] = logits.new_ones(()) * 2
+        return {"logits": logits, "metrics": metrics}
+
+
+class Chunked(Tagger):
+    """Computes its loss in chunks of five tokens."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.embed(ids)
+        return {"loss": chunked_cross_entropy(hidden, self.out.weight, labels, self.out.bias, chunk_size=5)}
+
+
+def name_values(backend: str, dtype: str) -> dict[str, Any]:
+    """Train with a loss of two parts and a model that names values, on fewer sentences than make whole steps."""
+    trace = Trace()
+    trainer = make_trainer(
+        backend, Measured(dtype=DTYPES[dtype]), Sentences(21), Sentences(7), callbacks=[trace], batch_size=2,
+        global_batch_size=8, epochs=2, learning_rate=0.05, log_steps=2, loss_fn=CrossEntropy(z_loss=0.1),
+    )  # fmt: skip
+    trainer.train()
+    history = [*trainer.metrics["train_metrics_history"], *trainer.metrics["valid"]]
+    told = trainer.state.log_history if backend.startswith("hf") else []
+    rows = [*trace.logs, *(row for row in told if "loss" in row), *history]
+    speeds = ("samples_per_second", "tokens_per_second")
+    return {"rows": [{name: value for name, value in row.items() if name not in speeds} for row in rows]}
+
+
+def in_chunks(backend: str, dtype: str) -> dict[str, Any]:
+    """Train with a loss that is computed in chunks, inside of the model."""
+    trace = Trace()
+    trainer = make_trainer(
+        backend, Chunked(dtype=DTYPES[dtype]), Sentences(21), Sentences(7), callbacks=[trace], batch_size=2,
+        global_batch_size=8, epochs=2, learning_rate=0.05,
+    )  # fmt: skip
+    trainer.train()
+    rows = [[row["loss"], row["grad_norm"]] for row in trace.logs]
+    return {"rows": rows, "valid": [row["eval_loss"] for row in trainer.metrics["valid"]]}
+
+
 # --- what came of it
 
 
@@ -222,6 +274,12 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     for backend in ("native", "ddp", "fsdp"):
         for steps in (1, 3):
             jobs.append(Job(f"{backend}-log-{steps}", backend, "test_same_metrics:log_every", {"steps": steps}))
+    for backend in ("native", "hf", *NAMING):
+        for dtype in ("float32",) if backend == "zero3" else ("float64", "float32")[: 2 if backend == "native" else 1]:
+            named = f"{backend}-named-{dtype}"
+            jobs.append(Job(named, backend, "test_same_metrics:name_values", {"dtype": dtype}))
+            in_chunks = named.replace("named", "chunked")
+            jobs.append(Job(in_chunks, backend, "test_same_metrics:in_chunks", {"dtype": dtype}))
     return launch_all(jobs, tmp_path_factory.mktemp("metrics"))
 
 
@@ -276,3 +334,38 @@ def test_the_loss_is_exchanged_at_logs_only(results: Any, backend: str) -> None:
     assert rest[0] == rest[1]
     steps = "/".join(rest[1]).split("the beginning of a step/")[1]  # of the first one; the others' come with an end
     assert steps.startswith("micro-batch/the end of a step/" * 6)
+
+
+@pytest.mark.parametrize("backend", NAMING)
+def test_named_values_are_means_over_all_ranks_of_whatever_each_has_met(results: Any, backend: str) -> None:
+    dtype = "float32" if backend == "zero3" else "float64"
+    ranks = results[f"{backend}-named-{dtype}"]
+    (reference,) = results[f"{'hf' if backend == 'hf2' else 'native'}-named-{dtype}"]
+    assert "error" not in ranks[0], ranks[0]
+    assert ranks[0] == ranks[1] and {row["second"] for row in ranks[0]["rows"] if "loss" in row} == {2.0}
+
+    def compared(rows: Any) -> list[dict[str, float]]:
+        names = ("loss_ce", "loss_z")
+        prefixes = ("", "eval_", "train_")
+        return [{one: row[one] for one in (p + name for p in prefixes for name in names) if one in row} for row in rows]
+
+    expected, found = compared(reference["rows"]), compared(ranks[0]["rows"])
+    assert [one.keys() for one in found] == [one.keys() for one in expected] and len(expected[0]) == 2
+    assert gap(found, expected) <= bound(backend)
+    assert {"spread", "confident", "rare"} <= set().union(*ranks[0]["rows"])
+    assert all(row["rare"] == 1.0 for row in ranks[0]["rows"] if "rare" in row)
+
+
+@pytest.mark.parametrize("backend", NAMING)
+def test_a_loss_in_chunks_is_that_of_one_process(results: Any, backend: str) -> None:
+    dtype = "float32" if backend == "zero3" else "float64"
+    ranks = results[f"{backend}-chunked-{dtype}"]
+    (reference,) = results[f"{'hf' if backend == 'hf2' else 'native'}-chunked-{dtype}"]
+    assert "error" not in ranks[0], ranks[0]
+    assert ranks[0] == ranks[1] and len(reference["rows"]) == 6
+    assert gap(ranks[0], reference) <= bound(backend)
+
+
+def test_without_named_values_nothing_more_is_exchanged_at_logs(results: Any) -> None:
+    seen = results["ddp-log-1"][0]["seen"]
+    assert "the metrics for a log" not in seen and "the metrics of an epoch" not in seen

@@ -30,6 +30,11 @@ def filled(values: list[tuple[float, float]]) -> LossMeter:
 losses = st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 20)), max_size=12)
 
 
+def mean_since_last(meter: LossMeter) -> float:
+    total, weight = meter.since_last()
+    return total / weight if weight else NAN
+
+
 def mean_of(values: list[tuple[float, float]]) -> float:
     weight = sum(weight for _, weight in values)
     return sum(loss * weight for loss, weight in values) / weight if weight else NAN
@@ -46,20 +51,20 @@ def test_each_log_gets_the_mean_since_the_last(parts: list[list[tuple[float, flo
     for part in parts:
         for loss, weight in part:
             meter.add(torch.tensor(loss, dtype=torch.float64), weight)
-        assert meter.mean_since_last() == pytest.approx(mean_of(part), abs=1e-6, nan_ok=True)
+        assert mean_since_last(meter) == pytest.approx(mean_of(part), abs=1e-6, nan_ok=True)
     everything = [value for part in parts for value in part]
     assert meter.mean() == pytest.approx(mean_of(everything), abs=1e-6, nan_ok=True)
 
 
 def test_a_log_reaches_over_the_end_of_an_epoch_whose_own_mean_does_not() -> None:
     meter = filled([(1.0, 1)])
-    meter.mean_since_last()
+    mean_since_last(meter)
     meter.add(torch.tensor(2.0), 1)
     meter.begin_epoch()
     meter.add(torch.tensor(6.0), 3)
     assert meter.mean() == 6.0
-    assert meter.mean_since_last() == (2.0 + 3 * 6.0) / 4
-    assert math.isnan(meter.mean_since_last())
+    assert mean_since_last(meter) == (2.0 + 3 * 6.0) / 4
+    assert math.isnan(mean_since_last(meter))
 
 
 def test_how_often_it_is_read_does_not_change_the_mean() -> None:
@@ -68,7 +73,7 @@ def test_how_often_it_is_read_does_not_change_the_mean() -> None:
     for loss in values:
         often.add(loss, 3)
         once.add(loss, 3)
-        often.mean_since_last()
+        mean_since_last(often)
     assert often.mean() == once.mean() == pytest.approx(values.double().mean().item(), rel=1e-12)
 
 
@@ -82,10 +87,10 @@ def test_a_nan_with_weight_stays_visible() -> None:
 
 def test_a_step_can_be_taken_back() -> None:
     meter = filled([(2.0, 1)])
-    meter.begin_step()
+    mark = meter.mark()
     meter.add(torch.tensor(NAN), 5)
     meter.add(torch.tensor(3.0), 5)
-    meter.undo_step()
+    meter.go_back(mark)
     assert (meter.mean(), meter.weight) == (2.0, 1)
     meter.add(torch.tensor(4.0), 1)
     assert meter.mean() == 3.0
@@ -93,7 +98,7 @@ def test_a_step_can_be_taken_back() -> None:
 
 def test_nothing_added_is_no_number() -> None:
     meter = LossMeter(CPU)
-    assert math.isnan(meter.mean()) and math.isnan(meter.mean_since_last())
+    assert math.isnan(meter.mean()) and math.isnan(mean_since_last(meter))
     assert meter.read() == 0.0
 
 
@@ -114,13 +119,13 @@ def test_no_graph_is_kept() -> None:
 
 def test_a_meter_goes_on_from_its_state() -> None:
     meter = filled([(1.0, 1), (2.0, 2)])
-    meter.mean_since_last()
+    mean_since_last(meter)
     meter.add(torch.tensor(5.0), 1)
     other = LossMeter(CPU)
     other.load_state_dict([meter.state_dict()])
     for one in (meter, other):
         one.add(torch.tensor(7.0), 1)
-    assert (other.mean(), other.mean_since_last()) == (meter.mean(), meter.mean_since_last()) == (17 / 5, 6.0)
+    assert (other.mean(), mean_since_last(other)) == (meter.mean(), mean_since_last(meter)) == (17 / 5, 6.0)
 
 
 # FiniteGuard, reading

@@ -1,0 +1,395 @@
+"""Losses to train with, how several of them make one, and what the mean of a loss is over."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from omnitrain.errors import ConfigError, DataError, did_you_mean
+
+__all__ = [
+    "CrossEntropy",
+    "WeightedLosses",
+    "chunked_cross_entropy",
+    "count_of",
+    "divisor_of",
+    "parts_of",
+    "total_of",
+]
+
+
+class CrossEntropy(nn.Module):
+    """Cross entropy of scores and classes, with the z-loss of PaLM; its mean is right in every split of a step.
+
+    Scores have the classes as their last dimension: (..., classes) for labels of shape (...). They are the outputs, or
+    their `logits`, or the first of a tuple. Without a z-loss the loss is that of `nn.CrossEntropyLoss`, to the bit;
+    half-precision scores are taken to float32 first. With one it is a dict of "ce" and "z", which are logged.
+
+    Args:
+        weight: How much each class counts: (classes,).
+        ignore_index: The label that does not count.
+        label_smoothing: The share of each label's probability that goes to all classes (arXiv:1512.00567).
+        z_loss: The weight of the mean of log(sum(exp(scores)))**2, which keeps scores from drifting away from 0
+            (PaLM, arXiv:2204.02311, which has 1e-4); 0 leaves it out.
+        shift: Whether scores are compared with the labels one place after them, as causal language models of
+            transformers do.
+
+    Raises:
+        ConfigError: If an option is out of its range.
+
+    >>> loss = CrossEntropy(z_loss=1e-4)
+    >>> {name: round(float(value), 4) for name, value in loss(torch.tensor([[2.0, 0.0]]), torch.tensor([0])).items()}
+    {'ce': 0.1269, 'z': 0.0005}
+    """
+
+    __constants__: ClassVar[list[str]] = ["ignore_index", "label_smoothing", "z_loss", "shift"]
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | Sequence[float] | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        shift: bool = False,
+    ) -> None:
+        super().__init__()
+        _check(label_smoothing, z_loss)
+        given = None if weight is None else torch.as_tensor(weight)
+        if given is not None and (given.ndim != 1 or not bool((given >= 0).all())):
+            raise ConfigError(f"`weight` must be one number of at least 0 for each class, got {weight!r:.80}.")
+        if given is not None and label_smoothing and not bool(given.all()):
+            raise ConfigError(
+                "`weight` has a class that counts 0, and `label_smoothing` gives a share of its labels to other "
+                "classes, which is divided by nothing. Give it a small weight, or make its labels `ignore_index`."
+            )
+        self.register_buffer("weight", given)
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.shift = shift
+
+    def forward(self, outputs: Any, labels: Any) -> Tensor | dict[str, Tensor]:
+        """Return the mean over the labels that count, or over their class weights.
+
+        Labels may also be probabilities of the shape of the scores; the mean is then over all rows.
+
+        Raises:
+            DataError: If scores and labels do not fit each other.
+        """
+        scores = _scores_of(outputs)
+        if self.shift and isinstance(labels, Tensor):
+            scores = scores[..., :-1, :]
+            labels = labels[..., 1:, :] if labels.is_floating_point() else labels[..., 1:]
+        _check_shapes(scores, labels)
+        if self.weight is not None and self.weight.device != scores.device:
+            self.to(scores.device)  # once: each copy waits for a device
+        weight = None if self.weight is None else self.weight.to(scores.dtype)
+        are_classes, scores = not labels.is_floating_point(), scores.flatten(0, -2)
+        labels = labels.flatten().long() if are_classes else labels.flatten(0, -2).to(scores.dtype)
+        ce = F.cross_entropy(scores, labels, weight, None, self.ignore_index, label_smoothing=self.label_smoothing)
+        if not self.z_loss:
+            return ce
+        z = scores.logsumexp(-1).square()
+        if not are_classes:
+            return {"ce": ce, "z": self.z_loss * z.mean()}
+        counts = (labels != self.ignore_index).to(z.dtype)
+        if weight is not None:
+            counts = counts * weight[labels.where(counts > 0, 0)]
+        return {"ce": ce, "z": self.z_loss * (z * counts).sum() / counts.sum()}
+
+    def mean_over(self, labels: Any) -> float | None:
+        """Return what the sum over these labels is divided by: their number, or their class weights."""
+        if self.shift and isinstance(labels, Tensor) and not labels.is_floating_point():
+            labels = labels[..., 1:]
+        return sum_of_weights(labels, self)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int = 1024,
+) -> Tensor | dict[str, Tensor]:
+    """Return the cross entropy of `hidden @ weight.T + bias`, of which only a chunk of rows is ever in memory.
+
+    For large vocabularies: scores of (batch x time, classes) and their gradient are often the largest tensors of a
+    step. Here those of a chunk are computed, and computed again in the backward pass, which costs a third more time in
+    this layer. To be called in the `forward` of the model that has the weights, so that it works on every backend. Loss
+    and gradients are those of `nn.functional.cross_entropy`, but for rounding. Without a label that counts it is 0.
+
+    PyTorch's own `linear_cross_entropy` (2.13) takes no z-loss, makes all scores at once where labels are smoothed, and
+    rounds the loss to bf16 where weights are of it.
+
+    Args:
+        hidden: The last hidden states: (..., features).
+        weight: The weights of the head: (classes, features).
+        labels: The class of each: (...); of a causal language model those one place later.
+        bias: The bias of the head: (classes,).
+        ignore_index: The label that does not count.
+        label_smoothing: The share of each label's probability that goes to all classes (arXiv:1512.00567).
+        z_loss: The weight of the z-loss (arXiv:2204.02311), as in `CrossEntropy`.
+        chunk_size: How many rows are one chunk.
+
+    Returns:
+        The mean over the labels that count; with a z-loss a dict of "ce" and "z".
+
+    Raises:
+        ConfigError: If an option is out of its range.
+        DataError: If hidden states, weights and labels do not fit each other.
+
+    >>> hidden, head = torch.randn(2, 5, 8), nn.Linear(8, 100)
+    >>> labels = torch.randint(0, 100, (2, 5))
+    >>> chunked = chunked_cross_entropy(hidden, head.weight, labels, head.bias, chunk_size=3)
+    >>> torch.allclose(chunked, nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()))
+    True
+    """
+    _check(label_smoothing, z_loss)
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ConfigError(f"`chunk_size` must be a positive number of rows, got {chunk_size!r}.")
+    if labels.shape != hidden.shape[:-1] or labels.is_floating_point() or hidden.shape[-1:] != weight.shape[1:]:
+        raise DataError(
+            f"Hidden states of shape {tuple(hidden.shape)} need weights of (classes, {hidden.shape[-1]}) and integer "
+            f"labels of {tuple(hidden.shape[:-1])}, got {tuple(weight.shape)} and {labels.dtype} of "
+            f"{tuple(labels.shape)}."
+        )
+
+    def sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = _at_least_float32(F.linear(hidden, weight, bias))
+        ce = F.cross_entropy(
+            scores, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+        )
+        if not z_loss:
+            return ce, ce.new_zeros(())
+        return ce, (scores.logsumexp(-1).square() * (labels != ignore_index)).sum()
+
+    hidden, labels = hidden.flatten(0, -2), labels.flatten().long()
+    parts = [
+        checkpoint(sums, rows, weight, bias, classes, use_reentrant=False, preserve_rng_state=False)
+        for rows, classes in zip(hidden.split(chunk_size), labels.split(chunk_size), strict=True)
+    ]
+    count = (labels != ignore_index).sum().clamp(min=1)
+    ce, z = (torch.stack(sums_of).sum() / count for sums_of in zip(*parts, strict=True))
+    return {"ce": ce, "z": z_loss * z} if z_loss else ce
+
+
+def _check(label_smoothing: Any, z_loss: Any) -> None:
+    if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
+        raise ConfigError(f"`label_smoothing` must be at least 0 and less than 1, got {label_smoothing!r}.")
+    if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
+        raise ConfigError(f"`z_loss` must be a finite number of at least 0, got {z_loss!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _scores_of(outputs: Any) -> Tensor:
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "logits"):
+        found = outputs[0] if outputs else None
+    elif not isinstance(outputs, Tensor):
+        found = getattr(outputs, "logits", None)
+    if not isinstance(found, Tensor) or found.ndim < 2:
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        raise DataError(
+            "CrossEntropy needs scores of shape (..., classes): as the model's output, as its `logits`, or as the "
+            f"first of a tuple. It got a {type(outputs).__name__}{shape}."
+        )
+    return _at_least_float32(found)
+
+
+def _at_least_float32(scores: Tensor) -> Tensor:
+    return scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+
+
+def _check_shapes(scores: Tensor, labels: Any) -> None:
+    if isinstance(labels, Tensor) and labels.shape == scores.shape[: None if labels.is_floating_point() else -1]:
+        return
+    found = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+    raise DataError(
+        f"CrossEntropy compares scores of shape {tuple(scores.shape)}, whose last dimension are the classes, with "
+        f"integer labels of shape {tuple(scores.shape[:-1])}, or probabilities of the same shape. It got {found}. For "
+        "scores of shape (samples, classes, ...) take nn.CrossEntropyLoss, whose mean is right in every split, too."
+    )
+
+
+class WeightedLosses(nn.Module):
+    """Several losses of the same outputs, added up with weights; each is logged as it is without its weight.
+
+    Args:
+        losses: The losses by name, each called as `loss(outputs, labels)`: a mean over the same samples or labels.
+        weights: What they are multiplied by; those without a weight count 1.
+
+    Raises:
+        ConfigError: If a name or a weight is none.
+
+    >>> loss = WeightedLosses({"mse": nn.MSELoss(), "l1": nn.L1Loss()}, {"l1": 0.5})
+    >>> {name: float(value) for name, value in loss(torch.tensor([2.0]), torch.tensor([0.0])).items()}
+    {'mse': 4.0, 'l1': 2.0, 'total': 5.0}
+    """
+
+    def __init__(
+        self, losses: Mapping[str, Callable[[Any, Any], Any]], weights: Mapping[str, float] | None = None
+    ) -> None:
+        super().__init__()
+        self.losses = dict(losses)
+        self.weights = {**dict.fromkeys(self.losses, 1.0), **(weights or {})}
+        self._of_torch = nn.ModuleList(loss for loss in self.losses.values() if isinstance(loss, nn.Module))
+        if not self.losses:
+            raise ConfigError("`losses` must have at least one loss by its name, got none.")
+        for name, loss in self.losses.items():
+            if not isinstance(name, str) or name in ("total", "loss", "") or not callable(loss):
+                raise ConfigError(
+                    f"`losses` must have functions of (outputs, labels) by names other than 'total' and 'loss', got "
+                    f"{name!r}: {loss!r:.80}."
+                )
+        for name, weight in self.weights.items():
+            if name not in self.losses:
+                raise ConfigError(
+                    f"`weights` has {name!r}, and `losses` has {', '.join(map(repr, self.losses))}."
+                    f"{did_you_mean(str(name), self.losses)}"
+                )
+            if not _is_number(weight) or not math.isfinite(weight):
+                raise ConfigError(f"The weight of {name!r} must be a finite number, got {weight!r}.")
+
+    def forward(self, outputs: Any, labels: Any) -> dict[str, Tensor]:
+        """Return each loss, the parts of those that have some, and the sum with weights as "total"."""
+        found: dict[str, Tensor] = {}
+        total: Any = 0.0
+        for name, loss in self.losses.items():
+            value = loss(outputs, labels)
+            found[name] = total_of(value)
+            found |= {f"{name}_{part}": one for part, one in value.items()} if isinstance(value, Mapping) else {}
+            total = total + self.weights[name] * found[name]
+        return {**found, "total": total}
+
+    def mean_over(self, labels: Any) -> float | None:
+        """Return what the losses divide the sum over these labels by.
+
+        Raises:
+            DataError: If that differs between them: then no weight of a batch is right for both.
+        """
+        told = {name: divisor_of(loss, labels) for name, loss in self.losses.items()}
+        if all(one is None for one in told.values()):
+            return None
+        assert isinstance(labels, Tensor)
+        plain = len(labels) if labels.ndim < 2 else count_of(labels, -100)
+        found = {name: plain if one is None else one for name, one in told.items()}
+        if len(set(found.values())) > 1:
+            raise DataError(
+                "The losses of WeightedLosses are means over different things, so their sum depends on how a step is "
+                f"split into batches. In this batch they are over {', '.join(f'{v:g} ({k})' for k, v in found.items())}"
+                ". Give them the same class weights and `ignore_index`."
+            )
+        return next(iter(found.values()))
+
+
+# --- several losses
+
+
+def total_of(losses: Any) -> Any:
+    """Return the loss to minimize: of a dict "total", or else the sum; of a tuple the sum; anything else as it is.
+
+    >>> total_of({"ce": 1.0, "kl": 2.0}), total_of({"ce": 1.0, "kl": 2.0, "total": 1.2}), total_of((1.0, 2.0))
+    (3.0, 1.2, 3.0)
+    """
+    if isinstance(losses, Mapping):
+        if "total" in losses:
+            return losses["total"]
+        if "loss" in losses:
+            raise DataError(
+                f"A dict of losses has the keys {', '.join(map(repr, losses))}, of which 'loss' may be one of those "
+                "that are added up, or their sum. Call the sum 'total', or give the part another name."
+            )
+        return sum(losses.values())
+    return sum(losses) if isinstance(losses, (tuple, list)) else losses
+
+
+def parts_of(losses: Any) -> dict[str, Any]:
+    """Return the parts of a dict of losses by the names that they have in rows of logs; nothing of any other loss.
+
+    >>> parts_of({"ce": 1.0, "loss_kl": 2.0, "total": 1.2})
+    {'loss_ce': 1.0, 'loss_kl': 2.0}
+    """
+    if not isinstance(losses, Mapping):
+        return {}
+    named = {str(name): loss for name, loss in losses.items() if name != "total"}
+    return {name if name.startswith("loss_") else f"loss_{name}": loss for name, loss in named.items()}
+
+
+# --- what the mean of a loss is over
+
+
+def divisor_of(loss_fn: Any, labels: Any) -> float | None:
+    """Return what a loss divides the sum over these labels by, where it tells; None else.
+
+    The mean of `nn.CrossEntropyLoss` and `nn.NLLLoss` is over the targets that are not `ignore_index`, or over the
+    class weights of these. Any other loss may have a method `mean_over(labels)`.
+
+    Args:
+        loss_fn: The loss.
+        labels: Those of a batch on the host: reading a device waits for it.
+
+    >>> divisor_of(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), torch.tensor([0, 1, 1, -100]))
+    7.0
+    """
+    mean_over = getattr(loss_fn, "mean_over", None)
+    if callable(mean_over):
+        return mean_over(labels)  # type: ignore[return-value]
+    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss) or loss_fn.reduction != "mean":
+        return None
+    return sum_of_weights(labels, loss_fn)
+
+
+def sum_of_weights(labels: Any, loss: Any) -> float | None:
+    """Return the sum of a loss's class weights over the labels that it does not ignore; without weights, their number.
+
+    None where labels are no integers (probabilities of classes have a mean over samples), or not of the classes.
+    """
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        return None
+    if loss.weight is None:
+        return count_of(labels, loss.ignore_index)
+    labels = labels[labels != loss.ignore_index]
+    if not labels.numel():
+        return 0.0
+    if int(labels.min()) < 0 or int(labels.max()) >= len(loss.weight):
+        return None  # for the loss to refuse
+    counts = torch.bincount(labels.flatten(), minlength=len(loss.weight)).cpu()
+    return float(counts.double() @ _on_host(loss))
+
+
+def count_of(labels: Tensor, ignore_index: int) -> int:
+    """Return how many labels are not `ignore_index`."""
+    if labels.device.type == "cpu":
+        return int(np.count_nonzero(labels.numpy() != ignore_index))
+    return int((labels != ignore_index).sum())
+
+
+_host_weights: weakref.WeakKeyDictionary[Any, tuple[int, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _on_host(loss: Any) -> Tensor:
+    """Return a loss's class weights on the host; copied once, as reading a device waits for it."""
+    weights = loss.weight
+    version, held = _host_weights.get(loss, (-1, weights))
+    if version != weights._version:
+        held = weights.detach().cpu().double()
+        _host_weights[loss] = weights._version, held
+    return held

@@ -1,0 +1,305 @@
+"""Losses: PyTorch's numbers, a mean that no split changes, and no more memory than a chunk needs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import Tokens, bert, gpt
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omnitrain import CrossEntropy, Trainer, WeightedLosses, chunked_cross_entropy
+from omnitrain.checkpoint.identity import code_of
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.losses import divisor_of, total_of
+
+WEIGHTS = torch.tensor([1.0, 10.0, 0.0, 0.1], dtype=torch.float64)
+
+
+def drawn(rows: int = 12, time: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Scores of 4 classes and labels, of which every third is -100 and one 3."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, time, 4, generator=generator, dtype=torch.float64).mul(3).requires_grad_()
+    labels = torch.randint(0, 4, (rows, time), generator=generator)
+    labels.view(-1)[::3] = -100
+    return scores, labels
+
+
+# CrossEntropy
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHTS], ids=["", "weights"])
+@pytest.mark.parametrize(("ignored", "smoothing"), [(-100, 0.0), (3, 0.1)])
+def test_without_a_z_loss_it_is_pytorchs_to_the_bit(weight: Tensor | None, ignored: int, smoothing: float) -> None:
+    scores, labels = drawn()
+    weight = weight if weight is None else weight + 0.2
+    labels = labels.where(labels >= 0, 3) if ignored == 3 else labels
+    theirs = nn.CrossEntropyLoss(weight, ignore_index=ignored, label_smoothing=smoothing)
+    expected = theirs(scores.flatten(0, 1), labels.flatten())
+    for outputs in (scores, {"logits": scores, "x": 1}, (scores, 1), SimpleNamespace(logits=scores)):
+        loss = CrossEntropy(weight, ignored, smoothing)(outputs, labels)
+        assert isinstance(loss, Tensor) and torch.equal(loss, expected)
+    probabilities = F.one_hot(labels.clamp(min=0), 4).double()
+    loss = CrossEntropy(weight, label_smoothing=smoothing)(scores, probabilities)
+    theirs = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
+    assert torch.equal(total_of(loss), theirs(scores.flatten(0, 1), probabilities.flatten(0, 1)))
+
+
+def test_the_z_loss_is_the_mean_square_of_the_logarithm_of_the_sum() -> None:
+    scores, labels = drawn()
+    kept = labels != -100
+    squares = scores.logsumexp(-1) ** 2
+    parts: Any = CrossEntropy(z_loss=0.01)(scores, labels)
+    assert list(parts) == ["ce", "z"] and torch.equal(parts["ce"], total_of(CrossEntropy()(scores, labels)))
+    torch.testing.assert_close(parts["z"], 0.01 * squares[kept].mean())
+    parts = CrossEntropy(WEIGHTS, z_loss=0.01)(scores, labels)
+    weights = WEIGHTS[labels[kept]]
+    torch.testing.assert_close(parts["z"], 0.01 * (squares[kept] * weights).sum() / weights.sum())
+    parts = CrossEntropy(z_loss=0.01)(scores, scores.softmax(-1).detach())
+    torch.testing.assert_close(parts["z"], 0.01 * squares.mean())
+
+
+def test_shifted_scores_are_compared_with_the_next_label() -> None:
+    scores, labels = drawn()
+    shifted, plain = CrossEntropy(shift=True), CrossEntropy()
+    assert torch.equal(total_of(shifted(scores, labels)), total_of(plain(scores[:, :-1], labels[:, 1:])))
+    assert shifted.mean_over(labels) == plain.mean_over(labels[:, 1:]) != plain.mean_over(labels)
+
+
+def test_scores_in_half_precision_are_summed_in_single() -> None:
+    scores, labels = drawn()
+    for dtype in (torch.float16, torch.bfloat16):
+        loss = total_of(CrossEntropy(WEIGHTS, z_loss=1e-3)(scores.detach().to(dtype), labels.int()))
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(
+            loss, total_of(CrossEntropy(WEIGHTS, z_loss=1e-3)(scores, labels)).float(), rtol=1e-2, atol=0
+        )
+
+
+LOSSES: dict[str, Any] = {
+    "plain": CrossEntropy(),
+    "class weights": CrossEntropy(WEIGHTS),
+    "smoothed": CrossEntropy(label_smoothing=0.2, ignore_index=3),
+    "everything": CrossEntropy(WEIGHTS + 0.2, 3, 0.1, 1e-2),
+    "shifted": CrossEntropy(z_loss=1e-2, shift=True),
+    "several": WeightedLosses({"a": CrossEntropy(WEIGHTS), "b": CrossEntropy(WEIGHTS, z_loss=0.1)}, {"b": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(st.integers(0, 99), st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_weighted_by_what_they_are_a_mean_over_they_are_right_in_every_split(
+    name: str, seed: int, sizes: list[int]
+) -> None:
+    loss = LOSSES[name]
+    scores, labels = drawn(sum(sizes), 3, seed)
+    labels = labels.where(labels >= 0, 3) if name in ("smoothed", "everything") else labels
+    whole = total_of(loss(scores, labels))
+    total, parts = 0.0, torch.zeros((), dtype=torch.float64)
+    for one, of_one in zip(scores.split(sizes), labels.split(sizes), strict=True):
+        weight = divisor_of(loss, of_one)
+        assert weight is not None
+        total += weight
+        if weight:
+            parts = parts + weight * total_of(loss(one, of_one))
+    if not total:
+        assert whole.isnan()
+        return
+    torch.testing.assert_close(parts / total, whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(ignore_index=3), nn.CrossEntropyLoss()], ids=["3", "-100"])
+def test_labels_of_one_dimension_that_are_ignored_count_nothing(loss: Any) -> None:
+    labels = torch.tensor([0, 3, -100, 3])
+    assert divisor_of(loss, labels) == (2 if loss.ignore_index == 3 else 3)
+    assert divisor_of(loss, labels.double()) is None and divisor_of(loss, None) is None
+    assert (
+        divisor_of(nn.CrossEntropyLoss(reduction="sum"), labels) is None and divisor_of(F.cross_entropy, labels) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"label_smoothing": 1.0}, "`label_smoothing`.*1.0"),
+        ({"label_smoothing": True}, "`label_smoothing`.*True"),
+        ({"z_loss": -1e-4}, "`z_loss`.*-0.0001"),
+        ({"z_loss": math.inf}, "`z_loss`.*inf"),
+        ({"weight": [1.0, -1.0]}, "`weight`.*-1.0"),
+        ({"weight": torch.ones(2, 2)}, "`weight`"),
+        ({"weight": [1.0, 0.0], "label_smoothing": 0.1}, "counts 0"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        CrossEntropy(**options)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "word"),
+    [
+        (torch.ones(2, 4, 3), torch.ones(2, 3).long(), r"shape \(2, 4\).*int64 of shape \(2, 3\).*nn.CrossEntropyLoss"),
+        (torch.ones(2, 4), torch.ones(2, 1).long(), r"shape \(2,\).*int64 of shape \(2, 1\)"),
+        (torch.ones(2, 4), torch.ones(2), r"float32 of shape \(2,\)"),
+        (torch.ones(2, 4), None, "NoneType"),
+        (torch.ones(4), torch.ones(()).long(), r"Tensor of shape \(4,\)"),
+        ({"loss": 1.0}, torch.ones(2).long(), "got a dict"),
+    ],
+)
+def test_scores_and_labels_that_do_not_fit_are_refused_with_their_shapes(outputs: Any, labels: Any, word: str) -> None:
+    with pytest.raises(DataError, match=word):
+        CrossEntropy()(outputs, labels)
+
+
+def test_a_model_that_predicts_the_next_label_needs_a_loss_that_does() -> None:
+    options: dict[str, Any] = {"train_dataset": Tokens(4), "device": "cpu"}
+    for loss in (CrossEntropy(), WeightedLosses({"ce": CrossEntropy()})):
+        with pytest.raises(ConfigError, match=r"GPT2LMHeadModel predicts.*shift=True"):
+            Trainer(gpt(), loss_fn=loss, **options)
+    Trainer(bert(), loss_fn=CrossEntropy(), **options)
+    whole = Trainer(gpt(), eval_dataset=Tokens(6), loss_fn=CrossEntropy(shift=True), eval_batch_size=2, **options)
+    theirs = Trainer(gpt(), eval_dataset=Tokens(6), eval_batch_size=6, **options)
+    assert whole.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)
+
+
+# WeightedLosses
+
+
+def test_losses_are_added_up_with_weights_and_shown_without() -> None:
+    x, y = torch.tensor([3.0, 1.0]), torch.tensor([0.0, 0.0])
+    found = WeightedLosses({"mse": F.mse_loss, "l1": nn.L1Loss()}, {"l1": 0.25})(x, y)
+    assert {name: float(value) for name, value in found.items()} == {"mse": 5.0, "l1": 2.0, "total": 5.5}
+    scores, labels = drawn()
+    found = WeightedLosses({"lm": CrossEntropy(z_loss=0.1)}, {"lm": 2})(scores, labels)
+    assert list(found) == ["lm", "lm_ce", "lm_z", "total"]
+    assert torch.equal(found["total"], 2 * (found["lm_ce"] + found["lm_z"]))
+
+
+def test_losses_that_are_means_over_different_things_are_refused() -> None:
+    _, labels = drawn()
+    both = WeightedLosses({"ce": CrossEntropy(WEIGHTS), "other": nn.CrossEntropyLoss()})
+    with pytest.raises(DataError, match=r"over .*\(ce\), 40 \(other\)"):
+        both.mean_over(labels)
+    assert WeightedLosses({"a": nn.MSELoss(), "b": nn.L1Loss()}).mean_over(labels) is None
+    assert WeightedLosses({"a": CrossEntropy(), "b": nn.L1Loss()}).mean_over(labels) == 40
+    with pytest.raises(DataError, match=r"3 \(a\), 4 \(b\)"):
+        WeightedLosses({"a": CrossEntropy(), "b": nn.L1Loss()}).mean_over(torch.tensor([0, 1, -100, 2]))
+
+
+@pytest.mark.parametrize(
+    ("losses", "weights", "word"),
+    [
+        ({}, None, "at least one"),
+        ({"total": F.mse_loss}, None, "'total'"),
+        ({"a": 1.0}, None, "'a': 1.0"),
+        ({"kl": F.mse_loss}, {"kl_": 1.0}, "'kl_'.*Did you mean 'kl'"),
+        ({"kl": F.mse_loss}, {"kl": "1"}, "'kl'.*got '1'"),
+    ],
+    ids=str,
+)
+def test_weighted_losses_that_are_none_are_refused(losses: Any, weights: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        WeightedLosses(losses, weights)
+
+
+def test_a_resume_with_another_loss_would_be_noticed() -> None:
+    def make(**options: Any) -> str | None:
+        return code_of(WeightedLosses({"ce": CrossEntropy(**options)}))
+
+    digests = {make(), make(z_loss=1e-4), make(shift=True), make(label_smoothing=0.1), make(weight=[1.0, 2.0])}
+    digests |= {code_of(CrossEntropy()), code_of(CrossEntropy(z_loss=1e-4))}
+    digests |= {code_of(WeightedLosses({"ce": CrossEntropy()}, {"ce": 2.0}))}
+    assert len(digests) == 8 and make() == make()
+
+
+# In chunks
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many entries the largest tensor has that an operation returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, (tuple, list)) else [found]:
+            self.size = max(self.size, one.numel() if isinstance(one, Tensor) else 0)
+        return found
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+def test_chunks_have_the_loss_and_gradients_of_the_whole(chunk: int, smoothing: float, z_loss: float) -> None:
+    torch.manual_seed(0)
+    rows, features, classes = (3, 7), 6, 50
+    head = nn.Linear(features, classes, dtype=torch.float64)
+    hidden = torch.randn(*rows, features, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, classes, rows)
+    labels[0] = -100
+    inputs = [hidden, *head.parameters()]
+    full = total_of(CrossEntropy(label_smoothing=smoothing, z_loss=z_loss)(head(hidden), labels))
+    expected = torch.autograd.grad(3 * full, inputs)
+    with Largest() as largest:
+        found = chunked_cross_entropy(
+            hidden, head.weight, labels, head.bias, label_smoothing=smoothing, z_loss=z_loss, chunk_size=chunk
+        )
+        assert isinstance(found, dict) == bool(z_loss)
+        gradients = torch.autograd.grad(3 * total_of(found), inputs)
+    assert largest.size == max(min(chunk, 21) * classes, head.weight.numel())
+    torch.testing.assert_close(total_of(found), full, rtol=1e-12, atol=0)
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_without_labels_there_is_no_loss_and_no_gradient() -> None:
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(9, 3)
+    loss = total_of(chunked_cross_entropy(hidden, weight, torch.full((4,), -100), z_loss=1e-3))
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any()  # type: ignore[union-attr]
+
+
+def test_autocast_is_that_of_the_forward_pass_in_the_backward_pass_too() -> None:
+    hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    labels = torch.randint(0, 30, (8,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = total_of(chunked_cross_entropy(hidden, weight, labels, chunk_size=3))
+        full = F.cross_entropy(F.linear(hidden, weight).float(), labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, full)
+    (found,), (expected,) = (torch.autograd.grad(one, [weight]) for one in (loss, full))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "word"),
+    [
+        ({"chunk_size": 0}, ConfigError, "`chunk_size`.*0"),
+        ({"chunk_size": 2.5}, ConfigError, "`chunk_size`.*2.5"),
+        ({"z_loss": -1}, ConfigError, "`z_loss`"),
+        ({"labels": torch.ones(5).long()}, DataError, r"\(4, 3\).*\(5,\)"),
+        ({"labels": torch.ones(4)}, DataError, "float32"),
+        ({"weight": torch.ones(9, 4)}, DataError, r"\(9, 4\)"),
+    ],
+    ids=str,
+)
+def test_chunks_of_the_wrong_shape_are_refused(changed: Any, error: Any, word: str) -> None:
+    given = {"hidden": torch.ones(4, 3), "weight": torch.ones(9, 3), "labels": torch.ones(4).long(), **changed}
+    with pytest.raises(error, match=word):
+        chunked_cross_entropy(**given)
+
+
+def test_the_options_of_both_are_named_and_meant_alike() -> None:
+    ours, chunked = (inspect.signature(one).parameters for one in (CrossEntropy, chunked_cross_entropy))
+    for name in ("ignore_index", "label_smoothing", "z_loss"):
+        assert ours[name].default == chunked[name].default
+    assert np.isfinite(chunked["chunk_size"].default)
