@@ -28,9 +28,9 @@ _RESUME = "Pass it to the call, not the constructor: `train(resume_from=...)`."
 _LAUNCHED = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
 _OPTIONS = "as in `[{'match': '.', 'betas': (0.9, 0.98)}]`"
 _OPTIMIZER = "Pass a function of the parameters: `optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)`."
-_SCHEDULE = "Pass a function of the optimizer: `lr_scheduler=lambda optimizer: ...`."
+_SCHEDULE = "Pass it in `lr_scheduler_kwargs`, beside the name of a schedule."
 _MODEL = "It is a matter of the model: do it before you pass it."
-_RATIO = "It counts steps: multiply the share with the steps of the run."
+_RATIO = "a share below 1, such as 0.1"
 _STEPS = 'an int counts steps; "1ep" is each epoch'
 
 _TRANSFORMERS: dict[str, Meaning] = {
@@ -149,9 +149,9 @@ _COMPOSER: dict[str, Meaning] = {
     "train_dataloader": Meaning("train_loader"),
     "eval_dataloader": Meaning("eval_loader"),
     "optimizers_list": Meaning("optimizer"),
-    "schedulers": Meaning(
-        "lr_scheduler", "one schedule; torch's SequentialLR and ChainedScheduler make one of several"
-    ),
+    "schedulers": Meaning("lr_scheduler", "the same classes, without `WithWarmup`: they take `warmup`; `*` multiplies"),
+    "scale_schedule_ratio": Meaning("", "Each schedule takes it: `LinearScheduler(scale_ratio=0.5)`."),
+    "t_warmup": Meaning("warmup_steps", "or `warmup` of a schedule"),
     "eval_interval": Meaning("eval_steps", "the same strings"),
     "save_folder": Meaning("save_dir"),
     "save_interval": Meaning("save_steps", "the same strings"),
@@ -344,7 +344,7 @@ _HABITS: dict[str, Meaning] = {
     "random_state": Meaning("seed"),
     "warmup": Meaning("warmup_steps"),
     "num_warmup_steps": Meaning("warmup_steps"),
-    "warmup_epochs": Meaning("warmup_steps", "multiply with the steps of an epoch"),
+    "warmup_epochs": Meaning("warmup_steps", '"2ep"'),
     "momentum": Meaning("param_groups", _OPTIONS),
     "betas": Meaning("param_groups", _OPTIONS),
     "eps": Meaning("param_groups", _OPTIONS),
@@ -355,6 +355,8 @@ _HABITS: dict[str, Meaning] = {
     "frozen_layers": Meaning("freeze", "regular expressions of parameters' names"),
     "freeze_layers": Meaning("freeze", "regular expressions of parameters' names"),
     "gamma": Meaning("", _SCHEDULE),
+    "milestones": Meaning("", _SCHEDULE),
+    "step_size": Meaning("", _SCHEDULE),
     "min_lr": Meaning("", _SCHEDULE),
     "early_stopping": Meaning("patience"),
     "early_stopping_rounds": Meaning("patience"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -319,9 +319,9 @@ def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
     """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
     own = getattr(loader, "loader", None)
     for part in (own, getattr(own, "collate_fn", None), collate):
-        found: Any = getattr(part, "split_batch", None)
+        found = getattr(part, "split_batch", None)
         if callable(found):
-            return found
+            return cast("Callable[[Any, int], list[Any]]", found)
     return split_batch
 
 

@@ -90,4 +90,6 @@ def test_every_backend_has_the_rates_of_one_process_over_a_resume_too(results: A
 def test_ranks_with_other_clocks_step_with_one_rate(results: Any) -> None:
     first, second = results["clock"]
     assert first["rates"] == second["rates"] and len(first["rates"]) > 3
-    assert first["rates"] == sorted(first["rates"], reverse=True) and first["left"] < 0.01
+    assert (
+        first["rates"] == sorted(first["rates"], reverse=True) and first["left"] < 0.02
+    )  # the first clock ends the run
