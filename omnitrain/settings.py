@@ -46,6 +46,7 @@ __all__ = [
     "refuse_class",
     "resolve_accumulation",
     "seconds_of",
+    "source_of",
     "takes_arguments",
 ]
 
@@ -229,6 +230,7 @@ class Settings:
     save_only_model: bool = False
     save_frozen: bool | None = None
     async_save: bool = False
+    init_from: str | Path | Mapping[str, Any] | None = None
     # precision and placement
     autocast: PrecisionName | torch.dtype | None = None
     fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4)
@@ -363,6 +365,26 @@ def local_path(value: Any, name: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:  # `~name`, and there is no such user
         raise ConfigError(f"`{name}={text!r}`: {error} Pass the whole path.") from error
+
+
+def source_of(value: Any) -> dict[str, Any]:
+    """Return what `init_from` says: "path", which is made absolute, "ignore" and "convert".
+
+    Raises:
+        ConfigError: If it says something else.
+    """
+    said = dict(value) if isinstance(value, Mapping) else {"path": value}
+    form = "{'path': ..., 'ignore': ['head.*'], 'convert': function}"
+    for name in said:
+        if name not in ("path", "ignore", "convert"):
+            nearest = did_you_mean(str(name), ["path", "ignore", "convert"])
+            raise ConfigError(f"`init_from` has {name!r}. It must be a path, or {form}.{nearest}")
+    path, ignore, convert = said.get("path"), said.get("ignore"), said.get("convert")
+    if ignore is not None and not _is_names(ignore):
+        raise ConfigError(f"`init_from`: 'ignore' must be a list of names with * and ?, got {_shown(ignore)}.")
+    if convert is not None and not callable(convert):
+        raise ConfigError(f"`init_from`: 'convert' must be a function of the weights by name, got {_shown(convert)}.")
+    return {"path": local_path(path, "init_from").absolute(), "ignore": list(ignore or ()), "convert": convert}
 
 
 def folder_path(value: Any, name: str) -> Path:

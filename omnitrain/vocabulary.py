@@ -158,6 +158,9 @@ _COMPOSER: dict[str, Meaning] = {
     "save_num_checkpoints_to_keep": Meaning("save_total_limit"),
     "save_overwrite": Meaning("overwrite"),
     "load_path": Meaning("", _RESUME),
+    "load_weights_only": Meaning("init_from", "the path; a resume of all else is `train(resume_from=...)`"),
+    "load_ignore_keys": Meaning("init_from", '{"path": ..., "ignore": [globs]}'),
+    "load_strict_model_weights": Meaning("init_from", "what was not loaded is logged"),
     "autoresume": Meaning("", 'Pass it to the call: `train(resume_from="auto")`.'),
     "loggers": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),
     "deterministic_mode": Meaning("deterministic"),
@@ -224,6 +227,7 @@ _FAIRSEQ2: dict[str, Meaning] = {
     "keep_best_n_checkpoints": Meaning("keep_best", "with `save_total_limit`"),
     "keep_checkpoint_every_n_steps": Meaning("keep_every", "with `save_total_limit`"),
     "publish_metrics_every_n_steps": Meaning("log_steps"),
+    "pretrained_model": Meaning("init_from"),
     "score_metric": Meaning("optimization_metric"),
     "score_metric_descriptor": Meaning("optimization_metric"),
     "lower_better": Meaning("optimization_direction", '"max" or "min"'),
@@ -367,7 +371,9 @@ _HABITS: dict[str, Meaning] = {
     "tensorboard": Meaning("callbacks", "`[TensorBoardLogger()]`"),
     "ema": Meaning("", _OWN_CALLBACK),
     "config": Meaning("", "The arguments are passed one by one: `Trainer(model, **options)`."),
-    "pretrained": Meaning("", _MODEL),
+    "pretrained": Meaning("init_from", "a path; a model of the Hub is loaded by `from_pretrained`"),
+    "init_checkpoint": Meaning("init_from"),
+    "weights": Meaning("init_from"),
     "num_labels": Meaning("", _MODEL),
 }  # fmt: skip
 

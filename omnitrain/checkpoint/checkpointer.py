@@ -424,6 +424,8 @@ class Checkpointer:
         self.resumed = folder, content
         self.restore(folder, content, {*changed, *({FROZEN} & set(allow_change))})
         self._lifecycle.loaded()
+        if self._run.settings.init_from is not None:
+            logger.info("The weights are those of the checkpoint, and no longer those of `init_from`.")
         logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:

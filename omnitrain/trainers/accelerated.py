@@ -133,6 +133,7 @@ class AccelerateTrainer(BaseTrainer):
         save_only_model: bool = False,
         save_frozen: bool | None = None,
         async_save: bool = False,
+        init_from: str | Path | Mapping[str, Any] | None = None,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
@@ -217,6 +218,7 @@ class AccelerateTrainer(BaseTrainer):
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
+            init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The initial scale of the fp16 loss scaler, and the minimum, below which the run ends.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.

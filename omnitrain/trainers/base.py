@@ -21,6 +21,7 @@ from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.changes import InitialOptions, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
 from omnitrain.checkpoint.contents import Contents
+from omnitrain.checkpoint.initial import load_initial
 from omnitrain.checkpoint.store import Store
 from omnitrain.data.collation import padding_collator
 from omnitrain.data.columns import Columns, is_of_user
@@ -63,6 +64,7 @@ from omnitrain.settings import (
     refuse_class,
     resolve_accumulation,
     seconds_of,
+    source_of,
     takes_arguments,
 )
 from omnitrain.signals import error_of
@@ -188,6 +190,7 @@ class BaseTrainer(Hooks, ABC):
         save_only_model: bool = False,
         save_frozen: bool | None = None,
         async_save: bool = False,
+        init_from: str | Path | Mapping[str, Any] | None = None,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
         fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
@@ -267,6 +270,7 @@ class BaseTrainer(Hooks, ABC):
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
+            init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
             fp16_loss_scale: The initial scale of the fp16 loss scaler, and the minimum, below which the run ends.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
@@ -312,6 +316,8 @@ class BaseTrainer(Hooks, ABC):
             )
         if given.get("save_dir") is not None:
             given["save_dir"] = folder_path(given["save_dir"], "save_dir")
+        if given.get("init_from") is not None:
+            given["init_from"] = source_of(given["init_from"])
         settings = Settings.of(given)
         check_settings(settings)
         if settings.data_collator is None:
@@ -359,6 +365,8 @@ class BaseTrainer(Hooks, ABC):
     def _take_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
         settings = self.settings
+        if settings.init_from is not None:
+            load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)
         if settings.freeze is not None:
             freeze_parameters(state.named_parameters(model), settings.freeze)
         if settings.gradient_checkpointing:

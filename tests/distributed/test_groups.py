@@ -1,7 +1,8 @@
-"""Groups, frozen parts and Muon on two ranks: names are those of the user's module, whatever holds the parameters."""
+"""Groups, frozen parts, Muon and weights to begin with on two ranks: names are those of the user's module."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,15 @@ GIVEN = {
 }
 
 
-def deep() -> nn.Module:
-    torch.manual_seed(0)
+def deep(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 1))
 
 
 def train(backend: str, folder: str | None = None, stop: int = 0, **options: Any) -> dict[str, Any]:
     """Train two epochs of 20 rows in steps of 8, 8 and 4, stopped after a step, or resumed from there."""
-    model = deep()
+    model = deep(int(os.environ.get("RANK", "0")) + 7 if "init_from" in options else 0)
     ranks = PROCESSES[backend]
     trainer = make_trainer(
         backend, model, rows(20, torch.float32), loss_fn=F.mse_loss, epochs=2, learning_rate=0.05, weight_decay=0.1,
@@ -56,9 +57,11 @@ def train(backend: str, folder: str | None = None, stop: int = 0, **options: Any
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Each kind with groups; some with Muon; and runs that are cut on one kind, and go on on another."""
     folder = tmp_path_factory.mktemp("groups")
+    torch.save(deep().state_dict(), folder / "weights.pt")
     jobs, moved = [], []
     for what, given, kinds, moves in (
         ("groups", GIVEN, KINDS, {"fsdp": "native", "zero2": "ddp"}),
+        ("begin", {"init_from": str(folder / "weights.pt")}, ("native", "ddp", "fsdp", "zero3", "hf2"), {}),
         ("muon", {"optimizer": "muon"}, ("native", "ddp", "fsdp", "hf2", "zero2"), {"ddp": "fsdp"}),
     ):
         jobs += [Job(f"{what}-{kind}", kind, f"{HERE}:train", given) for kind in kinds]
@@ -91,6 +94,13 @@ def test_muon_is_the_same_on_every_backend(results: Any, kind: str) -> None:
 @pytest.mark.parametrize(("what", "kind"), [("groups", "fsdp"), ("groups", "zero2"), ("muon", "ddp")])
 def test_a_run_goes_on_on_another_backend(results: Any, what: str, kind: str) -> None:
     assert gap(results[f"{what}-from-{kind}"][0]["tensors"], results[f"{what}-native"][0]["tensors"]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero3", "hf2"])
+def test_every_rank_begins_with_the_weights_that_are_given(results: Any, kind: str) -> None:
+    native = results["begin-native"][0]["tensors"]
+    for one in results[f"begin-{kind}"]:
+        assert gap(one["tensors"], native) <= 1e-5
 
 
 def test_muon_is_refused_with_zero(results: Any) -> None:
