@@ -52,7 +52,7 @@ def test_a_name_of_another_trainer_is_told_ours(kind: str, name: str, ours: str)
 
 
 def test_a_name_that_nothing_stands_for_is_told_what_to_do() -> None:
-    assert "There is none: Pass a function of the optimizer" in refusal(Trainer, "gamma")
+    assert "There is none: Pass it in `lr_scheduler_kwargs`" in refusal(Trainer, "gamma")
     assert "AccelerateTrainer" in refusal(Trainer, "deepspeed_config")
     assert "HFTrainer: `training_args`" in refusal(Trainer, "args")
 
