@@ -9,6 +9,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,9 @@ __all__ = [
     "optimizer_class",
     "optimizers_among",
 ]
+
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def import_class(path: str, wanted: type | tuple[type, ...], name: str) -> Any:
@@ -255,19 +259,16 @@ class ScheduleLR(LambdaLR):
         self.follows: bool = course.follows(schedule)
         self.progress: Progress | None = Progress() if self.follows else None
         self.units: frozenset[str] = course.units(schedule)
+        self._needs_rate = any(one.min_lr is not None for one in schedule.parts)
         super().__init__(optimizer, [self._factor_of(number) for number in range(len(optimizer.param_groups))])
 
     def _factor_of(self, number: int) -> Callable[[int], float]:
         def factor(count: int) -> float:
             # a tensor is the rate of a compiled step
-            rate = float(self.base_lrs[number]) if self._has_least else 1.0
+            rate = float(self.base_lrs[number]) if self._needs_rate else 1.0
             return self.schedule.factor(Place(self.course, count, self.progress), rate)
 
         return factor
-
-    @property
-    def _has_least(self) -> bool:
-        return any(one.min_lr is not None for one in self.schedule.parts)
 
     def move(self, progress: Progress, applied: bool) -> None:
         """Set the rates by where the run is now.
@@ -294,7 +295,7 @@ class ScheduleLR(LambdaLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far it has come, as any LambdaLR does."""
-        own = ("schedule", "course", "follows", "progress", "units")
+        own = ("schedule", "course", "follows", "progress", "units", "_needs_rate")
         return {key: value for key, value in super().state_dict().items() if key not in own}
 
 
@@ -352,6 +353,10 @@ def build_scheduler(
         spec = named_schedule(spec, options, warmup_length(warmup_steps))
     if isinstance(spec, Schedule):
         course.check(spec, name)
+        for length in course.unreached(spec):
+            logger.warning(
+                "'%s' of `lr_scheduler=%s` comes after the end of the run, and is not reached.", length, name
+            )
         _check_least(spec, optimizer)
         return ScheduleLR(optimizer, spec, course)
     return _scheduler_of(spec, optimizer, options or {})

@@ -163,6 +163,19 @@ class Course:
                     )
             self._check_end(part)
 
+    def unreached(self, schedule: Schedule) -> list[Duration]:
+        """Return the milestones of a schedule that lie after the end of the run, where that is known."""
+        found = []
+        for part in schedule.parts:
+            ends = [] if self.limits is None else self.limits.durations
+            for one in part.milestones if isinstance(part, MultiStepScheduler) else ():
+                length, scale = _read(one), _exact(part.scale_ratio)
+                place = self.convert(length, part.scale_ratio)
+                is_late = self.end is not None and place is not None and place > self.end
+                same = [end for end in ends if end.unit == length.unit]
+                found += [length] if is_late or any(length.exact * scale > end.exact for end in same) else []
+        return found
+
     def _check_end(self, part: Schedule) -> None:
         end, warmup = self.end, part.warmup
         if end is not None and isinstance(warmup, Duration):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipes import StopAt, Trace, rows, same, t16, weights
+from recipes import Overflowing, StopAt, Trace, rows, same, t16, weights
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, MultiStepLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset, IterableDataset
@@ -267,7 +267,7 @@ class Endless(IterableDataset[Any]):
 
 
 def rates_of(data: Any, save_dir: Path | None = None, stop: int = 0, resume: Any = None, **options: Any) -> Any:
-    model = Bigrams() if isinstance(data, Sentences) else t16()
+    model = options.pop("model", None) or (Bigrams() if isinstance(data, Sentences) else t16())
     loss = {} if isinstance(data, Sentences) else {"loss_fn": F.mse_loss}
     trace = Trace()
     trainer = Trainer(
@@ -309,6 +309,24 @@ def test_a_run_that_follows_tokens_is_resumed_bit_for_bit_at_each_step(tmp_path:
         resumed, after = rates_of(data, tmp_path / f"{stop}", resume="auto", save_steps=1, **options)
         assert before + after == expected, stop
         assert same(weights(resumed.model), weights(straight.model)), stop
+
+
+def test_a_schedule_that_went_on_in_a_skipped_step_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    class Single(Endless):
+        def __iter__(self) -> Any:
+            yield from ((x.float(), y.float()) for x, y in super().__iter__())
+
+    def train(folder: str, skipped: tuple[int, ...], stop: int = 0, resume: Any = None) -> Any:
+        return rates_of(
+            Single(), tmp_path / folder, stop, resume, model=Overflowing(at=skipped), on_nonfinite="skip",
+            max_duration="40sp", lr_scheduler="linear", save_steps=1,
+        )  # fmt: skip
+
+    straight, expected = train("straight", (2,))
+    assert expected == pytest.approx([0.05] + [0.05 * (10 - window) / 10 for window in range(2, 10)])
+    _, before = train("run", (2,), 3)
+    resumed, after = train("run", (), resume="auto")
+    assert before + after == expected and same(weights(resumed.model), weights(straight.model))
 
 
 def test_training_twice_begins_the_schedule_anew() -> None:
@@ -386,6 +404,16 @@ def test_options_of_a_schedule_may_not_change_unless_allowed(tmp_path: Path) -> 
     train(lr_scheduler_kwargs={"min_lr": 0.01})
     with pytest.raises(Exception, match=r"lr_scheduler_kwargs: \{'min_lr': 0.01\} -> \{'min_lr': 0.02\}"):
         train("auto", lr_scheduler_kwargs={"min_lr": 0.02})
+
+
+def test_a_milestone_after_the_end_of_the_run_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = MultiStepScheduler(["0.5dur", "4ep", "5ep", "30sp", "33sp", "9tok"])
+    for length, told in (({"epochs": 4}, {"5ep", "33sp"}), ({"max_duration": "32sp"}, {"33sp"})):
+        data = rows(8) if "epochs" in length else Endless()
+        parts = schedule if "epochs" in length else MultiStepScheduler(["0.5dur", "30sp", "33sp", "9tok"])
+        caplog.clear()
+        Trainer(t16(), data, loss_fn=F.mse_loss, device="cpu", batch_size=4, lr_scheduler=parts, **length)
+        assert {one.split("'")[1] for one in caplog.messages if "after the end of the run" in one} == told
 
 
 # --- what is refused
