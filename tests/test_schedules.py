@@ -346,6 +346,16 @@ def test_per_epoch_a_schedule_follows_the_end_of_each_epoch() -> None:
     assert found == pytest.approx([0.05, 0.05, 0.0375, 0.0375, 0.025, 0.025, 0.0125, 0.0125])
 
 
+def test_per_epoch_on_a_stream_the_epochs_that_have_ended_count() -> None:
+    class TwoSteps(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from zip(*rows(8).tensors, strict=True)
+
+    schedule = MultiStepScheduler(["2ep"], gamma=0.5) * LinearScheduler()
+    _, found = rates_of(TwoSteps(), max_duration="32sp", lr_scheduler=schedule, scheduler_interval="epoch")
+    assert found == pytest.approx([0.05, 0.05, 0.0375, 0.0375, 0.0125, 0.0125, 0.00625, 0.00625])
+
+
 def test_a_class_by_its_path_is_made_with_the_options() -> None:
     options: dict[str, Any] = {"lr_scheduler": "omnitrain.WSDScheduler", "lr_scheduler_kwargs": {"decay": "0.5dur"}}
     trainer, _ = rates_of(rows(8), **options)
