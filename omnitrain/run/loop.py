@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.data.loaders import Loader, end_workers
@@ -27,6 +25,7 @@ from omnitrain.run.evaluation import Evaluation, Inconclusive
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.memory import has_batch_norm
 from omnitrain.run.nonfinite import evaluation_error
 from omnitrain.run.step import Step
 from omnitrain.settings import Settings
@@ -130,8 +129,7 @@ class Loop:
         size, splits = self.settings.microbatch_size, self.feed.accumulation * self.ranks.world_size
         if isinstance(size, int):
             splits *= -(-self.settings.batch_size // size)
-        kinds = [type(module) for module in self.hooks.backend.model.modules()]
-        if splits > 1 and any(issubclass(kind, _BatchNorm) and kind is not nn.SyncBatchNorm for kind in kinds):
+        if splits > 1 and has_batch_norm(self.hooks.backend.model):
             logger.info(
                 "The model has BatchNorm, whose statistics are of one micro-batch on one rank: a step of %d of them "
                 "does not give the numbers of one large batch.", splits,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnitrain.backends.backend import Backend
 from omnitrain.data.collation import count_samples
@@ -25,11 +26,17 @@ from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "has_batch_norm"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 Result = TypeVar("Result")
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a model has layers that normalize over the micro-batch of one rank."""
+    kinds = [type(module) for module in model.modules()]
+    return any(issubclass(kind, _BatchNorm) and kind is not nn.SyncBatchNorm for kind in kinds)
 
 
 class Memory:
@@ -170,8 +177,9 @@ class Memory:
         if self._ranks.is_main:
             logger.warning(
                 "Step %d has run out of memory%s with micro-batches of %d rows. From here on they are of %d at most, "
-                "and a step has as many more of them. Pass microbatch_size=%d to begin with that.",
+                "and a step has as many more of them. Pass microbatch_size=%d to begin with that.%s",
                 self._lifecycle.progress.step + (not where), where, size, *[self._feed.microbatch_size] * 2,
+                " BatchNorm takes its statistics of one micro-batch." if has_batch_norm(self._backend.model) else "",
             )  # fmt: skip
 
     # --- the update

@@ -238,7 +238,8 @@ def test_it_is_told_once_however_often_it_was_halved(caplog: pytest.LogCaptureFi
                 batch_size=4, loss_fn=F.l1_loss, callbacks=[Unnormalized()])  # fmt: skip
     assert [text for text in caplog.messages if "memory" in text] == [
         "Step 2 has run out of memory with micro-batches of 4 rows. From here on they are of 1 at most, and a step has "
-        "as many more of them. Pass microbatch_size=1 to begin with that."
+        "as many more of them. Pass microbatch_size=1 to begin with that. BatchNorm takes its statistics of one "
+        "micro-batch."
     ]
 
 
