@@ -282,7 +282,7 @@ _EASYDEL: dict[str, Meaning] = {
     "model_name": Meaning("trial_name"),
     "log_grad_norms": Meaning("", "The norm is always logged."),
     "scheduler": Meaning("lr_scheduler"),
-    "loss_config": Meaning("loss_fn"),
+    "loss_config": Meaning("loss_fn", "`CrossEntropy(ignore_index, label_smoothing, z_loss)`"),
     "frozen_parameters": Meaning("freeze", "a list of regular expressions"),
     "use_wandb": Meaning("callbacks", "`[WandbLogger(...)]`"),
     "clip_grad": Meaning("max_grad_norm"),

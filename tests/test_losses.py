@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import Tokens, bert, gpt
+from tiny import Tokens, bert, gpt, llama
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
 
 from omnitrain import CrossEntropy, Trainer, WeightedLosses, chunked_cross_entropy
 from omnitrain.checkpoint.identity import code_of
@@ -296,6 +297,38 @@ def test_chunks_of_the_wrong_shape_are_refused(changed: Any, error: Any, word: s
     given = {"hidden": torch.ones(4, 3), "weight": torch.ones(9, 3), "labels": torch.ones(4).long(), **changed}
     with pytest.raises(error, match=word):
         chunked_cross_entropy(**given)
+
+
+class ChunkedLlama(LlamaForCausalLM):
+    """The example of the documentation."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        if labels is None or not self.training:
+            return super().forward(input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        return {"loss": chunked_cross_entropy(hidden[:, :-1], self.lm_head.weight, labels[:, 1:], chunk_size=7)}
+
+
+@pytest.mark.parametrize("split", [(8, 1), (2, 4), (1, 8)], ids=str)
+def test_a_causal_language_model_trains_in_chunks_as_without(split: tuple[int, int]) -> None:
+    def trained(kind: Any, batch_size: int, accumulation: int) -> dict[str, Tensor]:
+        model = llama()
+        if kind is not None:
+            model = kind(model.config).double()
+            model.load_state_dict(llama().state_dict())
+        options: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "device": "cpu", "max_steps": 3}
+        Trainer(
+            model,
+            Tokens(24),
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            progress_bar=False,
+            **options,
+        ).train()
+        return model.state_dict()
+
+    expected, found = trained(None, 8, 1), trained(ChunkedLlama, *split)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)  # transformers takes its scores to float32
 
 
 def test_the_options_of_both_are_named_and_meant_alike() -> None:

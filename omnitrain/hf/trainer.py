@@ -213,7 +213,7 @@ class HFTrainer(Calls):
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         freeze: Sequence[str] | None = None,
         # loss and metrics
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor | Mapping[str, torch.Tensor]] | None = None,
         unit: Callable[..., Any] | None = None,
         compute_metrics: Any = None,
         label_names: Sequence[str] | None = None,
