@@ -728,17 +728,22 @@ def test_trainers_of_different_wrapping_in_one_program_do_not_disturb_each_other
     assert all(loss == pytest.approx(losses[0][0], abs=1e-6) for row in losses for loss in row)
 
 
+def said(outcome: Outcome) -> str:
+    """Return what a process wrote, without what gloo says in PyTorch 2.8 when it has connected."""
+    return "".join(line for line in outcome.output.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+
+
 @pytest.mark.parametrize("how", ["plain", "destroy", "destroy and train"])
 def test_program_that_is_through_ends_at_once_and_without_a_warning(
     how: str, outcomes: dict[str, list[Outcome]]
 ) -> None:
     for outcome in outcomes[f"end {how}"]:
-        assert (outcome.code, outcome.output) == (0, "")
+        assert (outcome.code, said(outcome)) == (0, "")
 
 
 def test_process_that_has_more_to_do_at_the_end_may_take_its_time(outcomes: dict[str, list[Outcome]]) -> None:
     assert [outcome.code for outcome in outcomes["end late"]] == [0, 0]
-    assert [outcome.output for outcome in outcomes["end late"]] == ["", ""]
+    assert [said(outcome) for outcome in outcomes["end late"]] == ["", ""]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "limit"])
