@@ -13,7 +13,15 @@ from recipes import StopAt, distance, rows, t16, weights
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, Trainer, layerwise_decay
+from omnitrain import (
+    AccelerateTrainer,
+    CheckpointError,
+    ConfigError,
+    HFTrainer,
+    LinearScheduler,
+    Trainer,
+    layerwise_decay,
+)
 from omnitrain.checkpoint.state import named_parameters
 from omnitrain.param_groups import freeze_parameters, group_parameters
 
@@ -216,11 +224,20 @@ class Look(StopAt):
             self.steps[name] = None if step is None else float(step)
 
 
-def test_other_groups_under_a_schedule_of_ones_own_are_refused(tmp_path: Path) -> None:
-    given = options_of_resume(Trainer, tmp_path, lr_scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 2))
+@pytest.mark.parametrize("schedule", [lambda one: torch.optim.lr_scheduler.StepLR(one, 2), "reduce_lr_on_plateau"])
+def test_other_groups_under_a_schedule_that_keeps_something_of_each_are_refused(schedule: Any, tmp_path: Path) -> None:
+    given = options_of_resume(Trainer, tmp_path, lr_scheduler=schedule, eval_dataset=rows(4))
     run(**given, callbacks=[StopAt(2)])
     with pytest.raises(CheckpointError, match="another number of parameter groups, and `lr_scheduler` is a schedule"):
         run(**given, param_groups=GROUPS, resume="auto", allow={"param_groups"})
+
+
+def test_a_schedule_in_time_goes_on_with_other_groups(tmp_path: Path) -> None:
+    given = options_of_resume(Trainer, tmp_path, lr_scheduler=LinearScheduler())
+    run(**given, callbacks=[StopAt(3)])
+    look = Look()
+    run(**given, param_groups=GROUPS, resume="auto", allow={"param_groups"}, callbacks=[look])
+    assert look.rates == pytest.approx([0.025, 0.0125, 0.025])
 
 
 def test_settings_of_many_groups_are_kept_as_text() -> None:

@@ -301,8 +301,8 @@ class Contents:
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
             changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up alone is a schedule too
         if "optimizer" not in changed and has_other_groups(changed, content["optimizer"], self._run.backend.groups):
-            is_named = scheduler is None or isinstance(self._run.settings.lr_scheduler, str | None)
-            check_schedule(is_named, repr(str(folder)))
+            is_counted = isinstance(scheduler, LambdaLR) and not callable(self._run.settings.lr_scheduler)
+            check_schedule(scheduler is None or is_counted, repr(str(folder)))
             changed = {*changed, "lr_scheduler"}  # which keeps rates of each group: the named one finds its place
         self._run.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
         self._frozen.left_out()  # of the user's model, before a whole checkpoint loads other frozen weights

@@ -23,20 +23,20 @@ def has_other_groups(changed: Collection[str], saved: Mapping[str, Any], groups:
     return not GROUPING.isdisjoint(changed) and len(saved["groups"]) != len(groups)
 
 
-def check_schedule(is_named: bool, where: str) -> None:
-    """Refuse other groups under a schedule of the user's own, which keeps rates of each in a way of its own.
+def check_schedule(finds_place: bool, where: str) -> None:
+    """Refuse other groups under a schedule that keeps something of each in a way of its own.
 
     Args:
-        is_named: Whether it is one that the run made, or there is none.
+        finds_place: Whether there is none, or one whose rates follow from the progress alone.
         where: What an error calls the checkpoint.
 
     Raises:
         CheckpointError: If it is not.
     """
-    if not is_named:
+    if not finds_place:
         raise CheckpointError(
-            f"{where} has another number of parameter groups, and `lr_scheduler` is a schedule of your own, which "
-            "keeps something of each. Pass it by name ('cosine', ...), or keep as many groups as there were."
+            f"{where} has another number of parameter groups, and `lr_scheduler` is a schedule that "
+            "keeps something of each. Take one by name ('cosine', ...), or keep as many groups as there were."
         )
 
 
