@@ -146,8 +146,8 @@ def _read(path: Path, where: str) -> Any:
         path.lstat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise ConfigError(
-            f"{where} does not exist, or cannot be looked at. Pass a checkpoint, a folder with {WEIGHTS!r}, or a file of "
-            "weights; a model of the Hub is loaded by `from_pretrained`."
+            f"{where} does not exist, or cannot be looked at. Pass a checkpoint, a folder with {WEIGHTS!r}, or a file "
+            "of weights; a model of the Hub is loaded by `from_pretrained`."
         ) from error
     if is_pointer(path):
         path = Store(path.parent).named(path.name)
