@@ -209,6 +209,13 @@ def test_other_groups_and_frozen_parts_on_a_resume_are_refused_unless_they_are_a
     assert trainer.progress.step == 6
 
 
+def test_parts_that_a_resume_freezes_leave_their_moments_behind(tmp_path: Path) -> None:
+    given = options_of_resume(Trainer, tmp_path)
+    run(**given, callbacks=[StopAt(2)])
+    trainer = run(**given, freeze=[r"^0\."], resume="auto", allow={"freeze"})
+    assert trainer.progress.step == 6 and len(trainer.optimizer.state) == 2
+
+
 class Look(StopAt):
     """Looks at the optimizer as a resumed run begins."""
 

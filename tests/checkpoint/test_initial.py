@@ -75,6 +75,8 @@ def test_a_folder_of_transformers_is_read_in_one_file_or_several(tmp_path: Path)
     for folder, limit in (("several", 0), ("one", 1e-7)):  # tied weights lie in the files once
         model = HFTrainer(gpt(), init_from=tmp_path / folder, progress_bar=False).model
         assert distance(weights(model), weights(gpt(seed=3))) <= limit
+    other = {"path": tmp_path / "one", "convert": lambda all: {"lm_head.weight": all["transformer.wte.weight"]}}
+    assert torch.equal(begun(other, gpt()).lm_head.weight, gpt(seed=3).float().double().lm_head.weight)  # type: ignore[union-attr]
     next((tmp_path / "several").glob("*-00002-*")).unlink()
     with pytest.raises(CheckpointError, match=r"several' is incomplete: 'model-00002-of-.*' is missing"):
         HFTrainer(gpt(), init_from=tmp_path / "several")
