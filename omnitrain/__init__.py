@@ -9,8 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omnitrain.algorithms.cutmix import CutMix
+    from omnitrain.algorithms.ema import EMA
+    from omnitrain.algorithms.gradient_clipping import GradientClipping
+    from omnitrain.algorithms.gradual_unfreezing import GradualUnfreezing
     from omnitrain.algorithms.label_smoothing import LabelSmoothing
+    from omnitrain.algorithms.layer_freezing import LayerFreezing
     from omnitrain.algorithms.mixup import MixUp
+    from omnitrain.algorithms.progressive_resizing import ProgressiveResizing
+    from omnitrain.algorithms.sam import SAM
+    from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup
+    from omnitrain.algorithms.swa import SWA
     from omnitrain.callbacks.early_stopping import EarlyStopping
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
     from omnitrain.callbacks.wandb import WandbLogger
@@ -71,19 +80,24 @@ _HOMES = {
     "CosineAnnealingScheduler": "schedules",
     "CosineWithRestartsScheduler": "schedules",
     "CrossEntropy": "losses",
+    "CutMix": "algorithms.cutmix",
     "DataError": "errors",
     "DistributedError": "errors",
     "Duration": "duration",
+    "EMA": "algorithms.ema",
     "EarlyStopping": "callbacks.early_stopping",
     "EvalSet": "data.sets",
     "EvalUnit": "units",
     "Event": "events",
     "ExponentialScheduler": "schedules",
+    "GradientClipping": "algorithms.gradient_clipping",
+    "GradualUnfreezing": "algorithms.gradual_unfreezing",
     "HFTrainer": "hf.trainer",
     "HFTrainingArguments": "hf.arguments",
     "InverseSqrtScheduler": "schedules",
     "LabelSmoothing": "algorithms.label_smoothing",
     "LinearScheduler": "schedules",
+    "LayerFreezing": "algorithms.layer_freezing",
     "MetricsDict": "metrics",
     "MissingExtraError": "errors",
     "MixUp": "algorithms.mixup",
@@ -101,6 +115,10 @@ _HOMES = {
     "Progress": "progress",
     "Schedule": "schedules",
     "SchedulePreview": "preview",
+    "ProgressiveResizing": "algorithms.progressive_resizing",
+    "SAM": "algorithms.sam",
+    "SWA": "algorithms.swa",
+    "SeqLengthWarmup": "algorithms.seq_length_warmup",
     "StepOutput": "units",
     "StepScheduler": "schedules",
     "TensorBoardLogger": "callbacks.tensorboard",
@@ -117,7 +135,7 @@ _HOMES = {
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
 """Packages that one of these names needs, and the extra that brings them along."""
 
-__all__ = [
+__all__ = [  # noqa: RUF022  (which would put EMA first)
     "AccelerateTrainer",
     "Algorithm",
     "BaseTrainer",
@@ -129,19 +147,24 @@ __all__ = [
     "CosineAnnealingScheduler",
     "CosineWithRestartsScheduler",
     "CrossEntropy",
+    "CutMix",
     "DataError",
     "DistributedError",
     "Duration",
+    "EMA",
     "EarlyStopping",
     "EvalSet",
     "EvalUnit",
     "Event",
     "ExponentialScheduler",
+    "GradientClipping",
+    "GradualUnfreezing",
     "HFTrainer",
     "HFTrainingArguments",
     "InverseSqrtScheduler",
     "LabelSmoothing",
     "LinearScheduler",
+    "LayerFreezing",
     "MetricsDict",
     "MissingExtraError",
     "MixUp",
@@ -159,6 +182,10 @@ __all__ = [
     "Progress",
     "Schedule",
     "SchedulePreview",
+    "ProgressiveResizing",
+    "SAM",
+    "SWA",
+    "SeqLengthWarmup",
     "StepOutput",
     "StepScheduler",
     "TensorBoardLogger",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["STOP_REASONS", "Algorithm", "Callback", "Control", "Event", "TrainerLike"]
+__all__ = [
+    "STOP_REASONS",
+    "Algorithm",
+    "Callback",
+    "Control",
+    "Event",
+    "TrainerLike",
+    "check_algorithms",
+    "overriding",
+    "share_of_run",
+]
 
 
 class Event(StrEnum):
@@ -35,18 +45,21 @@ class Event(StrEnum):
         CHECKPOINT_LOADED                   # only if the run resumes
         TRAIN_START
         while not stop:
-            EPOCH_START
+            EPOCH_START, [algorithms: begin_epoch]
             for window in epoch:            # the micro-batches of one optimizer step
                 STEP_START
                 for batch in window:
-                    prepare -> [algorithms: batch] -> forward -> [algorithms: loss] -> backward
+                    prepare -> [algorithms: batch] -> forward
+                    -> [algorithms: output, loss] -> backward
+                [algorithms: before_second_pass, all once more, after_second_pass]
+                unscale, norm, [algorithms: before_update], clip
                 BEFORE_OPTIMIZER_STEP       # gradients final; not under DeepSpeed
-                optimizer, scaler, scheduler, zero_grad
+                optimizer, [algorithms: after_update], scaler, scheduler, zero_grad
                 STEP_END                    # callbacks may request log, evaluate, save, stop
                 if requested: log      -> LOG
-                if requested: EVAL_START, evaluate -> EVAL_END  # may request save, stop
+                if requested: EVAL_START, evaluate -> [algorithms: metrics] -> EVAL_END
                 if requested: save     -> SAVE_END       # may delete old checkpoints
-            EPOCH_END                       # once per EPOCH_START; counts if the data ran out
+            [algorithms: end_epoch], EPOCH_END  # once per EPOCH_START; counts if the data ran out
             if requested: log, evaluate, save, as above
         TRAIN_END                           # always, even after EXCEPTION
 
@@ -334,25 +347,97 @@ class Callback:
 class Algorithm:
     """Changes the training itself: each method gets a value and returns the new one.
 
-    Batch transforms run in the order given, loss transforms in reverse: the first algorithm sees the raw batch and
-    the final loss. Evaluation batches and losses are never transformed.
+    Override the methods you need; one that nobody overrides costs nothing. They run in the order of `algorithms`,
+    those of outputs, losses and metrics in reverse: the first algorithm sees the raw batch and the final loss.
+    Evaluation batches, outputs and losses are never transformed. A method whose name looks like one of these, and is
+    not, raises an error when the class is defined.
 
     >>> class Halve(Algorithm):
     ...     def transform_loss(self, trainer, loss):
     ...         return loss / 2
     """
 
+    conflicts: ClassVar[Collection[str]] = ()
+    """Names of the classes of algorithms that cannot be used beside it; it is enough that one of two names the other.
+    """
+
+    asks_alone: ClassVar[bool] | bool = True
+    """Whether it may request, in a step, what other ranks do not, as a callback may."""
+
+    needs: ClassVar[Collection[str]] = ()
+    """What the backend must allow beside the methods that it overrides: "freezing" of weights during a run."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        known = [name for name in vars(Algorithm) if name.startswith(_PLACES)]
+        for name in vars(cls):
+            if name.startswith(_PLACES) and name not in known and callable(getattr(cls, name)):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: there is no such place.{did_you_mean(name, known)} "
+                    f"The places are {', '.join(known)}. Begin the name of a method of your own with an underscore."
+                )
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Before each run, and before a checkpoint is put back: forget an earlier run, and refuse what cannot work.
+
+        `trainer.progress` may still be that of the earlier run.
+        """
+
+    def begin_epoch(self, trainer: TrainerLike) -> None:
+        """Before the first window of an epoch, or of the rest of one after a resume."""
+
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         """Return the training batch for the model; `batch` is already on the device."""
         return batch
+
+    def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
+        """Return the `StepOutput` of a micro-batch: its loss, outputs and labels, right after the forward pass."""
+        return output
 
     def transform_loss(self, trainer: TrainerLike, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of a micro-batch, a scalar, for the backward pass."""
         return loss
 
+    def before_second_pass(self, trainer: TrainerLike) -> None:
+        """Gradients of all micro-batches are added up, the loss scale in them: move the weights for a second pass.
+
+        Whoever overrides this has every step run its micro-batches twice; the gradients of the second pass alone make
+        the update. Refused under DeepSpeed.
+        """
+
+    def after_second_pass(self, trainer: TrainerLike) -> None:
+        """The second pass is done, or has failed: put the weights back."""
+
+    def before_update(self, trainer: TrainerLike) -> None:
+        """Gradients are complete and unscaled, their norm is taken, and they are not clipped: change them in place.
+
+        Refused under DeepSpeed, whose engine clips and updates at once, in buffers of its own.
+        """
+
+    def after_update(self, trainer: TrainerLike) -> None:
+        """The optimizer has updated the weights; not called for a skipped step. The step is not counted yet."""
+
+    def transform_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights by name that are evaluated, and that model files and the end of the run have.
+
+        Training goes on from its own, which checkpoints hold beside these. One algorithm of a run may do it.
+
+        Args:
+            trainer: The trainer.
+            weights: Those in training: live tensors, sharded ones as they are. Entries that stay are returned as they
+                are; others have the same shape, dtype and sharding.
+        """
+        return dict(weights)
+
+    def restore_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> None:
+        """Take a copy of what `transform_weights` made for the checkpoint that is put back, and only that."""
+
     def transform_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of an evaluation, before anything else uses them."""
         return metrics
+
+    def end_epoch(self, trainer: TrainerLike) -> None:
+        """After the last window of an epoch that is complete, before it is counted and before its evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
@@ -360,6 +445,56 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict()` returned, tensors in host memory; whatever it raises refuses the checkpoint."""
+
+
+_PLACES = ("transform_", "before_", "after_", "begin_", "end_", "restore_", "set_up")
+"""What the names of the places begin with at which algorithms are called."""
+
+
+def overriding(algorithms: Iterable[Algorithm], place: str) -> list[Callable[..., Any]]:
+    """Return the methods for a place of the algorithms that override it, in their order."""
+    plain = getattr(Algorithm, place)
+    methods = [getattr(one, place) for one in algorithms]
+    return [one for one in methods if getattr(one, "__func__", one) is not plain]
+
+
+def check_algorithms(algorithms: Iterable[Algorithm]) -> None:
+    """Refuse algorithms that cannot be used together.
+
+    Raises:
+        ConfigError: Naming two of them.
+    """
+    known = list(algorithms)
+    for number, one in enumerate(known):
+        for other in known[number + 1 :]:
+            names = type(one).__name__, type(other).__name__
+            if names[1] in one.conflicts or names[0] in other.conflicts:
+                raise ConfigError(
+                    f"`algorithms` holds {names[0]} and {names[1]}, which exclude each other. Leave one out."
+                )
+    averaging = [one for one in known if overriding([one], "transform_weights")]
+    if len(averaging) > 1:
+        names = [type(one).__name__ for one in averaging]
+        raise ConfigError(
+            f"`algorithms` holds {names[0]} and {names[1]}, and only one may say with which weights the run is "
+            "evaluated. Leave one out."
+        )
+
+
+def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
+    """Return the share of a run's updates that are done after a step: the same on every rank, and after a resume.
+
+    Raises:
+        ConfigError: If it is not known how many updates the run has.
+    """
+    total = trainer.total_steps
+    if total is None:
+        raise ConfigError(
+            f"{who} goes by the share of the run that is done, and how many steps this run has is not known: its "
+            "length is one of time or tokens, or its data have none. Pass `max_steps`, or `epochs` and data of known "
+            "length."
+        )
+    return step / total
 
 
 def give_back(part: Any, state: dict[str, Any], undo: contextlib.ExitStack) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -38,16 +41,25 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from transformers import DataCollatorWithFlattening
 
 from omnitrain import (
+    EMA,
+    SAM,
+    SWA,
     AccelerateTrainer,
     Callback,
     ConfigError,
     CrossEntropy,
+    CutMix,
     DataError,
+    GradientClipping,
+    GradualUnfreezing,
     HFTrainer,
     LabelSmoothing,
+    LayerFreezing,
     MixUp,
     MultiStepScheduler,
     NonFiniteError,
+    ProgressiveResizing,
+    SeqLengthWarmup,
     StepOutput,
     Trainer,
     WeightedLosses,
@@ -1565,3 +1577,112 @@ def test_a_loss_with_everything_takes_the_same_steps_in_every_split(trainer_clas
         found, seen = trained(*split)
         assert distance(found, whole) <= 1e-12
         np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-12)
+
+
+# --- algorithms
+
+
+class Case(NamedTuple):
+    """An algorithm, what it is tried on, and whether a step's numbers are the same in every split of it."""
+
+    make: Callable[[], Any]
+    data: str = "rows"
+    is_split: bool = True
+    options: Any = MappingProxyType({})
+
+
+def images(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).double()[:, None])
+
+
+def convolution() -> nn.Module:
+    torch.manual_seed(0)
+    parts = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)
+    return nn.Sequential(*parts).double()
+
+
+KINDS_OF_DATA: dict[str, Any] = {
+    "rows": (lambda: deep(), rows, {"loss_fn": F.mse_loss}),
+    "images": (convolution, images, {"loss_fn": F.mse_loss}),
+    "tokens": (Tagger, Sentences, {}),
+}
+ALGORITHMS = {
+    "ema": Case(lambda: EMA(0.8)),
+    "swa": Case(lambda: SWA("0.3dur")),
+    "swa by updates": Case(lambda: SWA(2, every=1)),
+    "freezing": Case(lambda: LayerFreezing(0.0)),
+    "unfreezing": Case(lambda: GradualUnfreezing(0.5)),
+    "value": Case(lambda: GradientClipping("value", 0.01)),
+    "agc": Case(lambda: GradientClipping("adaptive", 0.05, ["^4"])),
+    "mixup": Case(lambda: MixUp(alpha=1.0)),
+    "cutmix": Case(CutMix, "images"),
+    "smoothing": Case(lambda: LabelSmoothing(5, 0.2), "tokens"),
+    "lengths": Case(lambda: SeqLengthWarmup(6, 2, 0.9, 1), "tokens"),
+    "sizes": Case(lambda: ProgressiveResizing(0.5, 0.0, 0.2, 1), "images"),
+    "sam": Case(lambda: SAM(0.5)),
+}
+TRAINED = [(kind, name) for kind in TRAINERS for name in ALGORITHMS]
+SOME_TRAINED = [(kind, name) for kind, name in TRAINED if kind == "native" or (kind, name) == ("hf", "ema")]
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def with_algorithm(kind: str, name: str, *, plain: bool = False, cut: int = 0, **options: Any) -> tuple[Any, Trace]:
+    """Train for 2 epochs of 3 steps of 8 samples, evaluated every 2 steps; stop after step `cut`."""
+    case, trace, resume = ALGORITHMS[name], Trace(), options.pop("resume_from", None)
+    options = {
+        "batch_size": 4, "gradient_accumulation_steps": 2, "epochs": 2, "eval_steps": 2, "log_steps": 1,
+        "learning_rate": 0.05, "progress_bar": False, "load_best_at_end": False, "optimizer": "sgd",
+        "max_grad_norm": None, **placed_on_cpu(TRAINERS[kind]), **case.options, **options,
+    }  # fmt: skip
+    model, data, own = KINDS_OF_DATA[case.data]
+    trainer = TRAINERS[kind](
+        model(), train_dataset=data(24), eval_dataset=data(9), algorithms=[] if plain else [case.make()],
+        callbacks=[trace, StopAt(cut)], **own, **options,
+    )  # fmt: skip
+    trainer.train(resume_from=resume)
+    return trainer, trace
+
+
+@functools.cache
+def straight(kind: str, name: str) -> tuple[list[torch.Tensor], list[float]]:
+    """Return the numbers of the whole run, and the losses of its steps."""
+    trainer, trace = with_algorithm(kind, name)
+    assert trainer.progress.step == 6
+    return numbers(trainer), [row["loss"] for row in trace.logs]
+
+
+@functools.cache
+def without(kind: str, data: str) -> list[torch.Tensor]:
+    """Return the numbers of the run without any algorithm."""
+    return numbers(with_algorithm(kind, next(one for one in ALGORITHMS if ALGORITHMS[one].data == data), plain=True)[0])
+
+
+def numbers(trainer: Any) -> list[torch.Tensor]:
+    """The weights that a run ends with, and its evaluations."""
+    valid = [row["eval_loss"] for row in trainer.metrics["valid"]]
+    return [*weights(trainer.get_model()), torch.tensor(valid, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize(("kind", "name"), thinned(TRAINED, SOME_TRAINED))
+def test_an_algorithm_changes_a_run_and_is_resumed_bit_for_bit(kind: str, name: str, tmp_path: Path) -> None:
+    expected, losses = straight(kind, name)
+    with_algorithm(kind, name, cut=4, save_dir=tmp_path)
+    resumed, rest = with_algorithm(kind, name, save_dir=tmp_path, resume_from="auto")
+    assert resumed.progress.step == 6 and len(rest.logs) == 2
+    assert same(expected, numbers(resumed))
+    assert [row["loss"] for row in rest.logs] == losses[4:]
+    assert not same(expected, without(kind, ALGORITHMS[name].data))
+
+
+@pytest.mark.parametrize(("kind", "name"), thinned(TRAINED, SOME_TRAINED))
+def test_an_algorithm_gives_the_same_numbers_in_every_split_where_it_says_so(kind: str, name: str) -> None:
+    for batch in (8, 2):
+        other, _ = with_algorithm(kind, name, batch_size=batch, gradient_accumulation_steps=8 // batch)
+        apart = distance(straight(kind, name)[0], numbers(other))
+        assert apart <= 1e-12 if ALGORITHMS[name].is_split else apart > 1e-6

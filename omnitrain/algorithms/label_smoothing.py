@@ -1,26 +1,40 @@
-"""Label smoothing: a share of each label's probability goes to all classes (Szegedy et al., 2016, arXiv:1512.00567)."""
+"""Label smoothing: part of every label's probability goes to all classes (Szegedy et al., 2016, arXiv:1512.00567)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from omnitrain.data.collation import as_probabilities, required_labels, with_labels
-from omnitrain.errors import ConfigError
+import torch
+
+from omnitrain.data.collation import IGNORED_LABEL, as_probabilities, required_labels, with_labels
+from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Algorithm, TrainerLike
+from omnitrain.units import shifts_labels
 
 __all__ = ["LabelSmoothing"]
 
 
 class LabelSmoothing(Algorithm):
-    """Replaces integer labels of shape (samples,) with smoothed probabilities of shape (samples, num_classes).
+    """Spreads part of each label's probability over all classes (arXiv:1512.00567).
+
+    Integer labels of shape (samples,) become probabilities of shape (samples, num_classes), and probabilities are
+    smoothed. Of integer labels of more dimensions, such as one for each token or pixel, the loss is smoothed instead:
+    the model's or `loss_fn`'s cross entropy becomes what it is for smoothed labels, over the labels that are not -100.
+    Classes are the last dimension of the outputs, or the second one, as in (samples, classes, height, width).
 
     Args:
         num_classes: Number of classes.
-        smoothing: The share of the probability that is spread over all classes.
+        smoothing: Share of the probability that is spread over all classes.
+
+    Raises:
+        ConfigError: If `smoothing` is not between 0 and 1.
+        DataError: If there are no labels, or no outputs that fit them.
 
     >>> LabelSmoothing(num_classes=10, smoothing=0.1).smoothing
     0.1
     """
+
+    asks_alone = False
 
     def __init__(self, num_classes: int, smoothing: float = 0.1) -> None:
         if not 0 < smoothing < 1:
@@ -29,9 +43,40 @@ class LabelSmoothing(Algorithm):
         self.smoothing = smoothing
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch with smoothed labels; labels that already are probabilities are smoothed too."""
+        """Return the batch with smoothed labels, where these are one for each sample."""
         names = trainer.settings.label_names or ()
         labels = required_labels(batch, names, "LabelSmoothing")
+        if _is_of_many(labels):
+            return batch
         if not labels.is_floating_point():
             labels = as_probabilities(labels, self.num_classes)
         return with_labels(batch, labels * (1 - self.smoothing) + self.smoothing / self.num_classes, names)
+
+    def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
+        """Return the output with a smoothed loss, where labels are more than one for each sample."""
+        labels, scores = output.labels, output.outputs
+        if not isinstance(labels, torch.Tensor) or not _is_of_many(labels):
+            return output
+        shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else ()
+        if shape == (*labels.shape, self.num_classes):
+            if shifts_labels(trainer.model):
+                scores, labels = scores[..., :-1, :], labels[..., 1:]
+        elif shape == (labels.shape[0], self.num_classes, *labels.shape[1:]):
+            scores = scores.movedim(1, -1)
+        else:
+            found = f"of shape {shape}" if shape else f"a {type(scores).__name__}"
+            raise DataError(
+                f"LabelSmoothing needs scores of {self.num_classes} classes for labels of shape {tuple(labels.shape)}, "
+                f"and the outputs are {found}. Correct `num_classes`, or smooth in your own loss."
+            )
+        counts = labels != IGNORED_LABEL
+        spread = -torch.log_softmax(scores.float() if scores.dtype.itemsize < 4 else scores, dim=-1).mean(dim=-1)
+        total = torch.where(counts, spread, 0.0).sum()
+        if output.num_targets is None:
+            total = total / counts.sum()
+        output.loss = (1 - self.smoothing) * output.required_loss() + self.smoothing * total
+        return output
+
+
+def _is_of_many(labels: torch.Tensor) -> bool:
+    return labels.dim() > 1 and not labels.is_floating_point()

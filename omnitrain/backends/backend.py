@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -47,6 +48,8 @@ class Backend:
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None if each rank has all of them."""
     keeps_masters: ClassVar[bool] = False
     """Whether 16-bit weights are updated in a 32-bit copy."""
+    lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """What algorithms cannot do here, and why: a method's name, or one of `Algorithm.needs`."""
     takes_optimizers: ClassVar[bool] = True
     """Whether the user's own loop may have several optimizers."""
     _compile_options: Mapping[str, Any] | None = None
@@ -71,6 +74,8 @@ class Backend:
         self._are_alike = False
         """Whether all parameters are plain tensors of the same device and dtype."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._trains: set[str] = set()
+        """The names of the parameters that require a gradient."""
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -108,6 +113,7 @@ class Backend:
     def place(self) -> None:
         """Put the model on the device and wrap it; a backend that shards wraps the optimizer too."""
         self.model, self.wrapped = self._wrap()
+        self._trains = self._names_that_train()
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         """Return the model on its device, and the module that runs in a forward pass."""
@@ -215,12 +221,22 @@ class Backend:
 
         The list includes parameters that the optimizer does not hold, or their gradients would accumulate.
         """
+        if (trains := self._names_that_train()) != self._trains:
+            self._trains = trains
+            self.wrapped = self._follow_freezing()
         listed = {id(parameter): parameter for parameter in self.model.parameters()}
         for group in self.groups:
             listed |= {id(parameter): parameter for parameter in group["params"]}
         self.parameters = list(listed.values())
         self._are_alike = len({(type(one), one.device, one.dtype) for one in self.parameters}) == 1
         self._are_alike = self._are_alike and type(self.parameters[0]) is nn.Parameter
+
+    def _names_that_train(self) -> set[str]:
+        return {name for name, one in self.model.named_parameters() if one.requires_grad}
+
+    def _follow_freezing(self) -> nn.Module:
+        """Take note of parameters that were frozen or unfrozen, and return what runs from now on."""
+        return self.wrapped
 
     def has_gradients(self) -> bool:
         """Return whether any parameter of the optimizer has a gradient."""
@@ -244,21 +260,22 @@ class Backend:
         """Raise the CheckpointError of `load_weights`, if there is one; nothing is changed."""
         state.check_weights(self.model, tensors, where, absent)
 
-    def keep_weights(self, kept: dict[str, torch.Tensor]) -> None:
+    def keep_weights(self, kept: dict[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
         """Copy this rank's part of the weights to the host.
 
         Args:
             kept: An earlier copy, whose memory is reused; empty for the first one.
+            tensors: The weights, as `model_tensors` returns them.
         """
-        for name, tensor in self.model_tensors().items():
-            kept[name] = host_copy(self._own_part(tensor), kept.get(name))
+        for name, tensor in tensors.items():
+            kept[name] = host_copy(self.own_part(tensor), kept.get(name))
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         """Copy the weights from `keep_weights` and the state from `checkpoint.state.extra_state` back to the model."""
         self.load_weights(kept, "the weights on the host", extra)
 
-    def _own_part(self, tensor: Any) -> torch.Tensor:
-        """Return this rank's part of an entry of `model_tensors`."""
+    def own_part(self, tensor: Any) -> torch.Tensor:
+        """Return this rank's part of a parameter, or of an entry of `model_tensors`."""
         return tensor.detach()
 
     def load_weights(

@@ -97,12 +97,24 @@ class DDP(Backend):
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         if self.ranks.world_size == 1 or not trains:
             return self.model, model
+        self._ddp = self._made_parallel(model)
+        return self.model, self._ddp
+
+    def _made_parallel(self, model: nn.Module) -> DistributedDataParallel:
         handler = self.accelerator.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
-        self._ddp = DistributedDataParallel(Runner(model), **options)
+        made = DistributedDataParallel(Runner(model), **options)
         if handler is not None:
-            handler.register_comm_hook(self._ddp)
-        return self.model, self._ddp
+            handler.register_comm_hook(made)
+        return made
+
+    def _follow_freezing(self) -> nn.Module:
+        """Have DDP wait for the gradients of those weights that train now: it decides on them when it wraps a model."""
+        if self._ddp is None:
+            return self.wrapped
+        model, self._ddp = self._ddp.module._orig_mod, None  # the old one's hooks go with it
+        self._ddp = self._made_parallel(model)
+        return self._ddp
 
     def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
         if self._ddp is None:

@@ -48,11 +48,11 @@ class FSDP(DDP):
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, tensor in self.model_tensors().items():
-                self._own_part(tensor).copy_(kept[name])
+                self.own_part(tensor).copy_(kept[name])
         if extra:
             load_by_own_way(self.model, {name: from_json(value) for name, value in extra.items()}, "the best weights")
 
-    def _own_part(self, tensor: Any) -> torch.Tensor:
+    def own_part(self, tensor: Any) -> torch.Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -63,6 +63,16 @@ class FSDP(DDP):
             self.model.set_requires_gradient_sync(last)
             self._reduces = last
         return _NOTHING
+
+    def _follow_freezing(self) -> nn.Module:
+        """Freeze and unfreeze the gathered weights too, which backward passes go by."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        for name, one in self.model.named_parameters():
+            one.requires_grad_(name in self._trains)
+        self.end_evaluation()
+        return self.wrapped
 
     def gradient_norm(self) -> torch.Tensor:
         norm = super().gradient_norm()

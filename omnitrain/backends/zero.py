@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -59,6 +60,13 @@ class Zero(DDP):
 
     sharding: ClassVar[str | None] = "DEEPSPEED"
     keeps_masters = True
+    lacks = MappingProxyType(
+        {
+            "before_second_pass": "DeepSpeed's engine adds gradients up in buffers of its own, and keeps those of both",
+            "before_update": "DeepSpeed's engine clips and updates at once, in buffers of its own",
+            "freezing": "DeepSpeed's optimizer updates buffers in which frozen weights lie beside the others",
+        }
+    )
     takes_optimizers = False
     _is_last = True
     _was_applied = True
@@ -208,7 +216,7 @@ class Zero(DDP):
             if one.requires_grad:
                 _set(one, value)
 
-    def _own_part(self, tensor: Any) -> torch.Tensor:
+    def own_part(self, tensor: Any) -> torch.Tensor:
         # DeepSpeed's buffers differ between stages, so the whole weight is kept, as in a checkpoint
         return tensor.read() if isinstance(tensor, Gathered) else tensor.detach()
 

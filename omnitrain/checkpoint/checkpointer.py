@@ -24,6 +24,7 @@ from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.frozen import FROZEN
 from omnitrain.checkpoint.history import HISTORY, Lines, read_history
 from omnitrain.checkpoint.identity import IDENTITIES
+from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.optimization import optimizers_among
@@ -42,10 +43,12 @@ class Checkpointer:
         run: The trainer.
         lifecycle: The lifecycle of the run.
         contents: Captures and restores what a checkpoint holds.
+        shown: The weights that are evaluated.
         store: The checkpoints of the run; None saves nothing.
         write_beside: Writes further files to a checkpoint's folder, on the main rank; the manifest includes them.
 
     Attributes:
+        shown: The weights that are evaluated.
         weights_from: The position in the run of the present weights, if they are not those of the last step.
         resumed: The folder and omnitrain.json of the checkpoint from which the run resumed; None for a fresh start.
     """
@@ -55,6 +58,7 @@ class Checkpointer:
         run: Run,
         lifecycle: Lifecycle,
         contents: Contents,
+        shown: ShownWeights,
         store: Store | None,
         write_beside: Callable[[Path], None] = lambda folder: None,
     ) -> None:
@@ -64,6 +68,7 @@ class Checkpointer:
         self._run = run
         self._lifecycle = lifecycle
         self._contents = contents
+        self.shown = shown
         self._write_beside = write_beside
         self._credited_step = -1
         """The step of the best evaluation that has a checkpoint; later saves without a new evaluation are not best."""
@@ -432,6 +437,7 @@ class Checkpointer:
         """Restore a checkpoint, except for its random numbers."""
         with self._run.ranks.at("load"):
             self._contents.restore(folder, content, changed)
+        self.weights_from = None
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self._credited_step = -1 if resets_best else content["credited_step"]
         self._asked_step = -1 if content.get("for_best") else content["step"]
@@ -452,7 +458,7 @@ class Checkpointer:
     def keep_best(self) -> None:
         """Keep the weights of the best evaluation so far on the host, if there is no folder for checkpoints."""
         if self.store is None and self.loads_best:
-            self._run.backend.keep_weights(self._best)
+            self._run.backend.keep_weights(self._best, self.shown.model_tensors())
             self._best_extra = state.extra_state(self._run.backend.model)
             self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
 
@@ -464,6 +470,7 @@ class Checkpointer:
         lifecycle, ranks = self._lifecycle, self._run.ranks
         if self._best_progress is not None:
             self._run.backend.put_back_weights(self._best, self._best_extra)
+            self.shown.are_in_place = True
             self.weights_from, self._best = self._best_progress, {}
             logger.info("The model has the best weights now, those of step %d.", self.weights_from.step)
             return
@@ -497,8 +504,14 @@ class Checkpointer:
         except (CheckpointError, OSError) as error:  # not raised: the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return
+        self.shown.are_in_place = True
         self.weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
+
+    def put_shown_in_place(self) -> None:
+        """Have the model end with the weights that were evaluated last, unless it has those of a better evaluation."""
+        if not self.shown.are_in_place and self.shown.put_in_place():
+            logger.info("The model has the averaged weights now, those of step %d.", self._lifecycle.progress.step)
 
     def tell_last(self, reason: str) -> None:
         """Log that the model ends with its last weights although there were evaluations."""

@@ -29,6 +29,7 @@ from omnitrain.checkpoint.frozen import FROZEN, Frozen
 from omnitrain.checkpoint.identity import Difference, Identity
 from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
 from omnitrain.checkpoint.schema import validate
+from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
@@ -51,6 +52,8 @@ OPTIMIZER = "optimizer/state.safetensors"
 
 RNG = "rng/state.safetensors"
 """The random number generators of all ranks; the first checkpoints have one file per rank."""
+TRAINED = "trained.safetensors"
+"""The weights that training goes on from, if the model's file has others, such as averages of them."""
 STATES = "states.safetensors"
 """The tensors in the states of callbacks and algorithms."""
 
@@ -172,14 +175,24 @@ class Contents:
         step: Losses and norm of the current epoch.
         sets: The data.
         initial: The options of optimizer and schedule at the beginning of the run.
+        shown: The weights that are evaluated.
     """
 
-    def __init__(self, run: Run, lifecycle: Lifecycle, step: Stateful, sets: Sets, initial: InitialOptions) -> None:
+    def __init__(
+        self,
+        run: Run,
+        lifecycle: Lifecycle,
+        step: Stateful,
+        sets: Sets,
+        initial: InitialOptions,
+        shown: ShownWeights,
+    ) -> None:
         self._run = run
         self._lifecycle = lifecycle
         self._step = step
         self._sets = sets
         self._initial = initial
+        self._shown = shown
         self._identity: dict[str, Any] | None = None
         self._frozen = Frozen(run)
 
@@ -317,6 +330,7 @@ class Contents:
             if scheduler is not None and "lr_scheduler" not in changed:
                 give_back(scheduler, state.from_json(content["scheduler"]), undo)
             self.restore_weights(folder, content)
+            self._restore_trained(folder, content, changed)
             undo.pop_all()
         self._restore_optimizer(folder, content, changed)
         self._restore_schedule(content, changed, *fresh)
@@ -327,7 +341,11 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a checkpoint that does not fit this run."""
         where, run = repr(str(folder)), self._run
-        run.backend.check_weights(TensorFile(folder / state.WEIGHTS), where, _absent(content))
+        weights = TensorFile(folder / state.WEIGHTS)
+        run.backend.check_weights(weights, where, _absent(content))
+        if TRAINED in content["files"]:
+            trained = TensorFile(folder / TRAINED)
+            run.backend.check_weights(trained, repr(str(folder / TRAINED)), _rest(weights, trained, content))
         if "optimizer" not in changed:
             self._check_names(folder, content)
             run.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
@@ -371,13 +389,29 @@ class Contents:
 
     def _capture_weights(self) -> tuple[Files, dict[str, Any]]:
         backend, frozen = self._run.backend, self._frozen.left_out()
-        tensors = {name: one for name, one in backend.model_tensors().items() if name not in frozen}
-        return {state.WEIGHTS: tensors}, {"extra_state": state.extra_state(backend.model), "frozen": frozen}
+        trained = backend.model_tensors()
+        shown = self._shown.of(trained)
+        files = {state.WEIGHTS: {name: one for name, one in shown.items() if name not in frozen}}
+        others = {name: one for name, one in trained.items() if one is not shown[name]}
+        if others and not self._run.settings.save_only_model:
+            files[TRAINED] = others
+        return files, {"extra_state": state.extra_state(backend.model), "frozen": frozen}
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Copy only the weights of a checkpoint into the model; weights that it left out are unchanged."""
         tensors = TensorFile(folder / state.WEIGHTS, self._run.ranks)
         self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _absent(content))
+
+    def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Give algorithms what they made of the weights, which the model has now, and the model those in training."""
+        self._shown.are_in_place = False
+        if TRAINED not in content["files"]:
+            return
+        weights, trained = (TensorFile(folder / file, self._run.ranks) for file in (state.WEIGHTS, TRAINED))
+        if "algorithms" not in changed:
+            self._shown.restore(trained)
+        where, rest = repr(str(folder / TRAINED)), _rest(weights, trained, content)
+        self._run.backend.load_weights(trained, where, content["extra_state"], rest)
 
     # --- the optimizer
 
@@ -678,6 +712,11 @@ def _span(settings: Mapping[str, Any]) -> str:
 def _absent(content: Mapping[str, Any]) -> dict[str, str]:
     """Return the fingerprints of the weights that a checkpoint left out; the first checkpoints are whole."""
     return content.get("frozen") or {}
+
+
+def _rest(weights: Collection[str], trained: Collection[str], content: Mapping[str, Any]) -> set[str]:
+    """Return the names of the weights in training that are in no file of their own."""
+    return {*weights, *_absent(content)} - set(trained)
 
 
 def _rng_file(rank: int) -> str:

@@ -611,8 +611,7 @@ class Bridge(transformers.TrainerCallback):
         """An epoch begins."""
         owner, engine = self.owner, self.engine
         engine.has_ended = False
-        owner.lifecycle.begin_epoch()
-        owner.lifecycle.is_epoch_complete = True
+        owner._loop.begin_epoch()
         owner._step.begin_epoch()
         engine.start_windows()
         return control

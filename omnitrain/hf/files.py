@@ -122,4 +122,4 @@ def write_model(owner: BaseTrainer, processing_class: Any, path: Path, overwrite
     """
     beside = [] if processing_class is None else [processing_class]
     with owner.ranks.calling("save_model()"):
-        save_model(owner.model, path, overwrite, owner.backend.model_tensors(), owner.ranks, beside)
+        save_model(owner.model, path, overwrite, owner._checkpointer.shown.model_tensors(), owner.ranks, beside)

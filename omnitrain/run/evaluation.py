@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_convert
 
+from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples, tensors_in
 from omnitrain.data.loaders import Loader
 from omnitrain.errors import DataError, ObjectiveError, OmnitrainError
@@ -111,14 +112,16 @@ class Evaluation:
         hooks: Prepare and run a batch.
         feed: Weighs batches, and gives all ranks equally many.
         scorer: Computes the metrics.
+        shown: The weights that are evaluated.
     """
 
     filler: int = IGNORED_LABEL
     """The value that pads predictions of different lengths to one array."""
 
-    def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer) -> None:
+    def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer, shown: ShownWeights) -> None:
         self.hooks = hooks
         self.feed = feed
+        self.shown = shown
         self.scorer: Scorer = scorer
         self.left_out: frozenset[str] = frozenset()
         """The named sets that this evaluation leaves out."""
@@ -261,7 +264,7 @@ class Evaluation:
         kept: list[tuple[Any, ...]] = []
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None else _told_if_long(batches, loader.name)
-        with evaluating(hooks), ranks.at("evaluation"):
+        with self.shown.swapped_in(), evaluating(hooks), ranks.at("evaluation"):
             for number, (batch, samples) in enumerate(batches):
                 ranks.moves += 1
                 if is_interrupted(number):

@@ -19,7 +19,7 @@ from omnitrain.data.loaders import Loader, end_workers
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
-from omnitrain.events import Algorithm, Control
+from omnitrain.events import Control, overriding
 from omnitrain.precision import is_out_of_memory
 from omnitrain.run.evaluation import Evaluation, Inconclusive
 from omnitrain.run.feed import Feed
@@ -93,7 +93,11 @@ class Loop:
             resumed: The folder and omnitrain.json of the checkpoint that was restored; None for a fresh start.
         """
         lifecycle = self.lifecycle
+        self.checkpointer.shown.check()
         lifecycle.begin_train()
+        if self.hooks.algorithms:
+            order = ", ".join(type(one).__name__ for one in self.hooks.algorithms)
+            logger.info("Algorithms in the order they run: %s.", order)
         with lifecycle.aside():
             self.checkpointer.identify()  # reads data, which can take seconds, so only now that signals are handled
         self._tell_of_batch_norm()
@@ -117,8 +121,7 @@ class Loop:
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
         if self.has_epoch_to_end:  # a checkpoint on the last step of an epoch is saved before the epoch ends
-            lifecycle.begin_epoch()
-            lifecycle.is_epoch_complete = True
+            self.begin_epoch()
             self.end_epoch(self.step.loss.mean())
             self.answer()
         self.train()
@@ -138,8 +141,7 @@ class Loop:
     def train(self) -> None:
         """Train epoch by epoch until something ends the run."""
         while not self.lifecycle.stop:
-            self.lifecycle.begin_epoch()
-            self.lifecycle.is_epoch_complete = True
+            self.begin_epoch()
             with self._counting_steps_of_others():
                 train_loss = self.hooks._train_epoch(self.lifecycle.progress.epoch)
             self.end_epoch(train_loss)
@@ -179,6 +181,13 @@ class Loop:
         """
         return self.lifecycle.progress.is_epoch_consumed and not self.lifecycle.owes_evaluation
 
+    def begin_epoch(self) -> None:
+        """Begin an epoch, or the rest of one."""
+        self.lifecycle.begin_epoch()
+        self.lifecycle.is_epoch_complete = True
+        for begin in overriding(self.hooks.algorithms, "begin_epoch"):
+            begin(self.hooks)
+
     def end_epoch(self, train_loss: Any) -> None:
         """End an epoch, or the part of one in which the run ends."""
         hooks, lifecycle, meter = self.hooks, self.lifecycle, self.step.loss
@@ -197,6 +206,8 @@ class Loop:
             if hooks.lr_scheduler is not None and hooks.scheduler_interval == "epoch":
                 self.step.move_schedule(hooks.lr_scheduler, ends_epoch=True)
             self.step.begin_means()
+            for end in overriding(hooks.algorithms, "end_epoch"):
+                end(hooks)
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
 
     @property
@@ -238,6 +249,8 @@ class Loop:
             checkpointer.load_best()
         elif lifecycle.evaluates:
             checkpointer.tell_last("a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False")
+        if has_time:
+            checkpointer.put_shown_in_place()
 
     # --- answers to requests
 
@@ -274,7 +287,7 @@ class Loop:
         """Whether this rank may request something in the middle of a step that others do not."""
         hooks = self.hooks
         is_ours = type(hooks).__module__.startswith("omnitrain.") and isinstance(hooks.unit, ModelUnit)
-        return self.lifecycle.asks_alone or not is_ours or bool(hooks.algorithms)
+        return self.lifecycle.asks_alone or not is_ours or any(one.asks_alone for one in hooks.algorithms)
 
     def send_ahead(self) -> None:
         """Start the exchange that ends a step before the step, if its content is known already.
@@ -359,8 +372,8 @@ class Loop:
             return  # interrupted by a signal: a resumed run repeats the whole evaluation
         if self.settings.on_nonfinite == "raise":
             self._refuse_nonfinite(metrics)
-        for algorithm in hooks.algorithms:
-            metrics = algorithm.transform_metrics(hooks, metrics)  # type: ignore[arg-type]
+        for transform in reversed(overriding(hooks.algorithms, "transform_metrics")):
+            metrics = transform(hooks, metrics)
         key = lifecycle.objective.key(metrics)
         bad = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
         if bad:
@@ -418,7 +431,7 @@ class Loop:
             return
         if self.settings.on_nonfinite == "raise":
             self._refuse_nonfinite(metrics)
-        if all(type(one).transform_metrics is Algorithm.transform_metrics for one in self.hooks.algorithms):
+        if not overriding(self.hooks.algorithms, "transform_metrics"):
             self.lifecycle.objective.key(metrics)
 
     def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:

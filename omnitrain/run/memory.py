@@ -19,7 +19,7 @@ from omnitrain.data.collation import count_samples
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Algorithm
+from omnitrain.events import Algorithm, overriding
 from omnitrain.precision import free_memory, is_out_of_memory
 from omnitrain.reproducibility import restore_rng, snapshot_rng
 from omnitrain.run.feed import Feed
@@ -31,6 +31,9 @@ __all__ = ["Memory", "has_batch_norm"]
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 Result = TypeVar("Result")
+
+_IN_PASSES = ("transform_batch", "transform_output", "transform_loss")
+"""What algorithms do in the passes of a micro-batch, where their states may change."""
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -75,7 +78,8 @@ class Memory:
         self._lifecycle = lifecycle
         self._mark, self._go_back = mark, go_back
         self._buffers = _Buffers()
-        self._algorithms = [one for one in hooks.algorithms if type(one).state_dict is not Algorithm.state_dict]
+        kept = [one for one in hooks.algorithms if type(one).state_dict is not Algorithm.state_dict]
+        self._algorithms = [one for one in kept if any(overriding([one], name) for name in _IN_PASSES)]
         self._has_failed_in_update = False
         """Whether memory ran out in the latest update, which was made all the same."""
         self.prepare()

@@ -20,6 +20,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
+from omnitrain.events import overriding
 from omnitrain.optimization import ScheduleLR
 from omnitrain.run.evaluation import evaluating
 from omnitrain.run.feed import Feed
@@ -38,6 +39,17 @@ __all__ = ["Step"]
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 Result = TypeVar("Result")
+
+
+_PLACES = (
+    "transform_batch",
+    "transform_output",
+    "transform_loss",
+    "before_second_pass",
+    "after_second_pass",
+    "before_update",
+    "after_update",
+)
 
 
 def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
@@ -131,6 +143,8 @@ class Step:
         """The modules that the user has put into evaluation mode, which stay in it."""
         self._left_out: list[str] = []
         """The parameters that require a gradient and are in no optimizer group, about which the user was warned."""
+        self._transforms: dict[str, list[Callable[..., Any]]] = {}
+        """What algorithms change of a step, by place: the methods of those that do, in the order they are called."""
         self._tell_unit: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
 
@@ -143,6 +157,7 @@ class Step:
                 "Leave it out, or set autocast='fp16'; DeepSpeed's own scaler is set in its configuration."
             )
         optimizer.zero_grad()
+        self._list_transforms()
         self._is_first = True
         self._is_in_training = False
         self._backend.collect_parameters()
@@ -155,6 +170,21 @@ class Step:
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
+
+    def _list_transforms(self) -> None:
+        """Find out which algorithm changes what, and refuse what the backend cannot do."""
+        algorithms: list[Any] = self._hooks.algorithms
+        self._transforms = {place: overriding(algorithms, place) for place in _PLACES}
+        for place in ("transform_output", "transform_loss"):
+            self._transforms[place].reverse()
+        for one in algorithms:
+            used = [place for place in _PLACES if overriding([one], place)]
+            lacking = [self._backend.lacks[need] for need in (*used, *one.needs) if need in self._backend.lacks]
+            if lacking:
+                raise ConfigError(
+                    f"`algorithms` holds {type(one).__name__}, which cannot work here: {lacking[0]}. Leave it out, or "
+                    "train with DDP or FSDP."
+                )
 
     def _tell_of_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
@@ -299,13 +329,15 @@ class Step:
         hooks, window = self._hooks, self._window
         self.weight = weight
         batch = hooks._prepare_batch(batch)
-        for algorithm in hooks.algorithms:
-            batch = algorithm.transform_batch(hooks, batch)  # type: ignore[arg-type]
+        for transform in self._transforms["transform_batch"]:
+            batch = transform(hooks, batch)
         with hooks._autocast():
             output = self._backend.forward(hooks._forward, batch)
+            for transform in self._transforms["transform_output"]:
+                output = transform(hooks, output)
             loss = output.required_loss()
-            for algorithm in reversed(hooks.algorithms):
-                loss = algorithm.transform_loss(hooks, loss)  # type: ignore[arg-type]
+            for transform in self._transforms["transform_loss"]:
+                loss = transform(hooks, loss)
         if output.num_targets is None:
             if self._settings.grad_reduction == "per-token-mean" and not isinstance(hooks.unit, ModelUnit):
                 raise no_token_counts()
@@ -352,7 +384,10 @@ class Step:
             self._check_gradients()
             if isinstance(hooks.lr_scheduler, ScheduleLR):
                 self._check_tokens(hooks.lr_scheduler)
-        self.grad_norm = self._backend.finish_gradients(hooks._clip_gradients, self._lifecycle.before_optimizer_step)
+        if self._transforms["before_second_pass"]:
+            self._run_again()
+        clip = self._change_and_clip if self._transforms["before_update"] else self._hooks._clip_gradients
+        self.grad_norm = self._backend.finish_gradients(clip, self._lifecycle.before_optimizer_step)
         return self._is_admitted(self.grad_norm)
 
     def _check_gradients(self) -> None:
@@ -382,6 +417,8 @@ class Step:
                 rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate
                 for group in backend.optimizer.param_groups
             ]
+            for update in self._transforms["after_update"]:
+                update(hooks)
         else:
             self._check_loss_scale()
             if self._may_undo:
@@ -450,6 +487,29 @@ class Step:
         if limit is None or (norm.device.type == "cpu" and read_on_cpu(norm) < limit * (1 - 1e-6) - 1e-6):
             return norm
         nn.utils.clip_grads_with_norm_(self._backend.parameters, limit, norm)
+        return norm
+
+    def _run_again(self) -> None:
+        """Run the window's micro-batches once more, at weights that algorithms have moved; its loss is not counted."""
+        hooks, mark = self._hooks, self.mark()
+        for move in self._transforms["before_second_pass"]:
+            move(hooks)
+        self._backend.clear_gradients()
+        try:
+            self.restart(self._window)
+            self.run(self._run_micro_batches)
+            self._divide_by_targets()
+        finally:
+            self.go_back(mark)
+            for put_back in reversed(self._transforms["after_second_pass"]):
+                put_back(hooks)
+
+    def _change_and_clip(self) -> torch.Tensor:
+        """Have algorithms change the gradients before they are clipped; return their norm before either."""
+        norm = self._hooks._gradient_norm()
+        for change in self._transforms["before_update"]:
+            change(self._hooks)
+        self._hooks._clip_gradients()
         return norm
 
     def _divide_by_targets(self) -> bool:

@@ -22,6 +22,7 @@ from omnitrain.checkpoint.changes import InitialOptions, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
 from omnitrain.checkpoint.contents import Contents
 from omnitrain.checkpoint.initial import load_initial
+from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
 from omnitrain.data.collation import padding_collator
 from omnitrain.data.columns import Columns, is_of_user
@@ -29,7 +30,7 @@ from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
 from omnitrain.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
-from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control
+from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
@@ -350,6 +351,7 @@ class BaseTrainer(Hooks, ABC):
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
             refuse_dead_methods(algorithms=algorithm)
+        check_algorithms(self.algorithms)
         self._callbacks = list(settings.callbacks)
         for callback in self._callbacks:
             refuse_class("callbacks", callback)
@@ -446,9 +448,10 @@ class BaseTrainer(Hooks, ABC):
             lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
             self._feed,
         )  # fmt: skip
-        contents = Contents(self, lifecycle, self._step, sets, self._initial)
-        self._checkpointer = Checkpointer(self, lifecycle, contents, self.store, write_beside)
-        self._evaluation = evaluation(self, self._feed, self.scorer)
+        shown = ShownWeights(self)
+        contents = Contents(self, lifecycle, self._step, sets, self._initial, shown)
+        self._checkpointer = Checkpointer(self, lifecycle, contents, shown, self.store, write_beside)
+        self._evaluation = evaluation(self, self._feed, self.scorer, shown)
         if self._evaluates:
             self._evaluation.check(objective, sets.eval)
         self._loop = loop(
@@ -567,6 +570,8 @@ class BaseTrainer(Hooks, ABC):
         Args:
             resumes: Whether a checkpoint is about to be restored.
         """
+        for algorithm in self.algorithms:  # first, as one may have frozen weights that a new optimizer is to hold
+            algorithm.set_up(self)
         if self.progress.step or self.metrics["train_metrics_history"]:
             self._assemble()
             if self.settings.optimizer is None or not hasattr(self.settings.optimizer, "param_groups"):
@@ -650,7 +655,9 @@ class BaseTrainer(Hooks, ABC):
         with self.ranks.calling("save_model()", self._timeout):
             folder = local_path(path, "path")
             beside = [] if self.processing_class is None else [self.processing_class]
-            return save_model(self.model, folder, overwrite, self.backend.model_tensors(), self.ranks, beside)
+            return save_model(
+                self.model, folder, overwrite, self._checkpointer.shown.model_tensors(), self.ranks, beside
+            )
 
     def save_checkpoint(self) -> Path:
         """Save a full checkpoint of the current state, and return its folder.

@@ -1,0 +1,38 @@
+"""GradualUnfreezing: higher layers train first, lower ones join (Howard and Ruder, 2018, arXiv:1801.06146)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnitrain.algorithms.freezing import Freezing
+from omnitrain.errors import ConfigError
+
+__all__ = ["GradualUnfreezing"]
+
+
+class GradualUnfreezing(Freezing):
+    """Begins with the last layer alone and thaws the others from the top down (arXiv:1801.06146).
+
+    At the start of each epoch `done / until` of all layers but the last are thawed, `done` being the share of the run
+    that is done.
+
+    Args:
+        until: The share of the run after which all layers train.
+        layers: Regular expressions of the names of layers, lowest first; None takes modules with parameters of their
+            own.
+
+    Raises:
+        ConfigError: If an argument is wrong; before the first step, under DeepSpeed.
+
+    >>> GradualUnfreezing(until=0.25).until
+    0.25
+    """
+
+    def __init__(self, until: float = 0.5, layers: Sequence[str] | None = None) -> None:
+        super().__init__(layers)
+        if isinstance(until, bool) or not 0 < until <= 1:
+            raise ConfigError(f"`until` must be above 0 and at most 1, got {until!r}.")
+        self.until = until
+
+    def _count(self, layers: int, done: float) -> int:
+        return layers - int(layers * min(done / self.until, 1) + 1e-9)

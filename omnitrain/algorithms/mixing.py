@@ -1,0 +1,92 @@
+"""What MixUp and CutMix have in common: who is mixed with whom, by how much, and what becomes of the labels.
+
+How inputs are mixed is in the file of each algorithm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from omnitrain.data.collation import as_probabilities, required_labels, with_labels
+from omnitrain.errors import ConfigError
+from omnitrain.events import Algorithm, TrainerLike
+from omnitrain.reproducibility import derive_seed
+
+__all__ = ["Mixing"]
+
+
+class Mixing(Algorithm):
+    """Mixes each sample with the one beside it: the first with the second, the third with the fourth, and so on.
+
+    What is drawn is drawn once for each step, from the seed and the step's number, so that it is the same for all
+    micro-batches and ranks; and neighbours stay together in every split of a step into micro-batches of even size. A
+    sample without a neighbour, the last of an odd number, stays as it is. Labels become probabilities of shape
+    (samples, num_classes), which `cross_entropy` takes.
+
+    Args:
+        num_classes: Number of classes of integer labels; None for labels that are floats already.
+        alpha: Parameter of the Beta distribution of the shares; the larger, the stronger the mix.
+    """
+
+    asks_alone = False
+    conflicts = ("MixUp", "CutMix")
+
+    def __init__(self, num_classes: int | None, alpha: float) -> None:
+        if not alpha > 0:
+            raise ConfigError(f"`alpha` must be a positive number, got {alpha!r}.")
+        self.num_classes = num_classes
+        self.alpha = alpha
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Refuse micro-batches in which no sample has another one to be mixed with.
+
+        Raises:
+            ConfigError: If `batch_size` is 1.
+        """
+        if trainer.batch_size == 1:
+            raise ConfigError(
+                f"{type(self).__name__} mixes samples of one micro-batch, and `batch_size=1`. Pass an even number."
+            )
+
+    def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
+        """Return the mixed batch: inputs of floating-point numbers, and the labels."""
+        names = trainer.settings.label_names or ()
+        labels = required_labels(batch, names, type(self).__name__)
+        progress = trainer.progress
+        draw = random.Random(derive_seed(trainer.seed, progress.step + progress.skipped_steps, _STREAM))
+        share = draw.betavariate(self.alpha, self.alpha)
+        count = len(labels)
+        partner = torch.arange(count, device=labels.device) ^ 1
+        if count % 2:
+            partner[-1] = count - 1
+        share = self._prepared(batch, max(share, 1 - share), draw)
+        entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        inputs = {key: value for key, value in entries if isinstance(value, torch.Tensor) and value is not labels}
+        mixed = dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
+        mixed |= {key: self._mixed(value, partner, share) for key, value in inputs.items()}
+        known = self._as_probabilities(labels)
+        whole = mixed if isinstance(batch, Mapping) else tuple(mixed.values())
+        return with_labels(whole, share * known + (1 - share) * known[partner], names)
+
+    def _prepared(self, batch: Any, share: float, draw: random.Random) -> float:
+        """Return the share of the labels that a sample keeps; what else is drawn of this step is drawn here."""
+        return share
+
+    def _mixed(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
+        """Return a tensor of the batch mixed, or as it is."""
+        raise NotImplementedError
+
+    def _as_probabilities(self, labels: torch.Tensor) -> torch.Tensor:
+        if labels.is_floating_point():
+            return labels
+        if self.num_classes is None:
+            raise ConfigError(f"{type(self).__name__} needs `num_classes` for integer labels.")
+        return as_probabilities(labels, self.num_classes)
+
+
+_STREAM = 0x6D6978
+"""Keeps these numbers apart from others that are drawn of the same seed."""

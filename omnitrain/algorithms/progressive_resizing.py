@@ -1,0 +1,85 @@
+"""ProgressiveResizing: small images first, larger ones as the run goes on (Howard, 2018; fast.ai's DAWNBench entry)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from omnitrain.data.collation import labels_of
+from omnitrain.errors import ConfigError
+from omnitrain.events import Algorithm, TrainerLike, share_of_run
+
+__all__ = ["ProgressiveResizing"]
+
+
+class ProgressiveResizing(Algorithm):
+    """Trains on images that are scaled down at first and grow to their own size.
+
+    Images are the floating-point tensors of a batch of shape (samples, channels, height, width), labels excepted. Until
+    `delay` of the run's updates are done their sides are `initial_scale` of the full ones; from there they grow
+    linearly, and from `1 - finetune` on images are as they are.
+
+    Args:
+        initial_scale: The sides of images at first, as a share of the full ones.
+        delay: The share of the run after which images begin to grow.
+        finetune: The share of the run, at its end, in which images have their full size.
+        size_increment: Sides are multiples of this, in pixels.
+
+    Raises:
+        ConfigError: If an argument is wrong; before the first step, if the number of updates is not known.
+
+    >>> ProgressiveResizing(initial_scale=0.5).size_at(0.0, 224)
+    112
+    """
+
+    asks_alone = False
+
+    def __init__(
+        self, initial_scale: float = 0.5, delay: float = 0.5, finetune: float = 0.2, size_increment: int = 4
+    ) -> None:
+        if isinstance(initial_scale, bool) or not 0 < initial_scale < 1:
+            raise ConfigError(f"`initial_scale` must be between 0 and 1, got {initial_scale!r}.")
+        for name, value in (("delay", delay), ("finetune", finetune)):
+            if isinstance(value, bool) or not 0 <= value < 1:
+                raise ConfigError(f"`{name}` must be at least 0 and below 1, got {value!r}.")
+        if delay + finetune > 1:
+            raise ConfigError(f"`delay={delay}` and `finetune={finetune}` are more than the whole run together.")
+        if isinstance(size_increment, bool) or not isinstance(size_increment, int) or size_increment < 1:
+            raise ConfigError(f"`size_increment` must be a positive int, got {size_increment!r}.")
+        self.initial_scale = initial_scale
+        self.delay = delay
+        self.finetune = finetune
+        self.size_increment = size_increment
+
+    def size_at(self, done: float, side: int) -> int:
+        """Return the length of a side of `side` pixels when this share of the run is done."""
+        growing = 1 - self.finetune - self.delay
+        if done >= 1 - self.finetune:
+            return side
+        passed = max(done - self.delay, 0) / growing if growing > 0 else 0
+        scale = self.initial_scale + (1 - self.initial_scale) * passed
+        return min(max(round(side * scale / self.size_increment) * self.size_increment, 1), side)
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Refuse a run of unknown length."""
+        share_of_run(trainer, "ProgressiveResizing", 0)
+
+    def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
+        """Return the batch with its images scaled."""
+        done = share_of_run(trainer, "ProgressiveResizing", trainer.progress.step)
+        labels = labels_of(batch, trainer.settings.label_names or ())
+
+        def scaled(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value is labels or value.dim() != 4:
+                return value
+            size = [self.size_at(done, side) for side in value.shape[-2:]]
+            if not value.is_floating_point() or size == list(value.shape[-2:]):
+                return value
+            return F.interpolate(value, size=size, mode="bilinear", align_corners=False, antialias=True)
+
+        if isinstance(batch, Mapping):
+            return {key: scaled(value) for key, value in batch.items()}
+        return tuple(map(scaled, batch)) if isinstance(batch, (tuple, list)) else scaled(batch)

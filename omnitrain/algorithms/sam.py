@@ -1,0 +1,61 @@
+"""SAM: the gradient is taken where the loss is worst nearby (Foret et al., 2021, arXiv:2010.01412)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain.errors import ConfigError
+from omnitrain.events import Algorithm, TrainerLike
+
+__all__ = ["SAM"]
+
+
+class SAM(Algorithm):
+    """Updates by the gradient at `weights + rho * gradient / |gradient|`, for flat minima (arXiv:2010.01412).
+
+    Each step runs its micro-batches twice, and takes twice as long. The loss that is logged is that of the first pass,
+    the norm of the gradients that of the second. BatchNorm counts both in its statistics, and dropout draws anew.
+
+    Args:
+        rho: How far from the weights the second gradient is taken.
+
+    Raises:
+        ConfigError: If `rho` is not positive; before the first step, under DeepSpeed.
+
+    >>> SAM(rho=0.1).rho
+    0.1
+    """
+
+    asks_alone = False
+    conflicts = ("SAM",)
+
+    def __init__(self, rho: float = 0.05) -> None:
+        if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 < rho < float("inf"):
+            raise ConfigError(f"`rho` must be a positive number, got {rho!r}.")
+        self.rho = rho
+        self._kept: list[tuple[Any, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def before_second_pass(self, trainer: TrainerLike) -> None:
+        """Move the weights up the gradient."""
+        held: list[Any] = [one for one in trainer.model.parameters() if one.grad is not None]
+        norm: Any = nn.utils.get_total_norm([one.grad for one in held])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        factor = self.rho / norm.clamp(min=1e-12)
+        self._kept = [(own := _local(one), own.clone()) for one in held]
+        for (own, _), one in zip(self._kept, held, strict=True):
+            own.add_(_local(one.grad) * factor.to(own.dtype))
+
+    def after_second_pass(self, trainer: TrainerLike) -> None:
+        """Put the weights back."""
+        for own, kept in self._kept:
+            own.copy_(kept)
+        self._kept = []
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,92 @@
+"""SeqLengthWarmup: short sequences first, longer ones as the run goes on (Li et al., 2022, arXiv:2108.06084)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from omnitrain.data.collation import IGNORED_LABEL, required_labels
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.events import Algorithm, TrainerLike, share_of_run
+from omnitrain.units import shifts_labels
+
+__all__ = ["SeqLengthWarmup"]
+
+
+class SeqLengthWarmup(Algorithm):
+    """Cuts sequences off at a length that grows linearly from `min_length` to `max_length` (arXiv:2108.06084).
+
+    Every tensor of a dict batch whose second dimension is that of the labels is cut. While sequences are cut, gradients
+    are means over the labels that are left, counted over the whole step, so that numbers are the same in every split.
+
+    Args:
+        max_length: The full length, in tokens.
+        min_length: The length at the start.
+        duration: The share of the run's updates after which nothing is cut.
+        step_size: Lengths are multiples of this, but for the last.
+
+    Raises:
+        ConfigError: If an argument is wrong; before the first step, if the number of updates is not known.
+        DataError: If a batch is no dict, or has no integer labels of shape (samples, length).
+
+    >>> SeqLengthWarmup(max_length=512).length_at(0.15)
+    256
+    """
+
+    asks_alone = False
+
+    def __init__(self, max_length: int, min_length: int = 8, duration: float = 0.3, step_size: int = 8) -> None:
+        for name, value in (("max_length", max_length), ("min_length", min_length), ("step_size", step_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"`{name}` must be a positive int, got {value!r}.")
+        if min_length > max_length:
+            raise ConfigError(f"`min_length={min_length}` is above `max_length={max_length}`.")
+        if isinstance(duration, bool) or not 0 < duration <= 1:
+            raise ConfigError(f"`duration` must be above 0 and at most 1, got {duration!r}.")
+        self.max_length = max_length
+        self.min_length = min_length
+        self.duration = duration
+        self.step_size = step_size
+
+    def length_at(self, done: float) -> int:
+        """Return the length when this share of the run is done."""
+        if done >= self.duration:
+            return self.max_length
+        length = self.min_length + (self.max_length - self.min_length) * done / self.duration
+        return max(int(length) // self.step_size * self.step_size, self.min_length)
+
+    def _present(self, trainer: TrainerLike) -> int:
+        return self.length_at(share_of_run(trainer, "SeqLengthWarmup", trainer.progress.step))
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Refuse a run of unknown length."""
+        share_of_run(trainer, "SeqLengthWarmup", 0)
+
+    def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
+        """Return the batch with its sequences cut off."""
+        length = self._present(trainer)
+        if length >= self.max_length:
+            return batch
+        labels = required_labels(batch, trainer.settings.label_names or (), "SeqLengthWarmup")
+        if not isinstance(batch, Mapping) or labels.dim() < 2 or labels.is_floating_point():
+            raise DataError(
+                "SeqLengthWarmup needs dict batches with integer labels of shape (samples, length), and found labels "
+                f"of shape {tuple(labels.shape)} in a {type(batch).__name__}."
+            )
+        full = labels.shape[1]
+        return {
+            key: value[:, :length] if isinstance(value, torch.Tensor) and value.shape[1:2] == (full,) else value
+            for key, value in batch.items()
+        }
+
+    def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
+        """Return the output with the sum of losses over the labels that are left, and their number."""
+        labels = output.labels
+        if self._present(trainer) >= self.max_length or output.num_targets is not None:
+            return output
+        counted = labels[:, 1:] if shifts_labels(trainer.model) else labels
+        output.num_targets = (counted != IGNORED_LABEL).sum()
+        output.loss = output.required_loss() * output.num_targets
+        return output

@@ -1,0 +1,77 @@
+"""SWA: the plain mean of the weights late in a run (Izmailov et al., 2018, arXiv:1803.05407)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+
+from omnitrain.algorithms.averaging import WeightAverage
+from omnitrain.duration import Duration
+from omnitrain.errors import ConfigError
+from omnitrain.events import TrainerLike, share_of_run
+from omnitrain.progress import Progress
+
+__all__ = ["SWA"]
+
+
+class SWA(WeightAverage):
+    """Evaluates, keeps and ends with the mean of the weights at the end of each late epoch (arXiv:1803.05407).
+
+    Before the first one is taken, evaluations and files have the weights in training. The learning rate is that of
+    `lr_scheduler`; the paper keeps it high and constant, or lets it cycle.
+
+    Args:
+        start: From where in the run on weights are taken: a duration such as "0.7dur" or "5ep"; an int counts steps.
+        every: Take them after so many updates instead of at the ends of epochs.
+
+    Raises:
+        ConfigError: If an argument is wrong; before the first step, under ZeRO 3, or for weights of 16 bits.
+
+    >>> SWA(start="0.5dur").start
+    Duration(value=0.5, unit='dur')
+    """
+
+    conflicts = ("EMA",)
+
+    def __init__(self, start: int | str | Duration = "0.7dur", every: int | None = None) -> None:
+        update: Any = get_swa_multi_avg_fn()
+        super().__init__(lambda averages, weights, count: update(averages, weights, count + 1))
+        self.start = Duration.parse(start, "ba", "start")
+        if self.start.unit == "s":
+            raise ConfigError(f"`start` of SWA cannot be a time, which no two ranks agree on, got {str(self.start)!r}.")
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ConfigError(
+                f"`every` of SWA must be a positive number of updates, or None for epochs, got {every!r}."
+            )
+        self.every = every
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Forget the averages of an earlier run."""
+        super().set_up(trainer)
+        if self.start.unit == "dur":
+            share_of_run(trainer, "SWA", 0)
+
+    def after_update(self, trainer: TrainerLike) -> None:
+        """Take the weights, if it is their turn by updates."""
+        step = trainer.progress.step + 1
+        if self.every is not None and step % self.every == 0:
+            self._take(trainer, replace(trainer.progress, step=step))
+
+    def end_epoch(self, trainer: TrainerLike) -> None:
+        """Take the weights, if it is their turn by epochs."""
+        if self.every is None:
+            progress = trainer.progress
+            self._take(trainer, replace(progress, epoch=progress.epoch + 1, samples_in_epoch=0))
+
+    def _take(self, trainer: TrainerLike, progress: Progress) -> None:
+        if self.start.unit == "dur":
+            has_started = share_of_run(trainer, "SWA", progress.step) >= self.start.value
+        else:
+            has_started = self.start.due(progress)
+        if not has_started:
+            return
+        if self._averages:
+            self._add()
+        self._join(trainer)
