@@ -102,7 +102,7 @@ def test_weighted_by_what_they_are_a_mean_over_they_are_right_in_every_split(
     name: str, seed: int, sizes: list[int]
 ) -> None:
     loss = LOSSES[name]
-    scores, labels = drawn(sum(sizes), 3, seed)
+    scores, labels = drawn(sum(sizes), 4, seed)
     labels = labels.where(labels >= 0, 3) if name in ("smoothed", "everything") else labels
     whole = total_of(loss(scores, labels))
     total, parts = 0.0, torch.zeros((), dtype=torch.float64)
