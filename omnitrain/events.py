@@ -51,13 +51,14 @@ class Event(StrEnum):
                 for batch in window:
                     prepare -> [algorithms: batch] -> forward
                     -> [algorithms: output, loss] -> backward
-                [algorithms: before_second_pass, all once more, after_second_pass]
+                [algorithms: second pass]   # all micro-batches once more
                 unscale, norm, [algorithms: before_update], clip
                 BEFORE_OPTIMIZER_STEP       # gradients final; not under DeepSpeed
                 optimizer, [algorithms: after_update], scaler, scheduler, zero_grad
                 STEP_END                    # callbacks may request log, evaluate, save, stop
                 if requested: log      -> LOG
-                if requested: EVAL_START, evaluate -> [algorithms: metrics] -> EVAL_END
+                if requested: EVAL_START, evaluate, [algorithms: metrics]
+                                       -> EVAL_END       # may request save, stop
                 if requested: save     -> SAVE_END       # may delete old checkpoints
             [algorithms: end_epoch], EPOCH_END  # once per EPOCH_START; counts if the data ran out
             if requested: log, evaluate, save, as above

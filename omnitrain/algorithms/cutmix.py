@@ -27,7 +27,8 @@ class CutMix(Mixing):
         alpha: Parameter of the Beta distribution; 1 makes all areas alike.
 
     Raises:
-        ConfigError: If `alpha` is not positive; before the first step, if `batch_size` is 1.
+        ConfigError: If `alpha` is not positive; before the first step, if a micro-batch holds one sample, or
+            `microbatch_size="auto"`.
         DataError: If a batch has no images.
 
     >>> CutMix(num_classes=10).alpha

@@ -45,11 +45,13 @@ class Mixing(Algorithm):
         """Refuse micro-batches in which no sample has another one to be mixed with.
 
         Raises:
-            ConfigError: If `batch_size` is 1.
+            ConfigError: If `batch_size` or `microbatch_size` is 1, or that is "auto".
         """
-        if trainer.batch_size == 1:
+        name, split = type(self).__name__, trainer.settings.microbatch_size
+        if trainer.batch_size == 1 or split in (1, "auto"):
+            given = "batch_size=1" if trainer.batch_size == 1 else f"microbatch_size={split!r}"
             raise ConfigError(
-                f"{type(self).__name__} mixes samples of one micro-batch, and `batch_size=1`. Pass an even number."
+                f"`algorithms` holds {name}, which mixes samples of a micro-batch, and `{given}`. Pass an even number."
             )
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:

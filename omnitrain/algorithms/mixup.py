@@ -21,7 +21,8 @@ class MixUp(Mixing):
         alpha: Parameter of the Beta distribution; the larger, the stronger the mix.
 
     Raises:
-        ConfigError: If `alpha` is not positive; before the first step, if `batch_size` is 1.
+        ConfigError: If `alpha` is not positive; before the first step, if a micro-batch holds one sample, or
+            `microbatch_size="auto"`.
 
     >>> MixUp(num_classes=10, alpha=0.2).num_classes
     10

@@ -23,7 +23,7 @@ class SAM(Algorithm):
         rho: How far from the weights the second gradient is taken.
 
     Raises:
-        ConfigError: If `rho` is not positive; before the first step, under DeepSpeed.
+        ConfigError: If `rho` is not positive; before the first step, under DeepSpeed or with `microbatch_size="auto"`.
 
     >>> SAM(rho=0.1).rho
     0.1
@@ -37,6 +37,18 @@ class SAM(Algorithm):
             raise ConfigError(f"`rho` must be a positive number, got {rho!r}.")
         self.rho = rho
         self._kept: list[tuple[Any, torch.Tensor]] = []
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Refuse micro-batches that become smaller where memory runs out, as a second pass could not be done anew.
+
+        Raises:
+            ConfigError: If `microbatch_size` is "auto".
+        """
+        if trainer.settings.microbatch_size == "auto":
+            raise ConfigError(
+                "`algorithms` holds SAM, whose second pass cannot begin anew where memory runs out, and "
+                "`microbatch_size='auto'`. Pass a number."
+            )
 
     @torch.no_grad()
     def before_second_pass(self, trainer: TrainerLike) -> None:

@@ -54,8 +54,9 @@ def test_a_sample_without_another_stays_as_it_is(make: Any) -> None:
     mixed, labels = make(alpha=1.0).transform_batch(TRAINER, (x, y))
     torch.testing.assert_close(mixed[2], x[2])
     torch.testing.assert_close(labels[2], y[2])
-    with pytest.raises(ConfigError, match="batch_size=1"):
-        make().set_up(SimpleNamespace(batch_size=1))
+    for size, split in ((1, None), (4, 1), (4, "auto")):
+        with pytest.raises(ConfigError, match=f"{make.__name__}.*`(micro)?batch_size='?{1 if size == 1 else split}"):
+            make().set_up(SimpleNamespace(batch_size=size, settings=Settings(microbatch_size=split)))
 
 
 @pytest.mark.parametrize("step", range(6))

@@ -239,6 +239,8 @@ def test_a_second_pass_that_fails_leaves_the_weights_where_they_were() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         build(SAM(0.5), model=model).train()
     assert distance(weights(model), weights(t16())) == 0
+    with pytest.raises(ConfigError, match=r"SAM.*microbatch_size='auto'"):
+        build(SAM(), microbatch_size="auto").train()
     for wrong in (0, -1, True, float("inf")):
         with pytest.raises(ConfigError, match="rho"):
             SAM(wrong)
