@@ -246,7 +246,7 @@ class MultiTaskUnit:
         self._shifts = shifts_labels(unwrap(model))
 
     def __call__(self, batch: TaskBatch) -> StepOutput:
-        """Return the sum of the losses of all targets, each times the weight of its task."""
+        """Return the sum of the losses of all targets, each times the weight of its task; logs show each task's."""
         return self._run(batch)
 
     def evaluate(self, batch: TaskBatch) -> StepOutput:
@@ -260,16 +260,18 @@ class MultiTaskUnit:
                 "sets through `MultiTask.evaluation({'task': dataset})`."
             )
         total: Any = 0.0
-        targets, output = 0, StepOutput(None)
+        targets, output, metrics = 0, StepOutput(None), dict[str, Any]()
         for name, part in batch.parts.items():
             output = self._unit(name)(lambda *args, task=name, **kwargs: self.model(*args, task=task, **kwargs), part)
             count = batch.counts[name][self._shifts]
             loss = output.required_loss()
             total = total + (loss * (count * self.weights.get(name, 1.0)) if count else without_effect(output))
             targets += count
+            metrics[f"loss_{name}"] = (loss.detach(), count)
+            metrics |= {f"{name}_{key}": (value, count) for key, value in (output.metrics or {}).items()}
         is_one = len(batch.parts) == 1
         outputs, labels = (output.outputs, output.labels) if is_one else (None, None)
-        return StepOutput(total, outputs, labels, targets)
+        return StepOutput(total, outputs, labels, targets, metrics=None if is_one else metrics)
 
     def _unit(self, name: str) -> ModelUnit:
         if name not in self._units:

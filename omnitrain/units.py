@@ -51,8 +51,8 @@ class StepOutput:
         labels: What the outputs are compared with.
         num_targets: The number of targets summed in `loss`.
         extra: Further inputs of a metric function written for transformers, by name there; arrays like the outputs.
-        metrics: Means over the batch by name, as scalars on the device or numbers. The logs show them, averaged with
-            the weights of the losses. They are detached.
+        metrics: Means over the batch by name, as scalars on the device or numbers, or pairs of a mean and its weight.
+            The logs show them, averaged by their own weights or by those of the losses. They are detached.
 
     >>> StepOutput(torch.tensor(0.5), metrics={"accuracy": torch.tensor(0.75)}).metrics
     {'accuracy': tensor(0.7500)}
@@ -70,15 +70,19 @@ class StepOutput:
         if self.metrics is not None:
             if not isinstance(self.metrics, Mapping):
                 raise DataError(f"`metrics` must be a dict of scalars by name, got {_describe(self.metrics)}.")
-            self.metrics = {
-                name: value.detach() if isinstance(value, Tensor) else value for name, value in self.metrics.items()
-            }
+            self.metrics = {name: _detached(value) for name, value in self.metrics.items()}
 
     def required_loss(self) -> Tensor:
         """Return the loss, or raise DataError if there is none."""
         if self.loss is None:
             raise DataError("Training needs a loss, but the unit, or `_forward`, gave none for this batch.")
         return self.loss
+
+
+def _detached(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(_detached(one) for one in value)
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 @runtime_checkable

@@ -206,7 +206,6 @@ def test_losses_that_are_means_over_different_things_are_refused() -> None:
         ({"kl": F.mse_loss}, {"kl_": 1.0}, "'kl_'.*Did you mean 'kl'"),
         ({"kl": F.mse_loss}, {"kl": "1"}, "'kl'.*got '1'"),
     ],
-    ids=str,
 )
 def test_weighted_losses_that_are_none_are_refused(losses: Any, weights: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=word):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import Trace
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -158,6 +159,23 @@ def test_wrong_arguments_are_refused(make: Any, error: Any, told: str) -> None:
 
 
 # Training
+
+
+def test_logs_and_history_have_the_loss_of_each_task_over_its_own_samples(trainer_class: Any) -> None:
+    found = []
+    for batch, accumulation in [(8, 1), (2, 4)]:
+        trace = Trace()
+        trainer = build(
+            trainer_class, batch_size=batch, gradient_accumulation_steps=accumulation, epochs=1, log_steps=1,
+            callbacks=[trace], learning_rate=0.0, optimizer=torch.optim.SGD,
+        )  # fmt: skip
+        row = trainer.train()["train_metrics_history"][0]
+        for task, data in trainer.train_dataset.tasks.items():
+            x, y = data.tensors
+            assert row[f"train_loss_{task}"] == pytest.approx(float(LOSSES[task](trainer.model(x, task), y).detach()))
+        found.append([{name: one[name] for name in ("loss_kind", "loss_size") if name in one} for one in trace.logs])
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_both_tasks_learn_and_each_has_its_own_metrics(trainer_class: Any) -> None:

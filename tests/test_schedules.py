@@ -484,7 +484,7 @@ def test_what_would_be_no_schedule_is_refused_before_the_run(name: str) -> None:
         (lambda: preview_schedule("linear", epochs=2), "Give `steps_per_epoch`, or `max_steps`"),
         (lambda: preview_schedule("linear", max_duration="1h", warmup_steps=9), "Pass `seconds_per_step`"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_no_schedule_is_refused_with_its_value(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

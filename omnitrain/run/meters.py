@@ -67,17 +67,22 @@ class Meters:
     def add(self, values: Mapping[str, Any], weight: float) -> None:
         """Add the values of a micro-batch, which are means over it; one of weight 0 had nothing to measure.
 
+        A value can be a pair with its own weight, if it is a mean over something else.
+
         Raises:
             ConfigError: For a name that stands for something else.
             DataError: For a value that is no scalar.
         """
         if not weight:
             return
-        for name, value in values.items():
+        for name, given in values.items():
+            value, own = given if type(given) is tuple and len(given) == 2 else (given, weight)
+            if not own:
+                continue
             meter = self._meters.get(name) or self._begin(name)
-            meter.sums.add_(_scalar(name, value), alpha=weight)
-            meter.weights[_LOG] += weight
-            meter.weights[_EPOCH] += weight
+            meter.sums.add_(_scalar(name, value), alpha=own)
+            meter.weights[_LOG] += own
+            meter.weights[_EPOCH] += own
 
     def _begin(self, name: Any) -> _Meter:
         if not isinstance(name, str) or not name or name in _TAKEN or name.startswith(_PREFIXES):
