@@ -96,8 +96,8 @@ def layerwise_decay(model: nn.Module, decay: float = 0.75) -> list[dict[str, Any
     """Return `param_groups` in which the learning rate shrinks by a factor from each block of a model to the one below.
 
     What comes after the last block (a head) has the full rate, the last block `decay` times that, the one before it
-    `decay**2`, and what comes before the first (embeddings) the least. Blocks are what the model's `ModuleList`s and
-    `Sequential`s hold, if that is made of layers. As in ULMFiT (arXiv 1801.06146) and BEiT (arXiv 2106.08254).
+    `decay**2`, and what comes before the first (embeddings) the least. Blocks are the parts of an `nn.ModuleList` or
+    `nn.Sequential` that are made of layers. As in ULMFiT (arXiv 1801.06146) and BEiT (arXiv 2106.08254).
 
     Args:
         model: The model that is to be trained.

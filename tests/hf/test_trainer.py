@@ -671,7 +671,7 @@ def test_named_sets_are_evaluated_each_and_one_of_them_selects(arguments: Any) -
     args = arguments(load_best_model_at_end=True, metric_for_best_model="dev_mae")
     trainer = make(KeyedModel(), Keyed(), args, eval_dataset=sets, compute_metrics="mae")
     row = trainer.train()["best_valid"]
-    names = {"eval_loss", "eval_dev_loss", "eval_dev_mae", "eval_web_loss", "eval_web_mae"}
+    names = {"eval_loss", "eval_mae", "eval_dev_loss", "eval_dev_mae", "eval_web_loss", "eval_web_mae"}
     assert set(row) == names | {"epoch", "step"} and trainer.objective.direction == "min"
     assert trainer.evaluate(sets).keys() == names
     assert any(names <= set(row) for row in trainer.engine.state.log_history)
