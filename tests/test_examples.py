@@ -218,6 +218,15 @@ def test_one_network_learns_both_of_its_tasks() -> None:
     assert best["eval_turns_accuracy"] > 0.5  # by chance: 0.25
 
 
+def test_one_network_learns_two_tasks_from_their_own_datasets() -> None:
+    best = names_of("mixed_tasks.py")["main"](epochs=4)
+    assert best["eval_digit_accuracy"] > 0.5  # by chance: 0.1
+
+
+def test_digits_are_learnt_with_cutmix_averages_and_a_schedule_in_shares() -> None:
+    assert names_of("regularized.py")["main"](epochs=4)["test_accuracy"] > 0.5
+
+
 def test_each_fold_is_predicted_by_a_model_that_has_not_seen_it() -> None:
     assert names_of("k_fold.py")["main"](folds=3, epochs=6)["roc_auc"] > 0.97
 
