@@ -197,9 +197,10 @@ class ModelUnit:
             else:
                 found = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
         metrics = _metrics_in(outputs)
-        if isinstance(found, Mapping):
+        has_parts = not isinstance(found, Tensor) and isinstance(found, Mapping)
+        if has_parts:
             metrics = {**parts_of(found), **(metrics or {})}
-        loss = total_of(found) if self.model_loss is not None or isinstance(found, Mapping) else found
+        loss = total_of(found) if has_parts or self.model_loss is not None else found
         if needs_loss or loss is not None:
             if self.loss_fn is not None and not isinstance(loss, Tensor):
                 raise DataError(
@@ -334,8 +335,9 @@ def _metrics_in(outputs: Any) -> Mapping[str, Any] | None:
     """Return what a model wants logged, if its output has such a dict."""
     if isinstance(outputs, Tensor):
         return None
-    found = outputs.get("metrics") if isinstance(outputs, Mapping) else getattr(outputs, "metrics", None)
-    return found if isinstance(found, Mapping) else None
+    is_named = isinstance(outputs, (dict, Mapping))  # a dict is seen at once
+    found = outputs.get("metrics") if is_named else getattr(outputs, "metrics", None)
+    return None if found is None or not isinstance(found, Mapping) else found
 
 
 def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
@@ -349,7 +351,9 @@ def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
     if isinstance(outputs, Tensor):
         return None if outputs is loss else outputs
     if isinstance(outputs, Mapping):
-        left_out = ["loss", "total", *ignored, *(["metrics"] if _metrics_in(outputs) is not None else [])]
+        left_out = ["loss", "total", *ignored]
+        if "metrics" in outputs and _metrics_in(outputs) is not None:
+            left_out.append("metrics")
         rest = {key: value for key, value in outputs.items() if key not in left_out and value is not None}
         for key in ("logits", "predictions"):
             if key in rest:

@@ -260,7 +260,8 @@ class Feed:
         if self._reduction == "sum":
             return 1
         if isinstance(self._hooks.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
-            divisor = divisor_of(self._hooks.unit.loss_fn, labels_of(batch, self._label_names))
+            loss_fn = self._hooks.unit.loss_fn
+            divisor = None if loss_fn is None else divisor_of(loss_fn, labels_of(batch, self._label_names))
             if divisor is None or self._reduction == "per-token-mean":
                 labels = count_labels(batch, self.shifts_labels, self._label_names)
                 if labels is None and self._reduction == "per-token-mean":
