@@ -248,8 +248,8 @@ class WeightedLosses(nn.Module):
         self, losses: Mapping[str, Callable[[Any, Any], Any]], weights: Mapping[str, float] | None = None
     ) -> None:
         super().__init__()
-        self.losses = dict(losses)
-        self.weights = {**dict.fromkeys(self.losses, 1.0), **(weights or {})}
+        self.losses: dict[str, Callable[[Any, Any], Any]] = dict(losses)
+        self.weights: dict[str, float] = {**dict.fromkeys(self.losses, 1.0), **(weights or {})}
         self._of_torch = nn.ModuleList(loss for loss in self.losses.values() if isinstance(loss, nn.Module))
         if not self.losses:
             raise ConfigError("`losses` must have at least one loss by its name, got none.")

@@ -240,8 +240,8 @@ class MultiTaskUnit:
             if not callable(loss) or isinstance(loss, type):
                 raise ConfigError(f"The loss of the task {name!r} must be callable, got {loss!r:.200}.")
         self.model = model
-        self.losses = dict(losses or {})
-        self.weights = dict(weights or {})
+        self.losses: dict[str, Callable[[Any, Any], torch.Tensor]] = dict(losses or {})
+        self.weights: dict[str, float] = dict(weights or {})
         self._units: dict[str, ModelUnit] = {}
         self._shifts = shifts_labels(unwrap(model))
 

@@ -377,7 +377,7 @@ class LinearScheduler(Schedule):
     """
 
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS = ("t_max",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
 
     def shape(self, place: Place, begin: float) -> float:
         """Return what is left of the way."""
@@ -397,7 +397,7 @@ class CosineAnnealingScheduler(Schedule):
 
     t_max: str | Duration = _WHOLE_RUN
     num_cycles: float = 0.5
-    LENGTHS = ("t_max",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
 
     def __post_init__(self) -> None:
         """Refuse what is no number of waves."""
@@ -423,7 +423,7 @@ class CosineWithRestartsScheduler(Schedule):
 
     num_cycles: int = 1
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS = ("t_max",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
 
     def __post_init__(self) -> None:
         """Refuse what is no number of periods."""
@@ -447,7 +447,7 @@ class PolynomialScheduler(Schedule):
 
     power: float = 1.0
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS = ("t_max",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
 
     def __post_init__(self) -> None:
         """Refuse what is no power."""
@@ -470,7 +470,7 @@ class StepScheduler(_Clamped):
 
     step_size: str | Duration
     gamma: float = 0.1
-    LENGTHS = ("step_size",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("step_size",)
 
     def __post_init__(self) -> None:
         """Refuse what is no factor."""
@@ -494,7 +494,7 @@ class MultiStepScheduler(_Clamped):
 
     milestones: Sequence[str | Duration]
     gamma: float = 0.1
-    LENGTHS = ("milestones",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("milestones",)
 
     def __post_init__(self) -> None:
         """Refuse what is no list of durations."""
@@ -522,7 +522,7 @@ class ExponentialScheduler(_Clamped):
 
     gamma: float
     decay_period: str | Duration = "1ep"
-    LENGTHS = ("decay_period",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("decay_period",)
 
     def __post_init__(self) -> None:
         """Refuse what is no factor."""
@@ -548,7 +548,7 @@ class InverseSqrtScheduler(_Clamped):
     """
 
     timescale: str | Duration | None = None
-    LENGTHS = ("timescale",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("timescale",)
 
     def shape(self, place: Place, begin: float) -> float:
         """Return the root."""
@@ -579,7 +579,7 @@ class WSDScheduler(Schedule):
     decay: Length = "0.1dur"
     kind: Literal["linear", "cosine", "1-sqrt", "exponential"] = "1-sqrt"
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS = ("decay", "t_max")
+    LENGTHS: ClassVar[tuple[str, ...]] = ("decay", "t_max")
 
     def __post_init__(self) -> None:
         """Refuse an unknown kind of decay."""

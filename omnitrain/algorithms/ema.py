@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import ClassVar
+
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from omnitrain.algorithms.averaging import WeightAverage
@@ -26,7 +29,7 @@ class EMA(WeightAverage):
     0.99
     """
 
-    conflicts = ("SWA",)
+    conflicts: ClassVar[Collection[str]] = ("SWA",)
 
     def __init__(self, decay: float = 0.999) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay < 1:

@@ -6,8 +6,8 @@ How many are frozen, and when, is in the file of each algorithm.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -29,13 +29,13 @@ class Freezing(Algorithm):
     """
 
     asks_alone = False
-    needs = ("freezing",)
-    conflicts = ("LayerFreezing", "GradualUnfreezing")
+    needs: ClassVar[Collection[str]] = ("freezing",)
+    conflicts: ClassVar[Collection[str]] = ("LayerFreezing", "GradualUnfreezing")
 
     def __init__(self, layers: Sequence[str] | None = None) -> None:
         if isinstance(layers, str):
             raise ConfigError(f"`layers` must be a list of regular expressions, got {layers!r}.")
-        self.layers = None if layers is None else tuple(layers)
+        self.layers: tuple[str, ...] | None = None if layers is None else tuple(layers)
         self._own: list[nn.Parameter] = []
         """What it has frozen."""
 

@@ -49,7 +49,7 @@ class GradientClipping(Algorithm):
             raise ConfigError(f"`exclude` must be a list of regular expressions, got {exclude!r}.")
         self.kind = kind
         self.limit = limit
-        self.exclude = tuple(exclude)
+        self.exclude: tuple[str, ...] = tuple(exclude)
         self._clipped: list[Any] = []
 
     def set_up(self, trainer: TrainerLike) -> None:

@@ -6,8 +6,8 @@ How inputs are mixed is in the file of each algorithm.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,7 +33,7 @@ class Mixing(Algorithm):
     """
 
     asks_alone = False
-    conflicts = ("MixUp", "CutMix")
+    conflicts: ClassVar[Collection[str]] = ("MixUp", "CutMix")
 
     def __init__(self, num_classes: int | None, alpha: float) -> None:
         if not alpha > 0:

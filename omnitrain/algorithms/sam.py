@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ class SAM(Algorithm):
     """
 
     asks_alone = False
-    conflicts = ("SAM",)
+    conflicts: ClassVar[Collection[str]] = ("SAM",)
 
     def __init__(self, rho: float = 0.05) -> None:
         if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 < rho < float("inf"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
@@ -33,12 +34,12 @@ class SWA(WeightAverage):
     Duration(value=0.5, unit='dur')
     """
 
-    conflicts = ("EMA",)
+    conflicts: ClassVar[Collection[str]] = ("EMA",)
 
     def __init__(self, start: int | str | Duration = "0.7dur", every: int | None = None) -> None:
         update: Any = get_swa_multi_avg_fn()
         super().__init__(lambda averages, weights, count: update(averages, weights, count + 1))
-        self.start = Duration.parse(start, "ba", "start")
+        self.start: Duration = Duration.parse(start, "ba", "start")
         if self.start.unit == "s":
             raise ConfigError(f"`start` of SWA cannot be a time, which no two ranks agree on, got {str(self.start)!r}.")
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):

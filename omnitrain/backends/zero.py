@@ -60,7 +60,7 @@ class Zero(DDP):
 
     sharding: ClassVar[str | None] = "DEEPSPEED"
     keeps_masters = True
-    lacks = MappingProxyType(
+    lacks: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "before_second_pass": "DeepSpeed's engine adds gradients up in buffers of its own, and keeps those of both",
             "before_update": "DeepSpeed's engine clips and updates at once, in buffers of its own",
