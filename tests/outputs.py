@@ -6,7 +6,8 @@ import math
 import re
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
-PROGRESS = re.compile(r"^(?:step \d+(?:/\d+| \(\d+%\))|\{'train_runtime').*\n?", re.MULTILINE)  # ours, transformers'
+PROGRESS = re.compile(r"^(?:step \d+(?:/\d+| \(\d+%\))|\{'\w+': '[^{}]*'epoch': '[^{}]*\}$).*\n?", re.MULTILINE)
+"""Rows of ours, and of transformers, which prints them if its verbosity was changed before."""
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?|\bseconds\b[ :]+\d\S*")
 LOG_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\n?", re.MULTILINE)  # DeepSpeed prints one when it is imported
 
