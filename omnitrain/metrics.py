@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from omnitrain.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 
-__all__ = ["TABLES", "MetricRow", "MetricsDict", "WeightedMean"]
+__all__ = ["TABLES", "MetricRow", "MetricsDict", "WeightedMean", "new_figure", "save_figure"]
 
 _PREFIXES = ("eval_", "test_", "train_")
 _POSITION = ("epoch", "step")
@@ -245,17 +245,12 @@ class MetricsDict(dict[str, Any]):
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError("MetricsDict.plot", "matplotlib", "plot") from error
         train, valid = self["train_metrics_history"], self["valid"]
         texts = {name for row in valid for name, value in row.items() if isinstance(value, str)}
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
         panels = [losses, *([name] for name in sorted(names - {*losses, *_POSITION}))]
-        # Without pyplot, whose global state belongs to the user or the notebook.
-        figure = Figure(figsize=(6.4, 3.2 * len(panels)), layout="constrained")
+        figure = new_figure("MetricsDict.plot", 3.2 * len(panels))
         for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
             if panel is losses:
                 _draw(axes, train, "train_loss")
@@ -265,9 +260,7 @@ class MetricsDict(dict[str, Any]):
             axes.grid(alpha=0.3)
             if axes.get_lines():
                 axes.legend()
-        path = _with_folder(path)
-        figure.savefig(path, format=path.suffix[1:] or "png")
-        return path
+        return save_figure(figure, path)
 
 
 @dataclass(slots=True)
@@ -340,6 +333,30 @@ def _plain(name: str, value: Any) -> float | int | str:
 
 def _plain_row(row: Mapping[str, Any]) -> MetricRow:
     return MetricRow({str(name): _plain(str(name), value) for name, value in row.items()})
+
+
+def new_figure(caller: str, height: float) -> Any:
+    """Return an empty figure of matplotlib, made without pyplot, whose global state belongs to the user.
+
+    Args:
+        caller: What draws, for the error.
+        height: In inches.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(caller, "matplotlib", "plot") from error
+    return Figure(figsize=(6.4, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a figure in the format of the path's suffix, PNG by default; return the path."""
+    path = _with_folder(path)
+    figure.savefig(path, format=path.suffix[1:] or "png")
+    return path
 
 
 def _with_folder(path: str | os.PathLike[str]) -> Path:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.duration import Duration, Limits
-from omnitrain.errors import ConfigError, MissingExtraError
+from omnitrain.errors import ConfigError
+from omnitrain.metrics import new_figure, save_figure
 from omnitrain.progress import Progress
 from omnitrain.schedules import Course, Length, Place, Schedule, check_number, named_schedule, warmup_length
 
@@ -44,22 +45,14 @@ class SchedulePreview:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError("SchedulePreview.plot", "matplotlib", "plot") from error
-        # without pyplot: nothing is left in a notebook's or a user's global state
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        figure = new_figure("SchedulePreview.plot", 3.2)
         axes = figure.subplots()
         axes.plot(*self._curve)
         axes.set_xlabel(_COUNTED[self.unit])
         axes.set_ylabel("learning rate")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format=path.suffix[1:] or "png")
-        return path
+        return save_figure(figure, path)
 
     def __str__(self) -> str:
         """Return the table."""
