@@ -84,6 +84,8 @@ class MultiTask(Dataset[tuple[str, Any]]):
         self.tasks: dict[str, Any] = dict(tasks)
         self.mixing = mixing
         self.temperature = temperature
+        self._names = list(tasks)
+        self._items = [_Items(data) for data in tasks.values()]
         self._sizes = np.array([count_rows(data) for data in tasks.values()])
         self._firsts = np.concatenate([[0], np.cumsum(self._sizes)])
         if epoch_size is not None and (type(epoch_size) is not int or epoch_size < 1):
@@ -126,8 +128,7 @@ class MultiTask(Dataset[tuple[str, Any]]):
     def __getitem__(self, index: int) -> tuple[str, Any]:
         """Return the name of a task and a sample of it; the tasks lie one after the other."""
         number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        name = list(self.tasks)[number]
-        return name, _item(self.tasks[name], index - int(self._firsts[number]))
+        return self._names[number], self._items[number][index - int(self._firsts[number])]
 
     def epoch_order(self, epoch: int, seed: int) -> np.ndarray:
         """Return the samples of an epoch in their order, as int64 of shape (epoch_size,)."""
@@ -157,7 +158,7 @@ class MultiTask(Dataset[tuple[str, Any]]):
 
     def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], TaskBatch]:
         """Return the collator of the tasks' samples; `collate` makes a batch of samples of one task."""
-        return _ByTask(collate, self.tasks)
+        return _ByTask(collate, dict(zip(self._names, self._items, strict=True)))
 
     def evaluation(self, sets: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> dict[str, EvalSet]:
         """Return evaluation sets by the name of their task, for `eval_dataset`.
@@ -189,7 +190,7 @@ class _ByTask:
         parts, counts = {}, {}
         for name, data in self.tasks.items():
             own = [sample for task, sample in samples if task == name]
-            parts[name] = self.collate(own or [_item(data, 0)])
+            parts[name] = self.collate(own or [data[0]])
             plain, shifted = (count_labels(parts[name], shifted) for shifted in (False, True))
             counts[name] = (len(own), len(own)) if plain is None or not own else (plain, shifted or 0)
         return TaskBatch(parts, counts)
@@ -279,17 +280,23 @@ class MultiTaskUnit:
         return self._units[name]
 
 
-def _item(data: Any, index: int) -> Any:
-    """Return a sample of a dataset, or a row of tensors."""
-    columns, rows = tensor_columns(data)
-    if columns is None:
-        return data[index]
-    row = index if rows is None else int(rows[index])
-    if isinstance(columns, torch.Tensor):
-        return columns[row]
-    if isinstance(columns, dict):
-        return {key: column[row] for key, column in columns.items()}
-    return tuple(column[row] for column in columns)
+class _Items:
+    """The samples of a dataset, or the rows of tensors, by index."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._columns, self._rows = tensor_columns(data)
+
+    def __getitem__(self, index: int) -> Any:
+        columns = self._columns
+        if columns is None:
+            return self._data[index]
+        row = index if self._rows is None else int(self._rows[index])
+        if isinstance(columns, torch.Tensor):
+            return columns[row]
+        if isinstance(columns, dict):
+            return {key: column[row] for key, column in columns.items()}
+        return tuple(column[row] for column in columns)
 
 
 def _apportioned(whole: int, shares: np.ndarray) -> list[int]:
