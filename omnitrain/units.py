@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -64,6 +64,8 @@ class StepOutput:
     num_targets: int | Tensor | None = None
     extra: dict[str, Any] | None = None
     metrics: Mapping[str, Any] | None = None
+    _returned: Any = field(default=None, repr=False, compare=False)
+    """All that the model returned, of which `outputs` may be a part."""
 
     def __post_init__(self) -> None:
         """Cut the metrics off from the graph, which DDP would else look for gradients in."""
@@ -177,7 +179,8 @@ class ModelUnit:
             DataError: If a loss is needed and cannot be found, or is no scalar.
         """
         loss, outputs, metrics = self.run(model, batch)
-        return StepOutput(loss, scores_in(outputs, loss), labels_of(batch, self.label_names), metrics=metrics)
+        scores, labels = scores_in(outputs, loss), labels_of(batch, self.label_names)
+        return StepOutput(loss, scores, labels, None, None, metrics, outputs if torch.is_grad_enabled() else None)
 
     def run(self, model: Any, batch: Any) -> tuple[Tensor | None, Any, Mapping[str, Any] | None]:
         """Return the loss of `batch`, what the model returned for it, and what is to be logged of it besides.
@@ -314,11 +317,38 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
 def without_effect(output: StepOutput) -> Tensor:
     """Return a loss whose backward pass runs like any other, but gives gradients of zero.
 
-    It is computed from the outputs: the loss of a batch without a label may be NaN, and 0 x NaN is NaN.
+    The other ranks wait for the gradients of each layer that their losses pass through. So it is the loss itself,
+    unless that is the mean of no label, which is NaN, and 0 x NaN is NaN: then it is computed from the outputs that
+    the loss was computed from. To ask which it is waits for the device, but only micro-batches that count nothing
+    come here.
     """
-    outputs = output.outputs if isinstance(output.outputs, (tuple, list)) else [output.outputs]
-    nothing = [one.float().sum() * 0 for one in outputs if isinstance(one, Tensor) and one.requires_grad]
-    return torch.stack(nothing or [output.required_loss().float() * 0]).sum()
+    loss = output.required_loss()
+    if loss.isfinite():
+        return loss * 0
+    used = _computed_from(loss)
+    outputs = output.outputs if output._returned is None else output._returned
+    nothing = [one.float().sum() * 0 for one in _tensors_in(outputs) if one is not loss and one.grad_fn in used]
+    return torch.stack(nothing).sum() if nothing else loss * 0
+
+
+def _computed_from(loss: Tensor) -> set[Any]:
+    """Return the nodes of the graph that a backward pass of `loss` runs through."""
+    found: set[Any] = set()
+    ahead = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [one for one, _ in node.next_functions]
+    return found
+
+
+def _tensors_in(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, (Mapping, tuple, list)):
+        for one in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            yield from _tensors_in(one)
 
 
 def _loss_in(outputs: Any) -> Any:

@@ -29,7 +29,7 @@ from omnitrain.data.sampling import EpochSampler  # noqa: E402
 pytestmark = pytest.mark.distributed
 
 HERE = "test_models"
-KINDS = ("gpt", "bert", "t5", "unit", "packed")
+KINDS = ("gpt", "bert", "t5", "unit", "packed", "heads")
 REFUSED = {"fsdp": ("t5",), "hf_fsdp": ("t5", "bert")}
 """PyTorch's FSDP 2 with accelerate's policy takes no model of tied weights such as T5. The policy of HFTrainer's
 arguments has it cut BERT's word embeddings up twice, by themselves and in `BertEmbeddings`, which PyTorch refuses."""
@@ -38,6 +38,31 @@ BACKENDS = [one for one in PROCESSES if one not in ("accelerate", "hf")]
 
 def models_of(backend: str) -> list[str]:
     return [kind for kind in KINDS if kind not in REFUSED.get(backend, ())]
+
+
+class Heads(nn.Module):
+    """Classes of sequences of one token, and a value; only the first is called `logits`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes, self.value = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+        for one in self.parameters():
+            nn.init.normal_(one, std=0.3, generator=torch.Generator().manual_seed(one.numel()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        return {"logits": self.classes(hidden)[:, None], "value": self.value(hidden)}
+
+
+def both(outputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    labelled = outputs["value"][labels != -100]
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten()) + labelled.square().mean()
+
+
+def some_labelled(size: int, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    """Rows of which every third has no label."""
+    features = rows(size, dtype).tensors[0]
+    return [{"x": x, "labels": torch.tensor([-100 if i % 3 == 1 else i % 3])} for i, x in enumerate(features)]
 
 
 # --- what runs on every process
@@ -51,6 +76,9 @@ def learn(backend: str, kind: str, dtype: str) -> dict[str, Any]:
         model: nn.Module = t16(dtype=DTYPES[dtype])
         data, evaluation = rows(21, DTYPES[dtype]), rows(7, DTYPES[dtype])
         options = {"unit": Holding(model)}
+    elif kind == "heads":
+        model, options = Heads(), {"compute_metrics": "accuracy", "loss_fn": both}
+        data, evaluation = some_labelled(21, DTYPES[dtype]), some_labelled(7, DTYPES[dtype])
     elif kind == "packed":
         model, data, evaluation = gpt(), Short(21), Short(7)
         options = {"data_collator": DataCollatorWithFlattening()}
@@ -151,14 +179,17 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 def bound_of(kind: str, backend: str) -> float:
     """transformers computes losses in fp32, whatever the model is in."""
-    return 1e-10 if kind == "unit" and dtype_of(backend) == "float64" else 2e-5
+    return 1e-10 if kind in ("unit", "heads") and dtype_of(backend) == "float64" else 2e-5
 
 
 SPREAD = [backend for backend in BACKENDS if PROCESSES[backend] > 1]
 
 
 LEARNT = [(backend, kind) for backend in SPREAD for kind in models_of(backend)]
-KEPT = [*(("ddp", kind) for kind in KINDS), ("fsdp", "gpt"), ("zero2", "t5"), ("zero3", "unit"), ("hf2", "packed")]
+KEPT = [
+    *(("ddp", kind) for kind in KINDS),
+    *(("fsdp", "gpt"), ("zero2", "t5"), ("zero3", "unit"), ("zero3", "heads"), ("hf2", "packed")),
+]
 
 
 @pytest.mark.parametrize(("backend", "kind"), thinned(LEARNT, KEPT))
