@@ -32,11 +32,13 @@ class TaskBatch(NamedTuple):
     Attributes:
         parts: The batch of each task.
         counts: The targets in each: labels that count, or samples; and the same for a model that predicts each label
-            one place before it. (0, 0) of a task that has no sample here.
+            one place before it.
+        idle: The tasks that have no sample here, and whose batch is one that does not count.
     """
 
     parts: dict[str, Any]
     counts: dict[str, tuple[int, int]]
+    idle: set[str]
 
 
 class MultiTask(Dataset[tuple[str, Any]]):
@@ -187,13 +189,16 @@ class _ByTask:
         self.tasks = tasks
 
     def __call__(self, samples: Sequence[tuple[str, Any]]) -> TaskBatch:
-        parts, counts = {}, {}
+        parts, counts, idle = {}, {}, set()
         for name, data in self.tasks.items():
             own = [sample for task, sample in samples if task == name]
-            parts[name] = self.collate(own or [data[0]])
+            if not own:
+                own = [data[0]]
+                idle.add(name)
+            parts[name] = self.collate(own)
             plain, shifted = (count_labels(parts[name], shifted) for shifted in (False, True))
-            counts[name] = (len(own), len(own)) if plain is None or not own else (plain, shifted or 0)
-        return TaskBatch(parts, counts)
+            counts[name] = (len(own), len(own)) if plain is None else (plain, shifted or 0)
+        return TaskBatch(parts, counts, idle)
 
 
 class MultiTaskUnit:
@@ -264,9 +269,11 @@ class MultiTaskUnit:
         targets, output, metrics = 0, StepOutput(None), dict[str, Any]()
         for name, part in batch.parts.items():
             output = self._unit(name)(lambda *args, task=name, **kwargs: self.model(*args, task=task, **kwargs), part)
-            count = batch.counts[name][self._shifts]
+            found = batch.counts[name][self._shifts]
+            count = 0 if name in batch.idle else found
             loss = output.required_loss()
-            total = total + (loss * (count * self.weights.get(name, 1.0)) if count else without_effect(output))
+            weighted = loss * (count * self.weights.get(name, 1.0)) if found else without_effect(output, loss)
+            total = total + weighted
             targets += count
             metrics[f"loss_{name}"] = (loss.detach(), count)
             metrics |= {f"{name}_{key}": (value, count) for key, value in (output.metrics or {}).items()}

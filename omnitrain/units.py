@@ -314,15 +314,14 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
     return StepOutput(loss, labels=labels_of(batch), num_targets=num_targets, metrics=metrics)
 
 
-def without_effect(output: StepOutput) -> Tensor:
-    """Return a loss whose backward pass runs like any other, but gives gradients of zero.
+def without_effect(output: StepOutput, loss: Tensor) -> Tensor:
+    """Return a loss whose backward pass runs like that of `loss`, but gives gradients of zero.
 
     The other ranks wait for the gradients of each layer that their losses pass through. So it is the loss itself,
     unless that is the mean of no label, which is NaN, and 0 x NaN is NaN: then it is computed from the outputs that
     the loss was computed from. To ask which it is waits for the device, but only micro-batches that count nothing
     come here.
     """
-    loss = output.required_loss()
     if loss.isfinite():
         return loss * 0
     used = _computed_from(loss)

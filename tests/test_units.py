@@ -25,6 +25,7 @@ from omnitrain.units import (
     count_tokens,
     run_unit,
     shifts_labels,
+    without_effect,
 )
 
 X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0, 3.0])
@@ -666,3 +667,28 @@ def test_a_loss_function_that_fails_on_outputs_which_are_no_tensor_is_told_what_
 def test_a_batch_without_what_forward_needs_names_it_and_the_keys_that_there_are(loss_fn: Any) -> None:
     with pytest.raises(DataError, match=r"forward\(\) needs 'input', and the batch has the keys 'x', 'labels'"):
         ModelUnit(nn.Linear(4, 1), loss_fn)(nn.Linear(4, 1), {"x": torch.ones(2, 4), "labels": torch.ones(2, 1)})
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second, self.unused = (nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = self.body(x)
+        return {"logits": self.first(hidden), "others": [self.second(hidden), self.unused(hidden)]}
+
+
+@pytest.mark.parametrize("label", [1, -100])
+def test_a_loss_without_effect_goes_back_through_what_the_loss_was_computed_from(label: int) -> None:
+    def loss_fn(outputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs["logits"], labels) + outputs["others"][0].square().mean()
+
+    model = TwoHeads()
+    output = ModelUnit(model, loss_fn)(model, (torch.ones(1, 2), torch.tensor([label])))
+    loss = output.required_loss()
+    assert bool(loss.isnan()) is (label == -100)
+    without_effect(output, loss).backward()
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    assert {name for name, one in gradients.items() if one is None} == {"unused.weight", "unused.bias"}
+    assert not any(one.any() for one in gradients.values() if one is not None)

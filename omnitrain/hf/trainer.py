@@ -622,8 +622,8 @@ class HFTrainer(Calls):
             raise ConfigError(f"`warmup_steps={warmup!r}` cannot be told in steps here, as the schedule takes it.")
         return int(steps)
 
-    def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
-        return without_effect(output)  # transformers' loop runs backward for every micro-batch
+    def _idle_loss(self, output: StepOutput, loss: torch.Tensor) -> torch.Tensor | None:
+        return without_effect(output, loss)  # transformers' loop runs backward for every micro-batch
 
     # --- training
 

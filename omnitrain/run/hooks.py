@@ -186,9 +186,9 @@ class Hooks:
         """Return loss and outputs of a batch on the device."""
         return run_unit(self.unit, model, batch)
 
-    def _idle_loss(self, output: StepOutput) -> torch.Tensor | None:
+    def _idle_loss(self, output: StepOutput, loss: torch.Tensor) -> torch.Tensor | None:
         """Return a loss with zero gradients for a micro-batch without labels, if other ranks wait for its backward."""
-        return without_effect(output) if self.ranks.world_size > 1 else None
+        return without_effect(output, loss) if self.ranks.world_size > 1 else None
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`."""

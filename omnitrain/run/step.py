@@ -352,7 +352,10 @@ class Step:
             self.metrics.add(output.metrics, count)
         # the mean of nothing is NaN, and 0 x NaN is NaN
         divisor = window.divisor
-        scaled = hooks._idle_loss(output) if not weight else loss if weight == divisor else loss * (weight / divisor)
+        if not weight:
+            scaled = hooks._idle_loss(output, loss)
+        else:
+            scaled = loss if weight == divisor else loss * (weight / divisor)
         if last and self._ranks.world_size > 1 and scaled is not None:
             # All ranks must see a loss that is not finite: they see its gradients, once these are averaged.
             total = self.loss.sum
