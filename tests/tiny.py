@@ -45,7 +45,7 @@ def bert(seed: int = 0, **options: Any) -> BertForSequenceClassification:
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
             **{"num_labels": 3, **options},
         )
     ).double()  # fmt: skip
@@ -81,8 +81,8 @@ def gpt(seed: int = 0) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128, resid_pdrop=0, embd_pdrop=0,
-            attn_pdrop=0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     ).double()  # fmt: skip
 

@@ -187,7 +187,8 @@ def test_a_name_answers_as_in_a_stock_trainer(name: str, pair: Any) -> None:
     if answers == [None, ""]:  # of `fsdp`, which our backends see to
         return
     kinds = [type(answer) for answer in answers]
-    assert kinds[0] is kinds[1] or isinstance(answers[1], (CallbackHandler, torch.optim.Optimizer)), kinds
+    ours = (CallbackHandler, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR)
+    assert kinds[0] is kinds[1] or isinstance(answers[1], ours), kinds
     if isinstance(answers[1], (bool, int, float, str, dict, list, set, tuple, torch.Size)):
         assert answers[0] == answers[1]
 

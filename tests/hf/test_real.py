@@ -111,8 +111,8 @@ def gpt2() -> Any:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=SIZE, n_embd=16, n_layer=1, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-            bos_token_id=1, eos_token_id=2,
+            vocab_size=SIZE, n_embd=16, n_layer=1, n_head=2, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
         )
     ).double()  # fmt: skip
 
@@ -131,7 +131,7 @@ def t5() -> Any:
     torch.manual_seed(0)
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=SIZE, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0,
+            vocab_size=SIZE, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0,
             decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
         )
     ).double()  # fmt: skip

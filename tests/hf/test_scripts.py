@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import transformers
 import transformers.trainer
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "hf"
@@ -28,6 +29,10 @@ SMALL = {
 """The scripts, with arguments that make them quick."""
 ALIKE = ("--hidden_size", "16", "--dropout", "0", "--max_train_samples", "24", "--max_eval_samples", "12")
 every_script = pytest.mark.parametrize("name", SMALL)
+SHIFTS = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 10),
+    reason="transformers counted the first token of a text, for which there is no loss, among those it divided by",
+)
 
 
 @functools.cache
@@ -93,7 +98,7 @@ WHOLE = ("--per_device_train_batch_size", 64, "--num_train_epochs", 4, "--loggin
 RESUMED = ("--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 2, "--save_strategy", "steps")
 
 
-@every_script
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SHIFTS) if name == "causal_lm" else name for name in SMALL])
 def test_a_script_has_the_losses_of_transformers_where_the_order_of_samples_plays_no_part(run: Any, name: str) -> None:
     ours, stock = (run(name, stock, *WHOLE, "--save_strategy", "no") for stock in (False, True))
     losses = history(ours), history(stock)
