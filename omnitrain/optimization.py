@@ -35,6 +35,7 @@ __all__ = [
     "follows_evaluations",
     "fused_adamw",
     "import_class",
+    "needs_closure",
     "optimizer_class",
     "optimizers_among",
 ]
@@ -221,12 +222,12 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"`optimizer` ({type(optimizer).__name__}) holds none of the model's parameters, so the model would not "
             "change. Build it from `model.parameters()` of the model that you pass."
         )
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether an optimizer's step needs a function that takes loss and gradients anew, as that of LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"`optimizer` ({type(optimizer).__name__}) needs a closure in every step, which omnitrain does not give. "
-            "Use an optimizer whose step() works without one, such as AdamW or SGD."
-        )
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 BY_TRANSFORMERS = ("cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")

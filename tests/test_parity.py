@@ -1579,6 +1579,47 @@ def test_a_loss_with_everything_takes_the_same_steps_in_every_split(trainer_clas
         np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-12)
 
 
+# --- optimizers that take loss and gradients several times in a step
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+
+
+def test_lbfgs_takes_the_steps_of_a_loop_by_hand_in_every_split_and_after_a_resume(
+    trainer_class: Any, tmp_path: Path
+) -> None:
+    (x, y), model, losses = rows(24).tensors, t16(), []
+    optimizer = lbfgs(model.parameters())
+    for epoch in range(2):
+        for indices in EpochSampler(24, 8).batches(epoch):
+
+            def closure(indices: Any = indices) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x[indices]), y[indices])
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+
+    def trained(batch_size: int, *guests: Callback, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
+        found, trace, resume = t16(), Trace(), options.pop("resume_from", None)
+        trainer = run(
+            trainer_class, found, rows(24), trace, *guests, optimizer=lbfgs, max_grad_norm=None, epochs=2, train=False,
+            batch_size=batch_size, gradient_accumulation_steps=8 // batch_size, learning_rate=2e-5, **options,
+        )  # fmt: skip
+        trainer.train(resume_from=resume)
+        return weights(found), [row["loss"] for row in trace.logs]
+
+    for batch_size in (8, 2, 1):
+        found, seen = trained(batch_size)
+        assert distance(found, weights(model)) <= (0 if batch_size == 8 else 1e-10)
+        np.testing.assert_allclose(seen, losses, rtol=0, atol=1e-10)
+    trained(1, StopAt(4), save_dir=tmp_path)  # which is in the middle of an epoch
+    resumed, rest = trained(1, save_dir=tmp_path, resume_from="auto")
+    assert same(resumed, found) and rest == seen[4:]
+
+
 # --- algorithms
 
 

@@ -97,7 +97,6 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
         ConfigError,
         "none of the model's",
     ),
-    "optimizer that needs a closure": ({"optimizer": torch.optim.LBFGS}, ConfigError, "LBFGS.*closure"),
     "optimizer that cannot be imported": ({"optimizer": "torch.optim.Sdg"}, ConfigError, "torch.optim.Sdg"),
     "schedule of another optimizer": ({"lr_scheduler": foreign_scheduler()}, ConfigError, "another optimizer"),
     "unknown schedule": ({"lr_scheduler": "cosin"}, ConfigError, "cosin.*cosine"),

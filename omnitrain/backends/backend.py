@@ -49,9 +49,11 @@ class Backend:
     keeps_masters: ClassVar[bool] = False
     """Whether 16-bit weights are updated in a 32-bit copy."""
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """What algorithms cannot do here, and why: a method's name, or one of `Algorithm.needs`."""
+    """What algorithms and optimizers cannot do here, and why: a method's name, one of `Algorithm.needs`, "closure"."""
     takes_optimizers: ClassVar[bool] = True
     """Whether the user's own loop may have several optimizers."""
+    closure: Callable[[], torch.Tensor] | None = None
+    """What the optimizer's step is given, if it needs one: takes loss and gradients anew."""
     _compile_options: Mapping[str, Any] | None = None
     """The options of `torch.compile`; None if nothing is compiled."""
     accelerator: Any = None
@@ -200,6 +202,9 @@ class Backend:
 
     def update(self) -> bool:
         """Step the optimizer; return False if the loss scaler skipped the step."""
+        if self.closure is not None:
+            self.optimizer.step(self.closure)  # type: ignore[arg-type]
+            return True
         if not self.may_skip:
             self.optimizer.step()
             return True

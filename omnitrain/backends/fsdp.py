@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,9 @@ class FSDP(DDP):
     """accelerate shards the model in place, so every call of it is a sharded one, even by a unit that holds it."""
 
     sharding: ClassVar[str | None] = "FSDP"
+    lacks: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"closure": "each rank has a part of every weight, and such optimizers go by all weights at once"}
+    )
     takes_optimizers = False
     _reduces = True
     """Whether backward passes currently average the gradients."""

@@ -37,6 +37,7 @@ from omnitrain.checkpoint.state import (
 from omnitrain.checkpoint.tensors import Gathered, spec_of
 from omnitrain.errors import ConfigError
 from omnitrain.muon import Muon
+from omnitrain.optimization import needs_closure
 
 __all__ = ["Zero"]
 
@@ -95,6 +96,11 @@ class Zero(DDP):
             raise ConfigError(
                 "`optimizer='muon'` does not work with DeepSpeed ZeRO, which updates flat parts of many parameters, "
                 "where Muon needs whole matrices. Use FSDP or DDP, or another optimizer."
+            )
+        if hasattr(optimizer, "step") and needs_closure(optimizer):
+            raise ConfigError(
+                f"`optimizer` ({type(optimizer).__name__}) takes loss and gradients several times in a step, "
+                "which DeepSpeed does not give it. Use DDP or one process, or another optimizer."
             )
         named = {id(parameter): bare_name(name) for name, parameter in self.model.named_parameters()}
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]

@@ -21,7 +21,7 @@ from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
 from omnitrain.events import overriding
-from omnitrain.optimization import ScheduleLR
+from omnitrain.optimization import ScheduleLR, needs_closure
 from omnitrain.run.evaluation import evaluating
 from omnitrain.run.feed import Feed
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
@@ -147,6 +147,10 @@ class Step:
         """What algorithms change of a step, by place: the methods of those that do, in the order they are called."""
         self._tell_unit: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
+        self._needs_closure = False
+        """Whether the optimizer takes loss and gradients anew in its step, as LBFGS does."""
+        self._is_at_start = False
+        """Whether loss and gradients are there that the optimizer is about to take."""
 
     def prepare(self) -> None:
         """Prepare for a run: no gradients, and a guard that fits the optimizer."""
@@ -165,7 +169,12 @@ class Step:
         self._tell_of_low_precision()
         if self._memory is not None:
             self._memory.prepare()
-        self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip
+        self._needs_closure = needs_closure(optimizer) and type(self._hooks)._train_epoch is Hooks._train_epoch
+        if self._needs_closure:
+            self._check_closure()
+        if self._needs_closure or self._transforms["before_second_pass"]:
+            self._check_second_pass()
+        self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip or self._needs_closure
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
@@ -260,12 +269,16 @@ class Step:
 
     def update(self) -> bool:
         """Update the weights, and return whether that was done."""
+        if self._needs_closure:
+            return self._update_by_closure()
         return self._hooks._apply_update() if self._memory is None else self._memory.update()
 
     def begin(self, window: Window) -> None:
         """Start on a window."""
         if self._may_undo:
             self._before = self.mark()
+        if self._needs_closure:
+            self.loss.go_back((0.0, 0.0))  # so that it is that of the window alone
         if self._tell_unit is not None:
             self._tell_unit(self._lifecycle.progress.step + 1)
         self.restart(window)
@@ -506,6 +519,82 @@ class Step:
             self.go_back(mark)
             for put_back in reversed(self._transforms["after_second_pass"]):
                 put_back(hooks)
+
+    def _check_second_pass(self) -> None:
+        """Refuse a method of the user's, around each micro-batch of transformers' loop, that others do not go through.
+
+        Raises:
+            ConfigError: Naming it.
+        """
+        if "training_step" in getattr(self._hooks, "_overridden", ()):
+            raise ConfigError(
+                f"{type(self._hooks).__name__}.training_step is not called for micro-batches that are run again, as "
+                "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
+            )
+
+    # --- optimizers that take loss and gradients anew
+
+    def _check_closure(self) -> None:
+        """Refuse what an optimizer that needs a closure cannot be given."""
+        settings, backend = self._settings, self._backend
+        what = f"`optimizer` ({type(backend.optimizer).__name__}) takes loss and gradients several times in a step"
+        if "closure" in backend.lacks:
+            raise ConfigError(f"{what}, which cannot work here: {backend.lacks['closure']}. Use DDP or one process.")
+        second = [one for one in self._hooks.algorithms if overriding([one], "before_second_pass")]
+        reasons = {
+            "autocast='fp16'": (backend.may_skip, "has a loss scale that may leave an update out", "autocast='bf16'"),
+            f"max_grad_norm={settings.max_grad_norm!r}": (
+                settings.max_grad_norm is not None, "would clip what it compares with each other", "max_grad_norm=None"
+            ),
+            "microbatch_size='auto'": (
+                self._memory is not None, "could not begin such a step anew", "a number"
+            ),
+            f"on_nonfinite={settings.on_nonfinite!r}": (
+                settings.on_nonfinite != "raise", "decides on a step before it is made", "on_nonfinite='raise'"
+            ),
+            f"algorithms=[{type(second[0]).__name__ if second else ''}]": (
+                second, "moves the weights between two passes of its own", "no such algorithm"
+            ),
+        }  # fmt: skip
+        for given, (is_given, reason, remedy) in reasons.items():
+            if is_given:
+                raise ConfigError(f"{what}, and `{given}` {reason}. Pass {remedy}, or another optimizer.")
+
+    def _update_by_closure(self) -> bool:
+        """Update the weights by an optimizer that runs the window's micro-batches anew; the first pass is logged."""
+        backend, first, before = self._backend, self.mark(), self._before
+        kept = [(one, one.detach().clone()) for one in backend.parameters if one.requires_grad]
+        # others may have moved the weights before they call it
+        self._is_at_start = isinstance(backend.optimizer, torch.optim.LBFGS)
+        backend.closure = self._take_anew
+        try:
+            return self._hooks._apply_update()
+        except NonFiniteError:
+            with torch.no_grad():
+                for one, value in kept:
+                    one.copy_(value)
+            raise
+        finally:
+            backend.closure = None
+            self.go_back(first)
+            self.loss.go_back((before[0][0] + first[0][0], before[0][1] + first[0][1]))
+
+    def _take_anew(self) -> torch.Tensor:
+        """Return the loss of the window at the present weights, over all ranks, and add up its gradients."""
+        if not self._is_at_start:
+            self._backend.clear_gradients()
+            self.loss.go_back((0.0, 0.0))
+            with torch.enable_grad():
+                self.restart(self._window)
+                self._run_micro_batches()
+                self._divide_by_targets()
+            clip = self._change_and_clip if self._transforms["before_update"] else self._hooks._clip_gradients
+            if not math.isfinite(self._evidence(clip())):
+                raise self._error_at(self._place())
+        self._is_at_start = False
+        total, weight = self._ranks.sum("the loss of a closure", self.loss.read(), self.loss.weight)
+        value = total if self._settings.grad_reduction == "sum" else total / weight
+        return torch.tensor(value, dtype=torch.float64)
 
     def _change_and_clip(self) -> torch.Tensor:
         """Have algorithms change the gradients before they are clipped; return their norm before either."""

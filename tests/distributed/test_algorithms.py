@@ -38,10 +38,15 @@ KINDS: dict[str, Any] = {
     "lengths": lambda: SeqLengthWarmup(6, 2, 0.9, 1),
     "sam": lambda: SAM(0.5),
 }
+OPTIMIZERS: dict[str, Any] = {
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+}
+"""Optimizers that take loss and gradients several times in a step."""
 OF_TOKENS = ("smoothing", "lengths")
+ALL = (*KINDS, *OPTIMIZERS)
 BACKENDS = ("ddp", "fsdp", "zero2")
-REFUSED = {"zero2": ("freezing", "unfreezing", "value", "agc", "sam")}
-MOVED = ("ema", "unfreezing")
+REFUSED = {"zero2": ("freezing", "unfreezing", "value", "agc", "sam", "lbfgs"), "fsdp": ("lbfgs",)}
+MOVED = ("ema", "unfreezing", "lbfgs")
 """Those whose checkpoints are taken from one backend to another."""
 CUT = 4
 
@@ -56,13 +61,16 @@ def train(backend: str, dtype: str, kind: str, folder: str, cut: int = 0, resume
     number = DTYPES[dtype]
     trace = Trace()
     data: Any = (rows(24, number), rows(7, number))
-    model, options = deep(number), {"loss_fn": F.mse_loss}
+    model, options = deep(number), {"loss_fn": F.mse_loss, "learning_rate": 0.05}
+    if kind in OPTIMIZERS:
+        options = {"loss_fn": F.mse_loss, "optimizer": OPTIMIZERS[kind]}
     if kind in OF_TOKENS:
-        data, model, options = (Sentences(24), Sentences(7)), Tagger(dtype=number), {}
+        data, model, options = (Sentences(24), Sentences(7)), Tagger(dtype=number), {"learning_rate": 0.05}
     trainer = make_trainer(
-        backend, model, *data, algorithms=[KINDS[kind]()], callbacks=[trace, *([StopAt(cut)] if cut else [])],
+        backend, model, *data, algorithms=[KINDS[kind]()] if kind in KINDS else [],
+        callbacks=[trace, *([StopAt(cut)] if cut else [])],
         batch_size=8 // PROCESSES[backend], epochs=2, eval_steps=2, save_steps=100, save_dir=folder, keep_best=0,
-        learning_rate=0.05, load_best_at_end=False, max_grad_norm=None, **options,
+        load_best_at_end=False, max_grad_norm=None, **options,
     )  # fmt: skip
     trainer.train(resume_from=resume)
     return {
@@ -86,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
     jobs = []
-    for kind in KINDS:
+    for kind in ALL:
         for backend in BACKENDS:
             dtype, place = dtype_of(backend), folder / f"{backend}-{kind}"
             parts: dict[str, Any] = {"straight": {}}
@@ -112,12 +120,12 @@ def close(found: dict[str, Any], expected: dict[str, Any], within: float, since:
         torch.testing.assert_close(found["tensors"][name], one, rtol=0, atol=within)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_is_that_of_one_process_or_refused_by_name(results: Any, tmp_path: Path, backend: str, kind: str) -> None:
     found = results[f"{backend}-{kind}-straight"]
     if kind in REFUSED.get(backend, ()):
-        words = f"{type(KINDS[kind]()).__name__}, which cannot work here"
+        words = f"{type(KINDS[kind]()).__name__}, which cannot work here" if kind in KINDS else "(LBFGS) takes loss and"
         assert all(one["error"] == "ConfigError" and words in one["message"] for one in found)
         return
     assert "error" not in found[0], found[0]

@@ -1,0 +1,158 @@
+"""Optimizers whose step takes loss and gradients anew: what they are given, and what is refused beside them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Holding, Sentences, Tagger, Trace, distance, rows, t16, weights
+from torch import nn
+
+from omnitrain import SAM, Algorithm, ConfigError, HFTrainer, NonFiniteError, Trainer
+
+
+class Ascent(torch.optim.SGD):
+    """Takes its gradients where the loss is higher; it has moved the weights by then."""
+
+    losses: list[float]
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        held = [one for group in self.param_groups for one in group["params"]]
+        moves = [one.grad * 0.1 for one in held]
+        torch._foreach_add_([one.data for one in held], moves)  # which no version tells of
+        loss = closure()
+        torch._foreach_sub_([one.data for one in held], moves)
+        self.losses = [*vars(self).get("losses", []), float(loss)]
+        return super().step()
+
+
+def build(model: nn.Module, optimizer: Any = torch.optim.LBFGS, data: Any = None, **options: Any) -> Trainer:
+    common: dict[str, Any] = {"device": "cpu", "progress_bar": False, "max_grad_norm": None, "max_steps": 3}
+    common |= {"log_steps": 1, "learning_rate": 0.1, "shuffle": False}
+    if data is None:
+        common |= {"loss_fn": F.mse_loss}
+    return Trainer(model, data or rows(8), optimizer=optimizer, **{**common, **options})
+
+
+def test_an_optimizer_that_moves_the_weights_first_is_given_the_gradients_there() -> None:
+    found, model, trace = t16(), t16(), Trace()
+    trainer = build(found, Ascent, batch_size=2, gradient_accumulation_steps=4, callbacks=[trace])
+    trainer.train()
+    optimizer, (x, y), logged, inner = torch.optim.SGD(model.parameters(), lr=0.1), rows(8).tensors, [], []
+    for _ in range(3):
+        before = weights(model)
+        logged.append(F.mse_loss(model(x), y))
+        gradients = torch.autograd.grad(logged[-1], list(model.parameters()))
+        with torch.no_grad():
+            for one, gradient in zip(model.parameters(), gradients, strict=True):
+                one.add_(gradient * 0.1)
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        inner.append(loss.item())
+        with torch.no_grad():
+            for one, kept in zip(model.parameters(), before, strict=True):
+                one.copy_(kept)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(weights(found), weights(model)) <= 1e-12
+    torch.testing.assert_close([row["loss"] for row in trace.logs], [one.item() for one in logged])
+    torch.testing.assert_close(trainer.optimizer.losses, inner)  # type: ignore[attr-defined]
+
+
+def test_no_pass_is_run_that_it_does_not_ask_for() -> None:
+    model = t16()
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    trainer = build(model, batch_size=4, gradient_accumulation_steps=2, max_steps=1)
+    trainer.train()
+    (held,) = trainer.optimizer.state.values()
+    assert len(passes) == 2 * held["func_evals"]
+
+
+class Counting(Holding):
+    """Counts two targets in each sample."""
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, int]:
+        loss, count = super().__call__(batch)
+        return loss, 2 * count
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["labels", "targets"])
+def test_the_loss_it_gets_is_that_of_its_gradients(kind: str, reduction: Any) -> None:
+    """Along the gradient the loss rises by its square, however the window is divided."""
+    model: Any = Tagger() if kind == "labels" else t16()
+    seen: list[tuple[float, float]] = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            held = [one for group in self.param_groups for one in group["params"]]
+            gradients = [one.grad for one in held]
+            for size in (1e-6, -2e-6, 1e-6):
+                with torch.no_grad():
+                    for one, gradient in zip(held, gradients, strict=True):
+                        one.add_(gradient * size)
+                seen.append((float(closure()), sum(float((one.grad**2).sum()) for one in held)))
+
+    options: dict[str, Any] = {"unit": Counting(model)} if kind == "targets" else {}
+    data = Sentences(8) if kind == "labels" else rows(8)
+    build(
+        model, Looking, data, batch_size=3, gradient_accumulation_steps=3, max_steps=1, grad_reduction=reduction,
+        **options,
+    ).train()  # fmt: skip
+    (up, _), (down, _), (_, square) = seen
+    assert (up - down) / 2e-6 == pytest.approx(square, rel=1e-5)
+
+
+def test_a_loss_that_ends_on_the_way_leaves_the_weights_where_they_were() -> None:
+    class Breaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.passes = t16(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            return self.body(x) * (float("nan") if self.passes == 3 else 1.0)
+
+    model = Breaking()
+    with pytest.raises(NonFiniteError, match=r"step 1 .*The weights were not updated by it"):
+        build(model).train()
+    assert model.passes >= 3 and distance(weights(model), weights(t16())) == 0
+
+
+def test_what_cannot_go_with_it_is_refused_by_name() -> None:
+    for options, words in (
+        ({"max_grad_norm": 1.0}, "`max_grad_norm=1.0` would clip.* Pass max_grad_norm=None"),
+        ({"microbatch_size": "auto"}, "`microbatch_size='auto'` could not begin"),
+        ({"on_nonfinite": "skip"}, "`on_nonfinite='skip'` decides on a step before"),
+        ({"algorithms": [SAM()]}, r"`algorithms=\[SAM\]` moves the weights"),
+    ):
+        model = t16()
+        with pytest.raises(ConfigError, match=rf"`optimizer` \(LBFGS\) takes loss and .*{words}"):
+            build(model, **options).train()
+        assert distance(weights(model), weights(t16())) == 0
+
+
+def test_a_training_step_of_ones_own_which_no_second_pass_would_call_is_refused() -> None:
+    class Own(HFTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    for options in ({"optimizer": torch.optim.LBFGS}, {"algorithms": [SAM()]}):
+        trainer = Own(t16(), None, rows(8), loss_fn=F.mse_loss, max_grad_norm=None, max_steps=1, **options)
+        with pytest.raises(ConfigError, match=re.escape("Own.training_step")):
+            trainer.train()
+
+
+def test_gradients_that_algorithms_change_are_changed_each_time() -> None:
+    class Masking(Algorithm):
+        def before_update(self, trainer: Any) -> None:
+            trainer.model[0].weight.grad[:8] = 0
+
+    model = t16()
+    build(model, algorithms=[Masking()]).train()
+    assert torch.equal(model[0].weight[:8], t16()[0].weight[:8])  # type: ignore[index]
+    assert not torch.equal(model[0].weight[8:], t16()[0].weight[8:])  # type: ignore[index]
