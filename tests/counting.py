@@ -64,7 +64,53 @@ class Batched:
             yield self.collate([self.data[index] for index in order[first : first + BATCH_SIZE]])
 
 
-SOURCES = ("data", "workers", "stream", "stream of a worker", "loader", "own loader")
+class Resumable(Batched):
+    """The same with a state, and a count of the batches that it has made in this process."""
+
+    made = 0
+
+    def __init__(self, data: Any, collate: Any) -> None:
+        super().__init__(data, collate)
+        self.order, self.at = torch.empty(0, dtype=torch.int64), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.at:
+            self.order = torch.randperm(len(self.data))
+        while self.at < len(self):
+            self.at += 1
+            Resumable.made += 1
+            chosen = self.order[(self.at - 1) * BATCH_SIZE : self.at * BATCH_SIZE].tolist()
+            yield self.collate([self.data[index] for index in chosen])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = state["order"], state["at"]
+
+
+class ResumableShare(DataLoader[Any]):
+    """A loader of one rank's share with a state, as torchdata's is with a DistributedSampler."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.at:
+                self.at = number + 1
+                yield batch
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "rank": self.sampler.rank}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == self.sampler.rank  # type: ignore[attr-defined]
+        self.at = state["at"]
+
+
+SOURCES = ("data", "workers", "stream", "stream of a worker", "loader", "own loader", "resumable loader")
 
 
 def made(collator: str, source: str) -> tuple[Any, dict[str, Any]]:
@@ -74,8 +120,8 @@ def made(collator: str, source: str) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {"data_collator": collate}
     if source == "loader":
         options = {"train_loader": DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)}
-    elif source == "own loader":
-        options = {"train_loader": Batched(data, collate)}
+    elif source in ("own loader", "resumable loader"):
+        options = {"train_loader": (Batched if source == "own loader" else Resumable)(data, collate)}
     elif "stream" in source:
         options["train_dataset"] = Streamed(data)
     else:

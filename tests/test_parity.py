@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from counting import COLLATORS, SIZE, SOURCES, made
+from counting import COLLATORS, SIZE, SOURCES, Resumable, made
 from marks import thinned
 from recipes import (
     Blank,
@@ -444,6 +444,7 @@ SOME_ROWS = [
     ("bins", "own loader"),
     ("packed", "workers"),
     ("bins", "loader"),
+    ("bins", "resumable loader"),
 ]
 
 
@@ -454,13 +455,21 @@ def test_a_collator_that_makes_other_rows_than_samples_is_resumed_bit_for_bit(
     straight, expected = counted(trainer_class, collator, source, tmp_path / "straight")
     progress = straight.progress
     assert (progress.step + progress.skipped_steps, progress.epoch) == (6, 2)
-    if source != "own loader":  # of which only the rows are known
+    if source not in ("own loader", "resumable loader"):  # of which only the rows are known
         assert progress.samples == 2 * SIZE
     for stop in (2, 3, 4):
         counted(trainer_class, collator, source, tmp_path / f"{stop}", stop)
         resumed, found = counted(trainer_class, collator, source, tmp_path / f"{stop}")
         assert same(found, expected), stop
         assert {**resumed.progress.state_dict(), "seconds": 0} == {**progress.state_dict(), "seconds": 0}
+
+
+def test_a_loader_with_a_state_is_put_back_and_not_read_again(trainer_class: Any, tmp_path: Path) -> None:
+    for stop, batches in ((2, 4), (4, 8)):
+        counted(trainer_class, "bins", "resumable loader", tmp_path / f"{stop}", stop)
+        Resumable.made = 0
+        counted(trainer_class, "bins", "resumable loader", tmp_path / f"{stop}")
+        assert Resumable.made == 2 * 6 - batches
 
 
 def test_a_nan_among_packed_samples_is_traced_to_the_sample(trainer_class: Any, tmp_path: Path) -> None:

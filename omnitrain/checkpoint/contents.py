@@ -31,7 +31,7 @@ from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, re
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
-from omnitrain.data.loaders import MapLoader, StreamLoader
+from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.streams import Mark, check_state
 from omnitrain.distributed import Ranks
@@ -55,6 +55,7 @@ RNG = "rng/state.safetensors"
 TRAINED = "trained.safetensors"
 """The weights that training goes on from, if the model's file has others, such as averages of them."""
 STATES = "states.safetensors"
+_STREAM = "stream"
 """The tensors in the states of callbacks and algorithms."""
 
 Files = dict[str, dict[str, torch.Tensor]]
@@ -222,6 +223,8 @@ class Contents:
             self.identify()
         history = history or self._lifecycle.state_dict()
         tensors, states = self.capture_states(history["callbacks"])
+        if not payload["only_model"]:
+            states["stream"] = self._stream_mark(tensors)
         if tensors and not payload["only_model"]:
             files[STATES] = tensors
         payload |= self._capture_history(history) | states
@@ -270,7 +273,7 @@ class Contents:
         if only_model:
             return
         states = TensorFile(folder / STATES) if STATES in files else {}
-        state.check_references([content["callbacks"], content["algorithms"]], states, where)
+        state.check_references([content["callbacks"], content["algorithms"], content.get("stream")], states, where)
         for tensors, rest in self._generators(folder, content):
             state.check_rng_tensors(tensors, rest, self._run.device, where)
         self._check_stream(content, where)
@@ -336,7 +339,7 @@ class Contents:
         self._restore_schedule(content, changed, *fresh)
         self._restore_scaler(content)
         self._restore_history(content, changed)
-        self._restore_data(content)
+        self._restore_data(content, states)
 
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a checkpoint that does not fit this run."""
@@ -668,32 +671,47 @@ class Contents:
     # --- data
 
     def _capture_data(self) -> dict[str, Any]:
-        """Return the state of the data: the generators drawn from, the kind of order, and the position of a stream."""
+        """Return what the order and the samples follow from: the generators drawn from, and the kind of order."""
         loader = self._sets.train
         is_keyed = isinstance(loader, MapLoader) and loader.sampler.is_keyed
         own = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
         drawn = sorted(set().union(*self._run.ranks.gather("what the data draws", own)))
-        return {"drawn": drawn, "order": "keyed" if is_keyed else "drawn", "stream": self._stream_mark()}
+        return {"drawn": drawn, "order": "keyed" if is_keyed else "drawn"}
 
-    def _restore_data(self, content: Mapping[str, Any]) -> None:
+    def _restore_data(self, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         loader = self._sets.train
         if isinstance(loader, MapLoader):
             loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
             loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew every order as a whole
-        elif isinstance(loader, StreamLoader):
-            mark = state.from_json(content.get("stream"))  # missing in the first checkpoints of format 1
+        elif loader is not None:
+            mark = state.from_json(content.get("stream"), tensors)  # missing in the first checkpoints of format 1
+            if mark is not None and isinstance(loader, GivenLoader) and loader.is_split:
+                shares, rank = mark["state"], self._run.ranks.rank
+                is_alike = isinstance(shares, list) and len(shares) == self._run.ranks.world_size
+                mark = {**mark, "state": shares[rank]} if is_alike and shares[rank] is not None else None
             loader.start_from(None if mark is None else Mark(**mark))
 
-    def _stream_mark(self) -> Any:
-        loader, progress = self._sets.train, self._lifecycle.progress
-        if not isinstance(loader, StreamLoader):
-            return None
-        mark = loader.mark_at(progress.epoch, progress.samples_in_epoch)
+    def _stream_mark(self, tensors: dict[str, torch.Tensor]) -> Any:
+        """Return the position of data that have states, as JSON types; None if there is none.
+
+        Args:
+            tensors: Filled with the tensors in the state.
+        """
+        loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._run.ranks
+        mark = None
+        if loader is not None:
+            mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
+        is_split = isinstance(loader, GivenLoader) and loader.is_split and loader.marks
+        found: Any = None
         try:
-            return None if mark is None else state.to_json(mark._asdict(), "the state of the training stream")
+            # shares of several ranks come together as JSON types, of which tensors are none
+            found = None if mark is None else state.to_json(mark._asdict(), _STREAM, None if is_split else tensors)
         except CheckpointError as error:
-            logger.warning("A resumed run will read the stream again from the beginning of the epoch: %s", error)
-            return None
+            logger.warning("A resumed run will read the epoch again from its beginning: %s", error)
+        if is_split:
+            shares: list[Any] = ranks.gather("the states of the loaders", found)
+            found = None if None in shares else {**shares[0], "state": [one["state"] for one in shares]}
+        return found
 
 
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:

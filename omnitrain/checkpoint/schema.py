@@ -374,7 +374,12 @@ _OPTIONAL: dict[str, Check] = {
     "scored": each(_steps, 2),
     "stream": maybe(
         _all_of(
-            record({"epoch": _steps, "position": whole(), "state": _anything, "has_ended": flag}, {}, False), tagged
+            record(
+                {"epoch": _steps, "position": whole(), "state": _anything, "has_ended": flag},
+                {"batches": whole(), "workers": whole()},
+                False,
+            ),
+            tagged,
         )
     ),
     "world_size": whole(1),

@@ -32,7 +32,7 @@ from omnitrain.data.sampling import (
     tensor_columns,
     without_padding,
 )
-from omnitrain.data.streams import Mark, Stream, can_seek
+from omnitrain.data.streams import Mark, Stream, has_state
 from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
 from omnitrain.errors import DataError
 from omnitrain.progress import Progress
@@ -91,6 +91,19 @@ class Loader:
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
         """Return the samples of this process's micro-batch, `turn` batches after a position; None if unknown."""
         return None
+
+    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
+        """Return the latest state of the data not after a position, if they have states.
+
+        Args:
+            epoch: The epoch.
+            position: The samples before the position, over all ranks.
+            batches: The micro-batches before it, over all ranks.
+        """
+        return None
+
+    def start_from(self, mark: Mark | None) -> None:
+        """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
 
     def first_batch(self) -> Iterator[Counted]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
@@ -272,7 +285,7 @@ class StreamLoader(Loader):
         first = position + turn * self.batch_size
         return share(range(first, first + self.batch_size), self._stream.rank, self._stream.world_size)
 
-    def mark_at(self, epoch: int, position: int) -> Mark | None:
+    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
         if not position and self._workers["num_workers"]:
             return None  # a worker reads a fresh copy in every epoch
@@ -280,16 +293,9 @@ class StreamLoader(Loader):
         found = (mark for mark in reversed(self._marks) if mark.epoch == last)
         return next((mark for mark in found if not position or mark.position <= position), None)
 
-    def keep_marks(self, former: StreamLoader | None = None) -> None:
-        """Keep marks from the start of this loader, or of the one that it replaces, so that it can go back."""
-        self._stream.marks = can_seek(self.dataset)
-        if former is not None:
-            self._marks.extend(former._marks)
-        elif self._stream.marks:
-            self._marks.append(Mark(-1, 0, self.dataset.state_dict(), True))
-
     def start_from(self, mark: Mark | None) -> None:
         """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
+        mark = None if mark is None or mark.batches else mark  # that of a loader
         self._start = mark
         self._marks.extend([] if mark is None else [mark])
 
@@ -344,9 +350,20 @@ class GivenLoader(Loader):
     The order is the loader's own: to reach a position, the batches before it are read again and dropped. A generator
     passed to it (`DataLoader(generator=...)`) is seeded by (the generator's own seed, epoch); otherwise its order would
     depend on how many epochs this process has seen.
+
+    A loader with `state_dict()` and `load_state_dict()`, such as torchdata's StatefulDataLoader, need not be read
+    again: with `marks`, its state is kept with each of the latest batches.
     """
 
-    def __init__(self, loader: Any, seed: int, rank: int = 0, world_size: int = 1, name: str = Loader.name) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        name: str = Loader.name,
+        marks: bool = False,
+    ) -> None:
         if not hasattr(loader, "__iter__") or _is_used_up(loader):
             raise DataError(
                 f"A loader must be iterable any number of times, as a DataLoader is, got {type(loader).__name__}. "
@@ -362,15 +379,22 @@ class GivenLoader(Loader):
         self._with_epochs = [part for part in own.values() if callable(getattr(part, "set_epoch", None))]
         generators = [getattr(part, "generator", None) for part in own.values()]
         self._generators = {one: one.initial_seed() for one in generators if isinstance(one, torch.Generator)}
+        if _draws_own_seed(loader):  # which is another one in every process
+            self._generators[loader.batch_sampler.sampler.generator] = seed
+        self.marks: bool = marks and has_state(loader)
+        self._workers: int = getattr(loader, "num_workers", 0) if isinstance(loader, DataLoader) else 0
+        self._marks: deque[Mark] = deque(maxlen=world_size + 2)  # what ranks, and copies to a GPU, are ahead
+        self._start: Mark | None = None
         shared = [one for one in own.values() if isinstance(one, DistributedSampler) and one.num_replicas > 1]
         self.deals_samples: bool = bool(shared)
         self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
         self._shares = world_size if shared else 1
         self._turns: int | None = None
-        if shared and type(shared[0]) is DistributedSampler and type(batch_sampler) is torch.utils.data.BatchSampler:
+        is_plain = _is_exactly(batch_sampler, torch.utils.data.BatchSampler)
+        if shared and type(shared[0]) is DistributedSampler and batch_sampler is not None and is_plain:
             turns = without_padding(shared[0]) / batch_sampler.batch_size
             self._turns = math.floor(turns) if batch_sampler.drop_last else math.ceil(turns)
-        is_known = type(batch_sampler) is torch.utils.data.BatchSampler and has_length(batch_sampler.sampler)
+        is_known = batch_sampler is not None and is_plain and has_length(batch_sampler.sampler)
         self._batch_sampler: torch.utils.data.BatchSampler | None = batch_sampler if is_known else None
         self.counts_samples: bool = is_known
         is_split = isinstance(getattr(loader, "dataset", None), IterableDataset) and loader.num_workers > 1
@@ -396,6 +420,64 @@ class GivenLoader(Loader):
         rows = done if self._shares == 1 else None
         return self._shared_out(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank has a loader of its own share, whose states differ."""
+        return self._shares > 1
+
+    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
+        """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
+        if not batches:
+            return next((mark for mark in self._marks if mark.has_ended and mark.epoch == epoch - 1), None)
+        found = (mark for mark in reversed(self._marks) if mark.epoch == epoch and not mark.has_ended)
+        return next((mark for mark in found if mark.batches <= batches // self._shares), None)
+
+    def start_from(self, mark: Mark | None) -> None:
+        """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
+        self._start = None
+        if mark is None or not mark.batches or not has_state(self.loader):
+            return
+        if mark.workers != self._workers:
+            logger.warning(
+                "The loader had num_workers=%d when its state was saved, and has %d now, for which that state means "
+                "nothing: its first batches are read again.", mark.workers, self._workers,
+            )  # fmt: skip
+            return
+        self._start = mark
+        self._marks.append(mark)
+
+    def _begin(self, epoch: int, skipped: int, samples: int) -> tuple[int, int]:
+        """Put the loader back to where a checkpoint has left it; return its batches and samples before that.
+
+        Args:
+            epoch: The epoch of the pass.
+            skipped: Batches to skip at its beginning.
+            samples: Samples to skip at its beginning.
+        """
+        mark, self._start = self._start, None
+        if mark is None or mark.batches > skipped > 0 or mark.position > samples > 0:
+            return 0, 0
+        loader, load = self.loader, self.loader.load_state_dict
+        is_at_end = mark.has_ended and mark.epoch == epoch - 1 and not skipped and not samples
+        if is_at_end and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            return 0, 0  # its order follows from the epoch alone
+        if not is_at_end and (mark.epoch != epoch or mark.has_ended):
+            return 0, 0
+        if self._workers and not is_at_end:
+            logger.warning(
+                "The loader goes on from its own state, which has no random numbers of its %d workers: if the dataset "
+                "draws any there, the rest of this epoch differs from that of an unbroken run.", self._workers,
+            )  # fmt: skip
+        try:
+            load(mark.state)
+        except Exception as error:
+            error.add_note(
+                f"Raised by the loader of {self.name} for its state from the checkpoint. Make it as it was made then; "
+                "or pass a loader without load_state_dict(), whose first batches are read again."
+            )
+            raise
+        return (0, 0) if is_at_end else (mark.batches, mark.position)
+
     def _shared_out(self, batches: Iterator[Counted], position: int) -> Iterator[Counted]:
         if self._turns is None:
             return dealt(batches, self._rank, self._world_size)
@@ -419,15 +501,18 @@ class GivenLoader(Loader):
             part.set_epoch(epoch)
         for generator, seed in self._generators.items():
             generator.manual_seed(derive_seed(seed, epoch))
-        start, seen, told = time.monotonic(), 0, False
+        start, told = time.monotonic(), False
         batches = None
-        for number in itertools.count():
+        first, seen = self._begin(epoch, skipped, samples)
+        read = seen
+        for number in itertools.count(first):
             with isolated_rng():
-                seed = derive_seed(self.seed, epoch, number)
-                for generator in GENERATORS:
-                    generator.seed(seed)
                 try:
-                    batches = iter(self.loader) if batches is None else batches
+                    if batches is None:  # what it draws to begin with, it has drawn for the first batch of the epoch
+                        self._seed(epoch, 0)
+                        batches = iter(self.loader)
+                    if number:
+                        self._seed(epoch, number)
                     batch = next(batches, _END)
                 except Exception as error:
                     error.add_note(f"Raised by the loader of {self.name} for batch {number} of its epoch, from 0 on.")
@@ -437,8 +522,13 @@ class GivenLoader(Loader):
                 raise _other_batches(number, rows, seen)
             if batch is _END:
                 self._check_length(number)
+                if self.marks:
+                    self._mark(epoch, read, number, has_ended=True)
                 return
             count = self._samples_in(number, batch)
+            read += count
+            if self.marks:
+                self._mark(epoch, read, number + 1)
             if not is_skipped:
                 yield Counted(batch, count)
                 continue
@@ -446,6 +536,15 @@ class GivenLoader(Loader):
             if not told and time.monotonic() - start > 1:
                 told = True
                 logger.warning("Reading the first batches of the loader again to get to where the run was.")
+
+    def _seed(self, epoch: int, number: int) -> None:
+        """Seed the generators that a loader may draw from for a batch of an epoch."""
+        seed = derive_seed(self.seed, epoch, number)
+        for generator in GENERATORS:
+            generator.seed(seed)
+
+    def _mark(self, epoch: int, samples: int, batches: int, has_ended: bool = False) -> None:
+        self._marks.append(Mark(epoch, samples, self.loader.state_dict(), has_ended, batches, self._workers))
 
     def _samples_in(self, number: int, batch: Any) -> int:
         """Return the number of samples of a batch, at least 1: with 0 it would be a stand-in."""
@@ -481,19 +580,34 @@ def _other_batches(number: int, rows: int, seen: int) -> DataError:
 _END = object()
 
 
+def _draws_own_seed(loader: Any) -> bool:
+    """Whether a loader has torchdata's sampler, which draws a seed where none was given, with `shuffle=True`."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    is_theirs = type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator")
+    return is_theirs and getattr(loader, "generator", None) is None
+
+
 def _is_used_up(iterable: Any) -> bool:
     """Whether something can be iterated only once. Loaders with a length, such as DALI's, restart with every iter()."""
     return isinstance(iterable, Iterator) and not has_length(iterable) and not isinstance(iterable, IterableDataset)
 
 
+def _is_exactly(part: Any, kind: type) -> bool:
+    """Whether a part of a loader is of PyTorch's class itself, or of torchdata's class of this name."""
+    own = type(part)
+    return own is kind or (own.__module__.startswith("torchdata.") and own.__name__ == kind.__name__)
+
+
 def _covers_dataset(loader: Any) -> bool:
     """Whether one pass over a DataLoader is one pass over its dataset, so its length in samples is known."""
-    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
+    batch_sampler: Any = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or not _is_exactly(batch_sampler, torch.utils.data.BatchSampler):
         return False
-    sampler = loader.batch_sampler.sampler  # `loader.sampler` differs if a batch_sampler was given
+    sampler = batch_sampler.sampler  # `loader.sampler` differs if a batch_sampler was given
+    kinds = (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler)
     return (
-        not loader.batch_sampler.drop_last
-        and isinstance(sampler, (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler))
+        not batch_sampler.drop_last
+        and (isinstance(sampler, kinds) or _is_exactly(sampler, torch.utils.data.RandomSampler))
         and has_length(sampler)
         and has_length(loader.dataset)
         and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
@@ -609,7 +723,7 @@ def make_loader(
     if isinstance(dataset, Loader):
         return dataset
     if isinstance(dataset, DataLoader):
-        return GivenLoader(dataset, seed, rank, world_size, name_of_set(name))
+        return GivenLoader(dataset, seed, rank, world_size, name_of_set(name), marks)
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(

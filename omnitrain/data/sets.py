@@ -135,7 +135,7 @@ class Sets:
         }
         self.train: Any = None
         if settings.train_loader is not None:
-            self.train = self._given(settings.train_loader, "train_loader")
+            self.train = self._given(settings.train_loader, "train_loader", marks=self._keeps_marks())
         elif settings.train_dataset is not None:
             self.train = self.train_loader_of(settings.batch_size)
         self.eval: Any = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
@@ -241,7 +241,14 @@ class Sets:
         loader.rules = rules
         return loader
 
-    def _given(self, loader: Any, name: str) -> GivenLoader:
+    def _keeps_marks(self) -> bool:
+        """Whether the states of the training data are to be saved; that of a loader is lost if others read it too."""
+        settings = self._settings
+        others = (settings.eval_dataset, settings.eval_loader, settings.test_dataset, settings.test_loader)
+        is_shared = any(one is settings.train_loader for one in others) and settings.train_loader is not None
+        return settings.save_dir is not None and not is_shared
+
+    def _given(self, loader: Any, name: str, marks: bool = False) -> GivenLoader:
         """Return our loader around the user's own."""
         is_loader_like = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
         if not is_loader_like or hasattr(loader, "__next__"):
@@ -250,11 +257,12 @@ class Sets:
                 f"got {type(loader).__name__ if is_loader_like else repr(loader)[:200]}. "
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
             )
-        return GivenLoader(loader, self._settings.seed, self._ranks.rank, self._ranks.world_size, name_of_set(name))
+        ranks, seed = self._ranks, self._settings.seed
+        return GivenLoader(loader, seed, ranks.rank, ranks.world_size, name_of_set(name), marks)
 
     def take_train(self, loader: Any) -> None:
         """Train on the user's own loader from now on."""
-        self.train = self._given(loader, "train_loader")
+        self.train = self._given(loader, "train_loader", marks=self._keeps_marks())
 
     def take_eval(self, loader: Any) -> None:
         """Evaluate the user's own loader from now on, or several by name."""

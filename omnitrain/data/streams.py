@@ -19,17 +19,21 @@ from omnitrain.errors import CheckpointError, named_samples
 from omnitrain.events import give_back
 from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
 
-__all__ = ["Mark", "Stream", "can_seek", "check_state"]
+__all__ = ["Mark", "Stream", "can_seek", "check_state", "has_state"]
 
 
 class Mark(NamedTuple):
-    """A position of a stream: the samples before it in the epoch, and the dataset's `state_dict()` there."""
+    """A position of a stream or a loader: the samples before it in the epoch, and its `state_dict()` there."""
 
     epoch: int
     position: int
     state: Any
     has_ended: bool
     """Whether the dataset had reached its end, so that the next epoch begins with this state."""
+    batches: int = 0
+    """The batches before it, of a loader; 0 for a stream."""
+    workers: int = 0
+    """The worker processes of a loader, without which its state means nothing."""
 
 
 class Stream(IterableDataset[Any]):
@@ -129,9 +133,12 @@ def can_seek(dataset: Any) -> bool:
 
     Hugging Face's shuffled streams cannot: their state leaves out the samples in the buffer, which would be lost.
     """
-    if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
-        return False
-    return not _has_buffer(getattr(dataset, "_ex_iterable", None))
+    return has_state(dataset) and not _has_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def has_state(data: Any) -> bool:
+    """Whether a stream or a loader has the methods `state_dict` and `load_state_dict`."""
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
 def check_state(dataset: Any, state: Any, where: str) -> None:

@@ -32,6 +32,7 @@ from torch.utils.data import (
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, has_length, make_loader
 from omnitrain.data.sampling import EpochSampler
+from omnitrain.data.streams import Mark
 from omnitrain.errors import DataError
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import snapshot_rng
@@ -806,3 +807,63 @@ def test_arrays_on_disk_are_not_copied_as_a_whole(tmp_path: Path) -> None:
     loader = make_loader((x, LABELS), 4, name="d")
     assert loader.fetch.columns[0].data_ptr() == x.ctypes.data  # type: ignore[attr-defined]
     assert next(loader.batches(0))[0].tolist() == X[:4].tolist()
+
+
+class Positioned:
+    """A loader with a state, which counts what it reads."""
+
+    def __init__(self) -> None:
+        self.at, self.read = 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 5:
+            self.at += 1
+            self.read += 1
+            yield torch.tensor([self.at, self.at]) + torch.randint(0, 9, (2,))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "at" not in state:
+            raise KeyError("at")
+        self.at = state["at"]
+
+
+def put_back(mark: Any, batches: int) -> tuple[Any, list[Any]]:
+    """A new loader that begins at a mark, and what it yields from such a batch on."""
+    source = Positioned()
+    loader = GivenLoader(source, 0, marks=True)
+    loader.start_from(mark)
+    progress = Progress(epoch=1, samples_in_epoch=2 * batches, batches_in_epoch=batches)
+    return source, [batch.tolist() for batch, _ in loader.rest(1, progress)]
+
+
+def test_a_given_loader_with_a_state_goes_on_from_it_with_the_same_random_numbers() -> None:
+    loader = GivenLoader(Positioned(), 0, world_size=5, marks=True)
+    whole = read(GivenLoader(Positioned(), 0), 1)
+    list(loader.counted(1))
+    for batches in range(1, 6):
+        mark = loader.mark_at(1, 2 * batches, batches)
+        assert mark is not None
+        assert (mark.batches, mark.position) == (batches, 2 * batches)
+        source, rest = put_back(mark, batches)
+        assert (source.read, rest) == (5 - batches, whole[batches:])
+    assert loader.mark_at(2, 0) == (1, 10, {"at": 0}, True, 5, 0)
+    assert loader.mark_at(0, 2, 1) is None
+
+
+def test_a_state_of_another_place_or_of_other_workers_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    whole = read(GivenLoader(Positioned(), 0), 1)
+    mark = Mark(1, 6, {"at": 3}, False, 3)
+    assert put_back(mark, 2)[1] == whole[2:]  # it is after the position
+    assert put_back(mark._replace(epoch=0), 4)[1] == whole[4:]
+    assert put_back(mark._replace(batches=0), 4)[1] == whole[4:]  # the state of a stream
+    assert not caplog.records
+    source, rest = put_back(mark._replace(workers=2), 4)
+    assert (source.read, rest) == (5, whole[4:])
+    assert "num_workers=2 when its state was saved, and has 0 now" in caplog.text
+    with pytest.raises(KeyError) as caught:
+        put_back(mark._replace(state={}), 4)
+    assert "for its state from the checkpoint" in caught.value.__notes__[0]

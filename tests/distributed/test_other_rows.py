@@ -11,7 +11,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from backends import PROCESSES, Job, gap, launch_all, make_trainer, sound  # noqa: E402
-from counting import BATCH_SIZE, SIZE, made  # noqa: E402
+from counting import BATCH_SIZE, SIZE, Resumable, ResumableShare, made  # noqa: E402
 from recipes import StopAt  # noqa: E402
 from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
 
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.distributed
 HERE = "test_other_rows"
 KINDS = [
     ("ddp", "filtered", "data"), ("ddp", "filtered", "shared loader"), ("ddp", "bins", "own loader"),
-    ("hf2", "packed", "data"), ("hf2", "views", "stream"),
+    ("hf2", "packed", "data"), ("hf2", "views", "stream"), ("ddp", "views", "resumable loader"),
+    ("hf2", "bins", "resumable share"),
 ]  # fmt: skip
 
 
@@ -28,9 +29,10 @@ def train(backend: str, collator: str, source: str, folder: str | None = None, s
     """Train two epochs of 22 samples in steps of 8, 8 and 6, stopped after a step, or resumed from there."""
     model, given = made(collator, source)
     ranks = PROCESSES[backend]
-    if source == "shared loader":
+    if source in ("shared loader", "resumable share"):
         data, collate = given.pop("train_dataset"), given.pop("data_collator")
-        given["train_loader"] = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data), collate_fn=collate)
+        kind = DataLoader if source == "shared loader" else ResumableShare
+        given["train_loader"] = kind(data, BATCH_SIZE, sampler=DistributedSampler(data), collate_fn=collate)
     if "batch_size" in given:
         given |= {"batch_size": BATCH_SIZE // ranks, "global_batch_size": 8}
     else:
@@ -42,7 +44,8 @@ def train(backend: str, collator: str, source: str, folder: str | None = None, s
     trainer.train(resume_from=folder and "auto")
     progress = trainer.progress
     counts = [progress.step + progress.skipped_steps, progress.samples, progress.tokens]
-    return {"counts": counts, "tensors": trainer.backend.model_tensors()}
+    states = [mark.state for mark in getattr(trainer.train_loader, "_marks", ())]
+    return {"counts": counts, "made": Resumable.made, "states": states, "tensors": trainer.backend.model_tensors()}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_a_run_on_two_ranks_is_resumed_bit_for_bit(results: Any, backend: str, c
     pairs = zip(results[f"{collator}-{source}-straight"], results[f"{collator}-{source}-resumed"], strict=True)
     for straight, resumed in pairs:
         assert straight["counts"][0] == 6
-        assert source == "own loader" or straight["counts"][1] == 2 * SIZE
+        assert source in ("own loader", "resumable loader") or straight["counts"][1] == 2 * SIZE
         assert resumed["counts"] == straight["counts"]
         assert gap(resumed["tensors"], straight["tensors"]) == 0
 
