@@ -55,8 +55,9 @@ RNG = "rng/state.safetensors"
 TRAINED = "trained.safetensors"
 """The weights that training goes on from, if the model's file has others, such as averages of them."""
 STATES = "states.safetensors"
+"""The tensors in the states of callbacks, algorithms and data."""
 _STREAM = "stream"
-"""The tensors in the states of callbacks and algorithms."""
+"""What the names of the tensors of data begin with."""
 
 Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by file and name."""
