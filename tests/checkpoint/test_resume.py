@@ -1676,7 +1676,7 @@ class Opaque(Seekable):
 
 def test_stream_whose_state_cannot_be_kept_is_read_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     play(folder / "run", [{"cut": ("stop", 2)}], dataset=Opaque, load_best_at_end=False)
-    assert "will read the stream again" in caplog.text
+    assert "will read the epoch again" in caplog.text
     resumed = train(build(folder / "run", dataset=Opaque, load_best_at_end=False), resume_from="auto")
     assert (resumed.progress.step, resumed.train_dataset.read) == (9, 66)
 
