@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from omnitrain.param_groups import layerwise_decay
     from omnitrain.preview import SchedulePreview, preview_schedule
     from omnitrain.progress import Progress
+    from omnitrain.run.compilation import Compiled
     from omnitrain.run.evaluation import Predictions
     from omnitrain.schedules import (
         ConstantScheduler,
@@ -75,6 +76,7 @@ _HOMES = {
     "Callback": "events",
     "CheckpointError": "errors",
     "Collator": "data.collation",
+    "Compiled": "run.compilation",
     "ConfigError": "errors",
     "ConstantScheduler": "schedules",
     "CosineAnnealingScheduler": "schedules",
@@ -142,6 +144,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "Callback",
     "CheckpointError",
     "Collator",
+    "Compiled",
     "ConfigError",
     "ConstantScheduler",
     "CosineAnnealingScheduler",

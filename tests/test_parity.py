@@ -130,6 +130,56 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 
 
+# --- compiled models
+
+
+class Graphs:
+    """A compiler that leaves graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        torch.compiler.reset()
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return graph
+
+
+def test_compiling_ahead_leaves_no_trace_and_the_run_compiles_nothing_more(trainer_class: Any, tmp_path: Path) -> None:
+    def made(folder: str, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1)).double()
+        return run(
+            trainer_class, model, Noisy(28), eval_dataset=rows(6), eval_batch_size=4, batch_size=4, epochs=2,
+            gradient_accumulation_steps=2, algorithms=[EMA(0.5)], save_dir=tmp_path / folder, eval_steps=3,
+            train=False, **options,
+        )  # fmt: skip
+
+    def look(trainer: Any) -> Any:
+        model = trainer.get_model()
+        modes, gradients = [one.training for one in model.modules()], [one.grad for one in model.parameters()]
+        return (
+            weights(model), modes, gradients, trainer.optimizer.state_dict(), trainer.progress.state_dict(),
+            torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate(), trainer.metrics.to_dict(),
+        )  # fmt: skip
+
+    graphs = Graphs()
+    trainer = made("compiled", compile={"backend": graphs})
+    before, files = look(trainer), list(tmp_path.rglob("*"))
+    found = trainer.compile()
+    torch.testing.assert_close(look(trainer), before, rtol=0, atol=0)
+    assert list(tmp_path.rglob("*")) == files and found.graphs == graphs.count > 0
+    assert found.shapes == {"train": ["[4, 4], [4, 1]"], "eval": ["[4, 4], [4, 1]", "[2, 4], [2, 1]"]}
+    trainer.train()
+    assert graphs.count == found.graphs
+    for folder, compiled in (("later", {"backend": Graphs()}), ("plain", False)):
+        other = made(folder, compile=compiled)
+        other.train()
+        assert same(weights(trainer.get_model()), weights(other.get_model()))
+        assert trainer.metrics["valid"] == other.metrics["valid"]
+    torch.compiler.reset()
+
+
 # --- events
 
 

@@ -54,6 +54,8 @@ class Backend:
     """Whether the user's own loop may have several optimizers."""
     closure: Callable[[], torch.Tensor] | None = None
     """What the optimizer's step is given, if it needs one: takes loss and gradients anew."""
+    rehearses_whole: ClassVar[bool] = True
+    """Whether passes whose gradients are dropped complete them, as the last micro-batch of a step does."""
     _compile_options: Mapping[str, Any] | None = None
     """The options of `torch.compile`; None if nothing is compiled."""
     accelerator: Any = None

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -83,6 +83,7 @@ class DDP(Backend):
         parts: The arguments of `Backend`.
     """
 
+    rehearses_whole: ClassVar[bool] = False  # or DDP would lay out its buckets anew before the first step
     _ddp: DistributedDataParallel | None = None
 
     def __init__(self, accelerator: Any, *parts: Any) -> None:

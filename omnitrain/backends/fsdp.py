@@ -33,6 +33,7 @@ class FSDP(DDP):
         {"closure": "each rank has a part of every weight, and such optimizers go by all weights at once"}
     )
     takes_optimizers = False
+    rehearses_whole: ClassVar[bool] = True  # which leaves no gathered gradients behind
     _reduces = True
     """Whether backward passes currently average the gradients."""
 

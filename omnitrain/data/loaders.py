@@ -7,6 +7,8 @@ the trainers use these.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import logging
 import math
@@ -108,6 +110,26 @@ class Loader:
     def first_batch(self) -> Iterator[Counted]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
         return itertools.islice(self.counted(0), 1)
+
+    def last_batch(self) -> Iterator[Counted]:
+        """Yield only the last batch of epoch 0, if it can be reached without those before it; else nothing."""
+        return iter(())
+
+    def last_step(self, batches: int) -> int | None:
+        """Return the position of the last step of epoch 0; None if it cannot be reached without reading the others.
+
+        Args:
+            batches: Batches of a step on each rank.
+        """
+        return None
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Have the next pass begin as it would have, whatever is read inside."""
+        try:
+            yield
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End worker processes, if there are any; the next pass starts new ones."""
@@ -218,6 +240,13 @@ class MapLoader(Loader):
         """Yield the first batch of epoch 0; workers read no others in advance."""
         return self._read(0, itertools.islice(self.sampler.batches(0), 1))
 
+    def last_batch(self) -> Iterator[Counted]:
+        return self._read(0, self.sampler.batches(0, self.last_step(1)))
+
+    def last_step(self, batches: int) -> int:
+        size = self.sampler.batch_size * self.sampler.world_size * batches
+        return (self.sampler.size - 1) // size * size
+
     def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[Counted]:
         if self._workers is not None:
             self._requests.pending = ((epoch, indices) for indices in requests)
@@ -302,6 +331,18 @@ class StreamLoader(Loader):
     def close(self) -> None:
         stop_workers(self._iterator)
         self._iterator = None
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        marks, start = self._marks.copy(), self._start
+        state = copy.deepcopy(self.dataset.state_dict()) if can_seek(self.dataset) else None
+        try:
+            with super().untouched():
+                yield
+        finally:
+            self._marks, self._start = marks, start
+            if state is not None:
+                self.dataset.load_state_dict(state)
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch; to reach `position`, the samples before it are read and dropped."""

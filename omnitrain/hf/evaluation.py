@@ -162,6 +162,14 @@ class HFEvaluation(Evaluation):
             with contextlib.suppress(Inconclusive):
                 self._run(one, is_interrupted, needs_loss=False, only_first=True)
 
+    def rehearse_batches(self, loader: Loader) -> list[Any]:
+        """Run the first and the last batch of a loader, of which transformers' callbacks are not told."""
+        self.is_told = False
+        try:
+            return super().rehearse_batches(loader)
+        finally:
+            self.is_told = True
+
     def _timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:

@@ -79,7 +79,7 @@ def evaluating(hooks: Hooks) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        hooks._leave_evaluation()
+        hooks.backend.end_evaluation()
 
 
 def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
@@ -200,6 +200,20 @@ class Evaluation:
                 plain = {key.removeprefix(f"{prefix}_{name}_"): value for key, value in metrics.items()}
                 counted.append((1.0 if one.rules is None else one.rules.weight, plain))
         return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named}
+
+    def rehearse_batches(self, loader: Loader) -> list[Any]:
+        """Run the first batch of a loader, and the last one if it can be reached at once; return both."""
+        hooks, before, seen = self.hooks, self._unit, list[Any]()
+        self._unit = getattr(loader.rules, "unit", None)
+        try:
+            with self.shown.swapped_in(), evaluating(hooks), hooks.ranks.at("evaluation"), loader.untouched():
+                for batches in (self.feed.in_step(loader, only_first=True), loader.last_batch()):
+                    for number, (batch, _) in enumerate(batches):
+                        seen.append(batch)
+                        self._run_batch(batch, loader, number)
+        finally:
+            self._unit = before
+        return seen
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""

@@ -53,6 +53,7 @@ NEVER_CALLED = {
     "_fit": "`_train_epoch(epoch)`",
     "_optimizer_step": "`_apply_update()`, or the callback's `on_before_optimizer_step(trainer)`",
     "_answer_requests": "a callback that requests",
+    "_leave_evaluation": "a backend's `end_evaluation()`",
     "_capture_state": "a callback's `state_dict()`",
     "_restore_state": "a callback's `load_state_dict(state)`",
 }
@@ -219,10 +220,6 @@ class Hooks:
         return self.backend.update()
 
     # --- outside of steps
-
-    def _leave_evaluation(self) -> None:
-        """Clean up after forward passes without a backward pass."""
-        self.backend.end_evaluation()
 
     def _backend_logs(self) -> dict[str, float]:
         """Return the values that the backend adds to each row of logs."""

@@ -27,6 +27,7 @@ from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.memory import has_batch_norm
 from omnitrain.run.nonfinite import evaluation_error
+from omnitrain.run.recompilations import Recompilations
 from omnitrain.run.step import Step
 from omnitrain.settings import Settings
 from omnitrain.units import ModelUnit
@@ -79,6 +80,7 @@ class Loop:
         self.settings = settings
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
+        self._recompilations = Recompilations()
         self._sends_ahead = False
         """Whether the ranks exchange the requests of a step before it, while the step runs."""
         self._sent: Callable[[], tuple[Control, list[float]]] | None = None
@@ -93,6 +95,7 @@ class Loop:
             resumed: The folder and omnitrain.json of the checkpoint that was restored; None for a fresh start.
         """
         lifecycle = self.lifecycle
+        self._recompilations.begin()
         self.checkpointer.shown.check()
         lifecycle.begin_train()
         if self.hooks.algorithms:
@@ -448,6 +451,8 @@ class Loop:
     def log(self) -> None:
         """Read the loss from the device, once per log, and emit the row."""
         lifecycle, progress = self.lifecycle, self.lifecycle.progress
+        if self.ranks.is_main:
+            self._recompilations.look()
         lifecycle.tick()
         self.step.raise_if_bad(wait=True)
         loss, metrics = self.step.means_since_last()

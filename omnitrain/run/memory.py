@@ -26,7 +26,7 @@ from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 
-__all__ = ["Memory", "has_batch_norm"]
+__all__ = ["Buffers", "Memory", "has_batch_norm"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -77,7 +77,7 @@ class Memory:
         self._ranks = ranks
         self._lifecycle = lifecycle
         self._mark, self._go_back = mark, go_back
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
         kept = [one for one in hooks.algorithms if type(one).state_dict is not Algorithm.state_dict]
         self._algorithms = [one for one in kept if any(overriding([one], name) for name in _IN_PASSES)]
         self._has_failed_in_update = False
@@ -224,7 +224,7 @@ class Memory:
         return applied
 
 
-class _Buffers:
+class Buffers:
     """Copies of a model's buffers, to put back what a forward pass has changed.
 
     All are copied before each step: BatchNorm's kernels do not mark its statistics as changed.

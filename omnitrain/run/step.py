@@ -27,7 +27,7 @@ from omnitrain.run.feed import Feed
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
-from omnitrain.run.memory import Memory
+from omnitrain.run.memory import Buffers, Memory
 from omnitrain.run.meters import Meters
 from omnitrain.run.nonfinite import Place
 from omnitrain.run.suspects import name_dtypes, suspects
@@ -254,6 +254,38 @@ class Step:
         if not self.is_empty:
             self.run(self._run_micro_batches)
         return self.conclude(self.finish() and self.update())
+
+    def rehearse(self, window: Window) -> None:
+        """Run the passes of a window without an update; weights, means, buffers, modes and gradients stay as they are.
+
+        What algorithms keep, and random numbers, do not.
+        """
+        hooks, backend, mark, buffers = self._hooks, self._backend, self.mark(), Buffers()
+        modes = [(module, module.training) for module in backend.wrapped.modules()]
+        gradients = [(parameter, parameter.grad) for parameter in backend.model.parameters()]
+        self._list_transforms()
+        backend.collect_parameters()
+        backend.clear_gradients()
+        buffers.collect(backend.model)
+        buffers.keep()
+        self._is_in_training = False
+        try:
+            self._put_into_training()
+            self.restart(window)
+            for batch in self.batches:
+                with hooks._accumulating(last=backend.rehearses_whole):
+                    loss = self.loss_of(batch)
+                    if loss is not None:
+                        hooks._backward(loss * 0)  # DeepSpeed adds gradients up in buffers of its own
+        finally:
+            self._is_in_training = False
+            backend.abandon_gradients()
+            buffers.put_back()
+            self.go_back(mark)
+            for module, mode in modes:
+                module.training = mode
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def _run_micro_batches(self) -> None:
         hooks = self._hooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
@@ -40,6 +40,7 @@ from omnitrain.progress import Progress
 from omnitrain.recomputation import recompute_activations
 from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import isolated_rng
+from omnitrain.run.compilation import Compiled, check_compilable, compile_ahead
 from omnitrain.run.evaluation import Evaluation, Predictions, own_direction
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import NEVER_CALLED, SEE_BATCHES, Hooks, members_of_user, refuse_dead_methods
@@ -536,13 +537,8 @@ class BaseTrainer(Hooks, ABC):
                 self._checkpointer.resume(*found, allow_change)
             self._checkpointer.check_disk()
             failed = True
-            anomalies = torch.autograd.set_detect_anomaly if self.settings.detect_anomaly else contextlib.nullcontext
             try:
-                with (
-                    deterministic_kernels(self.settings.deterministic),
-                    self._checkpointer.background(),
-                    anomalies(True),
-                ):
+                with _kernels(self.settings), self._checkpointer.background():
                     self._loop.run(found)
                 failed = False
             except BaseException as error:
@@ -585,6 +581,31 @@ class BaseTrainer(Hooks, ABC):
             )
         self._seed()
         self._step.prepare()
+
+    def compile(self, steps: int = 1) -> Compiled:
+        """Compile before the run what it would compile in its first steps, and return what was compiled.
+
+        Batches are run forward and backward: those of the first steps, of the last step of an epoch if the data have
+        an index, and of each evaluation set the first and the last, one of each shape. No update is made and nothing
+        is written: weights, data, random numbers and progress are as before, and callbacks are not called. A later
+        `train()` finds everything compiled, and so does another process in the cache of inductor
+        (`TORCHINDUCTOR_CACHE_DIR`). With `compile=False`, what you have compiled in the model yourself is.
+
+        Args:
+            steps: From how many of the first steps batches are taken, for data of many lengths.
+
+        Raises:
+            ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.
+        """
+        check_compilable(self._loop, steps)
+        with self.ranks.calling("compile()", self._timeout), isolated_rng(self.device):
+            self._begin_run(resumes=True)
+            try:
+                with _kernels(self.settings):
+                    return compile_ahead(self._loop, steps)
+            finally:
+                self._step.guard.release(self.optimizer)
+                self._sets.end_workers()
 
     def stop(self, reason: str = "requested") -> None:
         """Request the end of the run at the next step boundary; only the first reason counts."""
@@ -840,6 +861,14 @@ class BaseTrainer(Hooks, ABC):
     def world_size(self) -> int:
         """The number of ranks of the run."""
         return self.ranks.world_size
+
+
+@contextlib.contextmanager
+def _kernels(settings: Settings) -> Iterator[None]:
+    """Have PyTorch compute inside as the settings say."""
+    anomalies = torch.autograd.set_detect_anomaly if settings.detect_anomaly else contextlib.nullcontext
+    with deterministic_kernels(settings.deterministic), anomalies(True):
+        yield
 
 
 def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> dict[str, Any]:

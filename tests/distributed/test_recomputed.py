@@ -55,7 +55,12 @@ class Blocks(nn.Sequential):
 
 
 def learn(backend: str, recomputes: bool, compiles: bool = False) -> dict[str, Any]:
-    """Train a model of blocks with dropout and BatchNorm."""
+    """Train a model of blocks with dropout and BatchNorm; one that is compiled, then once more, compiled ahead."""
+    tensors = train_blocks(backend, recomputes, compiles)
+    return {"tensors": tensors, "ahead": train_blocks(backend, recomputes, compiles, ahead=True) if compiles else {}}
+
+
+def train_blocks(backend: str, recomputes: bool, compiles: bool, ahead: bool = False) -> dict[str, Any]:
     torch.compiler.reset()
     torch.manual_seed(0)
     compiler = Counting()
@@ -65,10 +70,14 @@ def learn(backend: str, recomputes: bool, compiles: bool = False) -> dict[str, A
         backend, model, rows(32, DTYPES[dtype_of(backend)]), loss_fn=F.mse_loss, batch_size=4, max_steps=4,
         learning_rate=0.05, gradient_checkpointing=recomputes, compile={"backend": compiler} if compiles else False,
     )  # fmt: skip
+    if ahead:
+        found = trainer.compile()
+        assert found.graphs and found.shapes == {"train": ["[4, 4], [4, 1]"]}
+    graphs = compiler.graphs
     trainer.train()
-    assert bool(compiler.graphs) is compiles
+    assert bool(compiler.graphs) is compiles and (not ahead or compiler.graphs == graphs)
     assert any("forward" in vars(one) for one in trainer.get_model().modules()) is recomputes
-    return {"tensors": {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}}
+    return {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}
 
 
 def learn_by_their_arguments(backend: str, compiles: bool) -> dict[str, Any]:
@@ -122,9 +131,10 @@ def test_recomputing_changes_no_bit_on_several_processes(results: Any, backend: 
 def test_a_compiled_model_takes_the_steps_of_a_plain_one_on_several_processes(results: Any, compiled: str) -> None:
     ranks = [results[name][0] for name in (f"{compiled} False", f"{compiled} compiled")]
     assert not [rank["error"] for rank in ranks if "error" in rank], ranks
-    plain, compiled_one = (rank["tensors"] for rank in ranks)
-    assert plain.keys() == compiled_one.keys() and len(plain) == 18
-    assert all(torch.equal(plain[name], compiled_one[name]) for name in plain)
+    plain = ranks[0]["tensors"]
+    for one in (ranks[1]["tensors"], ranks[1]["ahead"]):
+        assert plain.keys() == one.keys() and len(plain) == 18
+        assert all(torch.equal(plain[name], one[name]) for name in plain)
 
 
 @pytest.mark.parametrize("theirs", thinned(("hf_fsdp", "hf_zero2", "hf_zero3"), []))

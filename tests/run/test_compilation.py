@@ -1,0 +1,289 @@
+"""Models that `torch.compile` compiles: ahead of a run, in it, and in what algorithms make of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import StopAt, rows, same, t16, weights
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+from omnitrain import (
+    EMA,
+    Algorithm,
+    Callback,
+    ConfigError,
+    GradualUnfreezing,
+    LayerFreezing,
+    ProgressiveResizing,
+    Trainer,
+)
+
+
+class Graphs:
+    """A compiler that leaves graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        torch.compiler.reset()
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return graph
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def make(model: nn.Module, data: Any, *guests: Callback, **options: Any) -> Trainer:
+    options = {"loss_fn": F.mse_loss, "learning_rate": 0.05, "batch_size": 8, "epochs": 2, **options}
+    return Trainer(model, data, device="cpu", progress_bar=False, callbacks=guests, **options)
+
+
+class Words(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Rows of 4 numbers for one target each, of as many lengths as are asked for."""
+
+    def __init__(self, size: int, lengths: int = 1) -> None:
+        (self.x, self.y), self.lengths = rows(size, torch.float32).tensors, lengths
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index].repeat(1 + index // 8 % self.lengths), self.y[index]
+
+
+class Mean(nn.Module):
+    """Predicts from the mean of a row, whatever its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x.mean(1, keepdim=True))
+
+
+# --- ahead of a run
+
+
+class Counter(IterableDataset[tuple[torch.Tensor, ...]]):
+    """A stream that goes on from where it was left, with a state."""
+
+    def __init__(self) -> None:
+        self.at, self.seen = 0, list[int]()
+        self.rows = rows(16)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        while self.at < 16:
+            self.at += 1
+            self.seen.append(self.at - 1)
+            yield self.rows[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_with_a_state_begins_where_it_would_have_after_compiling() -> None:
+    stream = Counter()
+    trainer = make(t16(), stream, batch_size=4, epochs=None, max_steps=4, compile={"backend": Graphs()})
+    trainer.compile(steps=2)
+    assert stream.seen == list(range(8)) and stream.at == 0
+    trainer.train()
+    assert stream.seen[8:24] == list(range(16))
+
+
+class Remembering(Algorithm):
+    """Keeps what it was told, and forgets it before a run."""
+
+    def __init__(self) -> None:
+        self.batches, self.sets = 0, 0
+
+    def set_up(self, trainer: Any) -> None:
+        self.batches, self.sets = 0, self.sets + 1
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        self.batches += 1
+        return batch
+
+
+def test_compiling_asks_for_shapes_of_the_first_steps_the_last_one_and_evaluations_once_each() -> None:
+    graphs, algorithm = Graphs(), Remembering()
+    data, sets = Words(60, lengths=3), {"dev": Words(5), "web": Words(8)}
+    trainer = make(
+        Mean(), data, compile={"backend": graphs, "dynamic": False}, batch_size=8, shuffle=False, eval_dataset=sets,
+        eval_batch_size=4, algorithms=[algorithm, EMA()],
+    )  # fmt: skip
+    found = trainer.compile(steps=4)
+    assert found.shapes == {
+        "train": ["[8, 4], [8, 1]", "[8, 8], [8, 1]", "[8, 12], [8, 1]", "[4, 8], [4, 1]"],
+        "dev": ["[4, 4], [4, 1]", "[1, 4], [1, 1]"],
+        "web": ["[4, 4], [4, 1]"],
+    }
+    assert found.graphs == graphs.count == 6 and not found.breaks and found.seconds > 0
+    assert not algorithm.batches and not trainer.algorithms[1]._averages  # type: ignore[attr-defined]
+    trainer.train()
+    assert graphs.count == 6
+    with pytest.raises(ConfigError, match="before a run, and this trainer is at step 16"):
+        trainer.compile()
+
+
+def test_what_cuts_a_graph_is_told_with_its_reason() -> None:
+    class Broken(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self[0](x)
+            torch._dynamo.graph_break()
+            return self[1](x)
+
+    found = make(Broken(nn.Linear(4, 4), nn.Linear(4, 1)), Words(8), compile={"backend": Graphs()}).compile()
+    ((why, count),) = found.breaks.items()
+    assert found.graphs == 2 and count == 1 and "graph_break" in why and "\n" not in why
+
+
+def test_without_compile_it_is_told_that_nothing_was_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(t16(), rows(8))
+    assert trainer.compile().graphs == 0 and "nothing of the model was compiled" in caplog.text
+    caplog.clear()
+    graphs = Graphs()
+    model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend=graphs), nn.Linear(4, 1))  # type: ignore[arg-type]
+    assert make(model, Words(8)).compile().graphs == graphs.count == 1 and "compiled. Pass" not in caplog.text
+
+
+def test_a_loop_of_the_users_own_is_not_compiled_ahead() -> None:
+    class Own(Trainer):
+        def _train_epoch(self, epoch: int) -> float:
+            return 0.0
+
+    with pytest.raises(ConfigError, match=r"cannot know what Own\._train_epoch runs"):
+        Own(t16(), rows(8), device="cpu").compile()
+    with pytest.raises(ConfigError, match=r"`steps` of `compile\(\)` must be a positive integer, got 0"):
+        make(t16(), rows(8)).compile(steps=0)
+    with pytest.raises(ConfigError, match="nothing to compile for"):
+        make(t16(), None).compile()
+
+
+def test_an_error_in_it_leaves_no_trace_either() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 3:
+                raise ValueError("three rows")
+            return self.norm(self.out(x))
+
+    model = Failing().eval()
+    before, state = weights(model), torch.get_rng_state()
+    trainer = make(model, Words(11), gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match="three rows") as raised:
+        trainer.compile()
+    assert "step 2" in str(raised.value.__notes__)
+    assert same(before, weights(model)) and torch.equal(state, torch.get_rng_state())
+    assert not model.training and all(one.grad is None for one in model.parameters())
+    assert trainer.progress.step == trainer.progress.samples_in_epoch == 0
+
+
+# --- in a run
+
+
+def test_a_run_that_compiles_again_and_again_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    for lengths, options in ((6, {"dynamic": False}), (6, {}), (1, {"dynamic": False})):
+        caplog.clear()
+        model = {"compile": {"backend": Graphs(), **options}}
+        make(Mean(), Words(96, lengths), shuffle=False, log_steps=1, **model).train()
+        told = [one for one in caplog.records if "times more in this run" in one.message]
+        assert len(told) == (lengths > 1 and bool(options)), options
+        assert all("size mismatch at index 1" in one.message and "drop_last=True" in one.message for one in told)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        make(Mean(), Words(96, 6), shuffle=False, log_steps=1).train()  # what was compiled before is not its own
+    assert "times more" not in caplog.text
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)).double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_run_that_is_resumed_has_the_bits_of_the_straight_one(backend: str, tmp_path: Path) -> None:
+    def run(folder: str, *guests: Callback, resume: Any = None, ahead: bool = False) -> Trainer:
+        torch.compiler.reset()  # as another process would begin
+        torch.manual_seed(0)
+        trainer = make(
+            noisy(), rows(28), *guests, eval_dataset=rows(8), eval_batch_size=8, save_dir=tmp_path / folder,
+            load_best_at_end=False, compile={"backend": backend, "dynamic": False}, save_steps=100,
+        )  # fmt: skip
+        if ahead:
+            assert trainer.compile().graphs == 3
+        trainer.train(resume_from=resume)
+        return trainer
+
+    straight = run("straight")
+    run("parts", StopAt(3))
+    resumed, ahead = run("parts", resume="auto", ahead=True), run("ahead", ahead=True)
+    assert resumed.progress.step == 8
+    assert same(weights(straight.get_model()), weights(resumed.get_model()))
+    assert same(weights(straight.get_model()), weights(ahead.get_model()))
+    assert straight.metrics["valid"] == resumed.metrics["valid"] == ahead.metrics["valid"]
+
+
+class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Images of 8 x 8 with a class."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(0)
+        self.x = torch.from_numpy(generator.standard_normal((16, 1, 8, 8)))
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], torch.tensor(index % 3)
+
+
+def sees() -> nn.Module:
+    torch.manual_seed(0)
+    parts = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    return nn.Sequential(*parts).double()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "data", "options"),
+    [
+        (lambda: GradualUnfreezing(), t16, rows(32), {}),
+        (lambda: LayerFreezing(), t16, rows(32), {}),
+        (lambda: ProgressiveResizing(), sees, Images(), {"loss_fn": F.cross_entropy}),
+    ],
+    ids=["unfreezing", "freezing", "resizing"],
+)
+def test_algorithms_give_a_compiled_model_the_numbers_of_a_plain_one(
+    algorithm: Any, model: Any, data: Any, options: Any
+) -> None:
+    ends = []
+    for compiles in (False, True):
+        graphs = Graphs()
+        chosen = {**options, "compile": {"backend": graphs} if compiles else False}
+        trainer = make(model(), data, epochs=4, algorithms=[algorithm()], **chosen)
+        if compiles:
+            trainer.compile()
+        trainer.train()
+        assert bool(graphs.count) is compiles
+        ends.append(weights(trainer.get_model()))
+    assert same(*ends)
