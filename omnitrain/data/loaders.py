@@ -34,7 +34,7 @@ from omnitrain.data.sampling import (
     tensor_columns,
     without_padding,
 )
-from omnitrain.data.streams import Mark, Stream, has_state
+from omnitrain.data.streams import Mark, Stream, can_seek, has_state
 from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
 from omnitrain.errors import DataError
 from omnitrain.progress import Progress
@@ -335,14 +335,11 @@ class StreamLoader(Loader):
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
         marks, start = self._marks.copy(), self._start
-        state = copy.deepcopy(self.dataset.state_dict()) if can_seek(self.dataset) else None
         try:
-            with super().untouched():
+            with _put_back(self.dataset if can_seek(self.dataset) else None), super().untouched():
                 yield
         finally:
             self._marks, self._start = marks, start
-            if state is not None:
-                self.dataset.load_state_dict(state)
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch; to reach `position`, the samples before it are read and dropped."""
@@ -465,6 +462,15 @@ class GivenLoader(Loader):
     def is_split(self) -> bool:
         """Whether each rank has a loader of its own share, whose states differ."""
         return self._shares > 1
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        marks, start = self._marks.copy(), self._start
+        try:
+            with _put_back(self.loader), super().untouched():
+                yield
+        finally:
+            self._marks, self._start = marks, start
 
     def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
@@ -619,6 +625,17 @@ def _other_batches(number: int, rows: int, seen: int) -> DataError:
 
 
 _END = object()
+
+
+@contextlib.contextmanager
+def _put_back(source: Any) -> Iterator[None]:
+    """Put a stream or a loader that has a state back to where it is now."""
+    state = copy.deepcopy(source.state_dict()) if has_state(source) else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            source.load_state_dict(state)
 
 
 def _draws_own_seed(loader: Any) -> bool:

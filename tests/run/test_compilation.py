@@ -45,8 +45,10 @@ def forget_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def make(model: nn.Module, data: Any, *guests: Callback, **options: Any) -> Trainer:
+def make(model: nn.Module, data: Any = None, *guests: Callback, **options: Any) -> Trainer:
     options = {"loss_fn": F.mse_loss, "learning_rate": 0.05, "batch_size": 8, "epochs": 2, **options}
+    if "train_loader" in options:
+        del options["batch_size"]  # which is that of the loader
     return Trainer(model, data, device="cpu", progress_bar=False, callbacks=guests, **options)
 
 
@@ -99,9 +101,22 @@ class Counter(IterableDataset[tuple[torch.Tensor, ...]]):
         self.at = state["at"]
 
 
-def test_a_stream_with_a_state_begins_where_it_would_have_after_compiling() -> None:
-    stream = Counter()
-    trainer = make(t16(), stream, batch_size=4, epochs=None, max_steps=4, compile={"backend": Graphs()})
+class Batches(Counter):
+    """A loader of batches of four with a state."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        while self.at < 16:
+            self.at += 4
+            self.seen.extend(range(self.at - 4, self.at))
+            yield self.rows[self.at - 4 : self.at]
+        self.at = 0
+
+
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_data_with_a_state_begin_where_they_would_have_after_compiling(is_loader: bool) -> None:
+    stream, length = Batches() if is_loader else Counter(), {"epochs": None, "max_steps": 4}
+    how: dict[str, Any] = {"train_loader": stream} if is_loader else {"batch_size": 4}
+    trainer = make(t16(), None if is_loader else stream, compile={"backend": Graphs()}, **length, **how)
     trainer.compile(steps=2)
     assert stream.seen == list(range(8)) and stream.at == 0
     trainer.train()
