@@ -57,7 +57,8 @@ class Blocks(nn.Sequential):
 def learn(backend: str, recomputes: bool, compiles: bool = False) -> dict[str, Any]:
     """Train a model of blocks with dropout and BatchNorm; one that is compiled, then once more, compiled ahead."""
     tensors = train_blocks(backend, recomputes, compiles)
-    return {"tensors": tensors, "ahead": train_blocks(backend, recomputes, compiles, ahead=True) if compiles else {}}
+    again = train_blocks(backend, recomputes, compiles, ahead=True) if compiles else {}
+    return {"tensors": tensors | {f"ahead {name}": one for name, one in again.items()}}
 
 
 def train_blocks(backend: str, recomputes: bool, compiles: bool, ahead: bool = False) -> dict[str, Any]:
@@ -131,10 +132,10 @@ def test_recomputing_changes_no_bit_on_several_processes(results: Any, backend: 
 def test_a_compiled_model_takes_the_steps_of_a_plain_one_on_several_processes(results: Any, compiled: str) -> None:
     ranks = [results[name][0] for name in (f"{compiled} False", f"{compiled} compiled")]
     assert not [rank["error"] for rank in ranks if "error" in rank], ranks
-    plain = ranks[0]["tensors"]
-    for one in (ranks[1]["tensors"], ranks[1]["ahead"]):
-        assert plain.keys() == one.keys() and len(plain) == 18
-        assert all(torch.equal(plain[name], one[name]) for name in plain)
+    plain, compiled_one = (rank["tensors"] for rank in ranks)
+    assert compiled_one.keys() == plain.keys() | {f"ahead {name}" for name in plain} and len(plain) == 18
+    for name, one in plain.items():
+        assert torch.equal(one, compiled_one[name]) and torch.equal(one, compiled_one[f"ahead {name}"]), name
 
 
 @pytest.mark.parametrize("theirs", thinned(("hf_fsdp", "hf_zero2", "hf_zero3"), []))
