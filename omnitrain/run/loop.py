@@ -28,7 +28,7 @@ from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.memory import has_batch_norm
 from omnitrain.run.nonfinite import evaluation_error
 from omnitrain.run.recompilations import Recompilations
-from omnitrain.run.step import Step
+from omnitrain.run.step import IN_STEPS, Step
 from omnitrain.settings import Settings
 from omnitrain.units import ModelUnit
 
@@ -532,21 +532,31 @@ class Loop:
         if not self.has_own_epoch:
             yield
             return
-        progress, optimizer = self.lifecycle.progress, self.hooks.backend.optimizer
+        progress, backend, window = self.lifecycle.progress, self.hooks.backend, self.step.window
+        backend.collect_parameters()  # an algorithm may have frozen or unfrozen layers
+        updates = overriding(self.hooks.algorithms, "after_update")
         if isinstance(self.sets.train, Loader):
             self.sets.train.set_epoch(progress.epoch)
         before, taken = progress.step, [0]
         schedule = self.hooks.lr_scheduler if self.hooks.scheduler_interval == "step" else None
         place = getattr(schedule, "last_epoch", None)
 
+        def check(*_: Any) -> None:
+            if self.step.window is window:  # otherwise steps of ours are taken
+                self._refuse_unreached()
+            backend.check_reduced()
+
         def count(*_: Any) -> None:
             taken[0] += 1
             self.ranks.moves += 1
+            if self.step.window is window and updates:
+                progress.step = before + taken[0] - 1
+                for update in updates:
+                    update(self.hooks)
+                progress.step = before
 
-        handles = [
-            optimizer.register_step_pre_hook(lambda *_: self.hooks.backend.check_reduced()),
-            optimizer.register_step_post_hook(count),
-        ]
+        optimizer = backend.optimizer
+        handles = [optimizer.register_step_pre_hook(check), optimizer.register_step_post_hook(count)]
         try:
             yield
         finally:
@@ -565,6 +575,19 @@ class Loop:
                     "own, which goes through whole batches. Make `batch_size` smaller, or split them there."
                 )
             progress.step += taken[0]
+
+    def _refuse_unreached(self) -> None:
+        """Refuse algorithms that change what a loop of the user's own does without them."""
+        for one in self.hooks.algorithms:
+            unreached = [place for place in IN_STEPS if overriding([one], place)]
+            if not self.hooks.backend.keeps_masters:  # the weights are there when the optimizer has stepped
+                unreached = [place for place in unreached if place != "after_update"]
+            if unreached:
+                raise ConfigError(
+                    f"`algorithms` holds {type(one).__name__}, whose {unreached[0]}() nothing calls in a "
+                    "`_train_epoch` of your own that steps the optimizer. Leave it out and do the same in your loop, "
+                    "or have super()._train_epoch(epoch) take the steps."
+                )
 
 
 def _note_memory(error: Exception) -> None:

@@ -34,14 +34,14 @@ from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.settings import DEFAULTS, Settings
 from omnitrain.units import ModelUnit, no_token_counts
 
-__all__ = ["Step"]
+__all__ = ["IN_STEPS", "Step"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 Result = TypeVar("Result")
 
 
-_PLACES = (
+IN_STEPS = (
     "transform_batch",
     "transform_output",
     "transform_loss",
@@ -50,6 +50,7 @@ _PLACES = (
     "before_update",
     "after_update",
 )
+"""The places of algorithms in a step."""
 
 
 def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
@@ -183,11 +184,11 @@ class Step:
     def _list_transforms(self) -> None:
         """Find out which algorithm changes what, and refuse what the backend cannot do."""
         algorithms: list[Any] = self._hooks.algorithms
-        self._transforms = {place: overriding(algorithms, place) for place in _PLACES}
+        self._transforms = {place: overriding(algorithms, place) for place in IN_STEPS}
         for place in ("transform_output", "transform_loss"):
             self._transforms[place].reverse()
         for one in algorithms:
-            used = [place for place in _PLACES if overriding([one], place)]
+            used = [place for place in IN_STEPS if overriding([one], place)]
             lacking = [self._backend.lacks[need] for need in (*used, *one.needs) if need in self._backend.lacks]
             if lacking:
                 raise ConfigError(
@@ -318,6 +319,11 @@ class Step:
     def restart(self, window: Window) -> None:
         """Go to the first micro-batch of a window, which may be the same samples in other micro-batches."""
         self._window, self.turn, self._targets = window, 0, None
+
+    @property
+    def window(self) -> Window | None:
+        """The latest window; None before the first."""
+        return vars(self).get("_window")
 
     @property
     def batches(self) -> list[Any]:

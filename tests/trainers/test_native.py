@@ -20,11 +20,15 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from omnitrain import (
+    EMA,
+    SAM,
+    SWA,
     Algorithm,
     BaseTrainer,
     Callback,
     ConfigError,
     DataError,
+    GradualUnfreezing,
     MixUp,
     NonFiniteError,
     StepOutput,
@@ -402,6 +406,42 @@ def test_three_overrides_make_a_trainer_with_everything_else() -> None:
     assert trainer.progress.step == 15 and len(metrics["valid"]) == 3
     assert [row["step"] for row in metrics["train_metrics_history"]] == [5, 10, 15]
     assert trace.events.count("epoch_end") == 3
+
+
+@pytest.mark.parametrize(
+    "algorithm", [lambda: EMA(0.5), lambda: SWA("0.2dur", every=2), lambda: SWA(), lambda: GradualUnfreezing()]
+)
+def test_averages_and_freezing_follow_a_loop_of_the_users_own(algorithm: Any, tmp_path: Path) -> None:
+    ends: list[Any] = []
+    for kind, clip in ((Custom, 1.0), (Trainer, None)):
+        trainer = kind(
+            t16(), rows(20), rows(6), device="cpu", loss_fn=F.mse_loss, batch_size=4, epochs=3, learning_rate=0.05,
+            progress_bar=False, max_grad_norm=clip, algorithms=[algorithm()], save_dir=tmp_path / kind.__name__,
+        )  # fmt: skip
+        metrics = trainer.train()
+        ends.append((weights(trainer.get_model()), metrics["valid"]))
+    assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
+
+
+def test_algorithms_that_a_loop_of_the_users_own_never_reaches_are_refused_before_its_first_update() -> None:
+    class Halve(Algorithm):
+        def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+            return loss / 2
+
+    class Through(Trainer):
+        def _train_epoch(self, epoch: int) -> float:
+            return super()._train_epoch(epoch)
+
+    options: dict[str, Any] = {"device": "cpu", "loss_fn": F.mse_loss, "progress_bar": False, "batch_size": 4}
+    for algorithm, place in ((Halve(), "transform_loss"), (SAM(), "before_second_pass"), (MixUp(), "transform_batch")):
+        model = t16()
+        with pytest.raises(ConfigError, match=rf"{type(algorithm).__name__}, whose {place}\(\) nothing calls"):
+            Custom(model, rows(20), algorithms=[algorithm], **options).train()
+        assert same(weights(model), weights(t16()))
+    halved = [kind(t16(), rows(20), algorithms=[Halve(), EMA()], **options) for kind in (Through, Trainer)]
+    for trainer in halved:
+        trainer.train()
+    assert same(*(weights(trainer.get_model()) for trainer in halved))
 
 
 def test_a_multi_task_trainer_needs_no_training_set() -> None:
