@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
+from torch import nn
 
 from omnitrain.errors import ConfigError, did_you_mean
 
-__all__ = ["Precision", "choose_device", "free_memory", "is_device_lost", "is_out_of_memory", "precision_name"]
+__all__ = [
+    "Dtypes",
+    "Precision",
+    "choose_device",
+    "free_memory",
+    "growth_interval",
+    "is_device_lost",
+    "is_out_of_memory",
+    "matmul_precision",
+    "precision_name",
+]
 
 _NAMES = {
     "fp32": "fp32",
@@ -25,19 +38,79 @@ _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The dtypes that the argument `dtypes` sets; None leaves one as it is.
+
+    >>> Dtypes.parse({"inputs": "bf16", "reductions": torch.float32}).described
+    {'inputs': 'bf16', 'reductions': 'fp32'}
+    """
+
+    parameters: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    inputs: torch.dtype | None = None
+    reductions: torch.dtype | None = None
+
+    @classmethod
+    def parse(cls, given: Any) -> Dtypes:
+        """Read the argument `dtypes`.
+
+        Raises:
+            ConfigError: If it is no such dict, or parameters are to be of fp16.
+        """
+        known = [field.name for field in fields(cls)]
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping) or not given:
+            raise ConfigError(
+                f"`dtypes` must be a dict such as {{'parameters': 'bf16'}}, of {', '.join(known)}, got {given!r:.200}."
+            )
+        found: dict[str, torch.dtype | None] = {}
+        for name, dtype in given.items():
+            if name not in known:
+                raise ConfigError(
+                    f"`dtypes` sets {name!r}. It may set {', '.join(known)}.{did_you_mean(str(name), known)}"
+                )
+            found[name] = None if dtype is None else _DTYPES[_name_of(dtype, f"dtypes[{name!r}]")] or torch.float32
+        if found.get("parameters") is torch.float16:
+            raise ConfigError(
+                f"`dtypes` sets parameters to {given['parameters']!r}: they would not train, as fp16 holds neither "
+                "small updates nor the epsilon of Adam. Use 'bf16', or autocast='fp16', which keeps them in fp32."
+            )
+        return cls(**found)
+
+    @property
+    def described(self) -> dict[str, str] | None:
+        """What is set, in the words of `autocast`; None if nothing is."""
+        words = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        said = {field.name: words[dtype] for field in fields(self) if (dtype := getattr(self, field.name)) is not None}
+        return said or None
+
+    def cast(self, model: nn.Module) -> None:
+        """Cast the floating-point parameters and buffers of a model in place."""
+        for wanted, held in ((self.parameters, model.parameters()), (self.buffers, model.buffers())):
+            for tensor in held if wanted is not None else ():
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(wanted)
+
+
+@dataclass(frozen=True, slots=True)
 class Precision:
     """The precision of the forward pass. Weights and optimizer state keep the model's dtype.
 
     >>> Precision.parse("bfloat16", torch.device("cpu"))
-    Precision(name='bf16', device_type='cpu')
+    Precision(name='bf16', device_type='cpu', matmul=None)
     """
 
     name: str
     device_type: str
+    matmul: str | None = None
+    dtypes: Dtypes = field(default=Dtypes(), repr=False)
 
     @classmethod
-    def parse(cls, autocast: str | torch.dtype | None, device: torch.device) -> Precision:
-        """Read the `autocast` argument.
+    def parse(
+        cls, autocast: str | torch.dtype | None, device: torch.device, matmul: str | None = None, dtypes: Any = None
+    ) -> Precision:
+        """Read the arguments `autocast`, `matmul_precision` and `dtypes`.
 
         Raises:
             ConfigError: If the name is unknown, or it is fp16 on a CPU, which has no fp16 autocast.
@@ -47,23 +120,56 @@ class Precision:
             raise ConfigError(
                 f"`autocast={autocast!r}` is not available on a CPU. Use `autocast='bf16'` there, or a GPU device."
             )
-        return cls(name, device.type)
+        return cls(name, device.type, matmul, Dtypes.parse(dtypes))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for the forward pass and the loss."""
         dtype = _DTYPES[self.name]
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
 
-    def grad_scaler(self, initial_scale: float) -> torch.amp.GradScaler:
-        """Return the loss scaler: enabled for fp16, disabled for everything else."""
-        return torch.amp.GradScaler(self.device_type, init_scale=initial_scale, enabled=self.name == "fp16")
+    @contextlib.contextmanager
+    def of_products(self) -> Iterator[None]:
+        """Have products of fp32 matrices computed inside as `matmul_precision` says; afterwards as before."""
+        if self.matmul is None:
+            yield
+            return
+        before = matmul_precision()
+        torch.set_float32_matmul_precision(self.matmul)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def grad_scaler(self, scale: Sequence[float]) -> torch.amp.GradScaler:
+        """Return the loss scaler: enabled for fp16, disabled for everything else.
+
+        Args:
+            scale: The argument `fp16_loss_scale`.
+        """
+        interval, is_on = growth_interval(scale), self.name == "fp16"
+        return torch.amp.GradScaler(self.device_type, init_scale=scale[0], growth_interval=interval, enabled=is_on)
 
 
-def _name_of(autocast: str | torch.dtype | None) -> str:
+def growth_interval(scale: Sequence[float]) -> int:
+    """Return the steps without an overflow after which the loss scale doubles, by `fp16_loss_scale`."""
+    return int(scale[2]) if len(scale) > 2 else 2000
+
+
+def matmul_precision() -> str:
+    """Return in what precision PyTorch computes products of fp32 matrices: "highest", "high" or "medium"."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program has used PyTorch's newer switches, such as torch.backends.fp32_precision
+        backends: Any = torch.backends
+        on_gpu, on_cpu = backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+        return "highest" if on_gpu != "tf32" else "medium" if on_cpu == "bf16" else "high"
+
+
+def _name_of(autocast: str | torch.dtype | None, argument: str = "autocast") -> str:
     text = "fp32" if autocast is None else str(autocast).removeprefix("torch.").lower()
     if text not in _NAMES:
         raise ConfigError(
-            f"`autocast` must be one of {', '.join(map(repr, _NAMES))} or None, got {autocast!r}."
+            f"`{argument}` must be one of {', '.join(map(repr, _NAMES))} or None, got {autocast!r}."
             f"{did_you_mean(text, _NAMES)}"
         )
     return _NAMES[text]

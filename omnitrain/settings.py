@@ -233,7 +233,9 @@ class Settings:
     init_from: str | Path | Mapping[str, Any] | None = None
     # precision and placement
     autocast: PrecisionName | torch.dtype | None = None
-    fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4)
+    dtypes: Mapping[str, PrecisionName | torch.dtype] | None = None
+    fp16_loss_scale: tuple[float, float] | tuple[float, float, int] = (65536.0, 1e-4)
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
     compile: bool | Mapping[str, Any] = False
     gradient_checkpointing: bool | Sequence[str] = False
     device: str | torch.device | None = None
@@ -273,6 +275,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_reduction": ("mean", "sum", "per-token-mean"),
     "on_nonfinite": ("raise", "skip", "warn"),
     "optimization_direction": ("max", "min", None),
+    "matmul_precision": ("highest", "high", "medium", None),
 }
 POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
             "keep_every")  # fmt: skip
@@ -487,9 +490,13 @@ def _check_each(given: Mapping[str, Any]) -> None:
 
 
 def _check_loss_scale(scale: Any) -> None:
-    is_pair = isinstance(scale, (tuple, list)) and len(scale) == 2 and all(map(_is_finite, scale))
-    if not is_pair or not 0 < scale[1] <= scale[0]:
-        words = "(initial, minimum) with 0 < minimum <= initial"
+    is_listed = isinstance(scale, (tuple, list)) and len(scale) in (2, 3) and all(map(_is_finite, scale))
+    is_right = is_listed and 0 < scale[1] <= scale[0]
+    if not is_right or (len(scale) == 3 and (not _is_integer(scale[2]) or scale[2] < 1)):
+        words = (
+            "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the "
+            "steps without an overflow until the scale doubles"
+        )
         raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_shown(scale)}.")
 
 

@@ -46,6 +46,7 @@ from omnitrain import (
     SWA,
     AccelerateTrainer,
     Callback,
+    CheckpointError,
     ConfigError,
     CrossEntropy,
     CutMix,
@@ -67,7 +68,9 @@ from omnitrain import (
 )
 from omnitrain.checkpoint import identity
 from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensors import load_tensors
 from omnitrain.data.sampling import EpochSampler
+from omnitrain.precision import Precision
 from omnitrain.run import lifecycle
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
@@ -848,15 +851,161 @@ def test_an_overflow_of_fp16_skips_the_step(trainer_class: Any, fused: bool) -> 
     assert math.isfinite(metrics["train_metrics_history"][0]["train_loss"])
 
 
-def test_a_loss_scale_below_the_minimum_ends_the_run(trainer_class: Any) -> None:
+@pytest.fixture
+def fp16_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 on a CPU too, which PyTorch can and nobody wants."""
+
+    def parse(cls: Any, autocast: Any, device: torch.device, *rest: Any) -> Precision:
+        return Precision(autocast or "fp32", device.type)
+
+    monkeypatch.setattr(Precision, "parse", classmethod(parse))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_a_loss_scale_below_the_minimum_ends_the_run(fp16_everywhere: None, trainer_class: Any, fused: bool) -> None:
     trainer = trainer_class(
         Overflowing(at=range(1, 99)), train_dataset=rows(40, torch.float32), loss_fn=F.mse_loss, batch_size=4,
-        fp16_loss_scale=(8.0, 2.0), progress_bar=False, **placed_on_cpu(trainer_class),
+        fp16_loss_scale=(8.0, 2.0), autocast="fp16", optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused),
+        learning_rate=2e-5, progress_bar=False, **placed_on_cpu(trainer_class),
     )  # fmt: skip
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with pytest.raises(NonFiniteError, match=r"fell to 1, below its minimum 2"):
         trainer.train()
     assert trainer.progress.step == 0
+
+
+def scaled(trainer_class: Any, window: int, *, cut: int = 0, **options: Any) -> tuple[Any, Trace]:
+    """Take 10 steps under fp16, of which the fourth overflows; stop after step `cut`."""
+    trace, resume = Trace(), {name: options.pop(name) for name in ("resume_from", "allow_change") if name in options}
+    trainer = trainer_class(
+        Overflowing(at=(4,)), train_dataset=rows(40, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=9,
+        fp16_loss_scale=(1024.0, 1e-4, window), autocast="fp16", log_steps=1, learning_rate=0.01, progress_bar=False,
+        callbacks=[trace, StopAt(cut)], load_best_at_end=None, **options, **placed_on_cpu(trainer_class),
+    )  # fmt: skip
+    if resume:
+        trainer.model.at = ()
+    trainer.train(**resume)
+    return trainer, trace
+
+
+def test_the_loss_scale_doubles_after_its_window_and_is_resumed_in_the_middle_of_one(
+    fp16_everywhere: None, trainer_class: Any, tmp_path: Path
+) -> None:
+    straight, trace = scaled(trainer_class, 3)
+    scales = [row["loss_scale"] for row in trace.logs]
+    assert scales == [1024, 1024, 2048, 1024, 1024, 2048, 2048, 2048, 4096]
+    scaled(trainer_class, 3, cut=4, save_dir=tmp_path)  # one step into a window
+    resumed, rest = scaled(trainer_class, 3, save_dir=tmp_path / "3", resume_from=tmp_path / "last")
+    assert [row["loss_scale"] for row in rest.logs] == scales[4:]
+    assert same(weights(resumed.model), weights(straight.model))
+    with pytest.raises(CheckpointError, match=r"fp16_loss_scale: \[1024.0, 0.0001, 3\] -> \[1024.0, 0.0001, 2\]"):
+        scaled(trainer_class, 2, save_dir=tmp_path / "2", resume_from=tmp_path / "last")
+    _, other = scaled(
+        trainer_class, 2, save_dir=tmp_path / "2", resume_from=tmp_path / "last", allow_change={"fp16_loss_scale"}
+    )
+    assert [row["loss_scale"] for row in other.logs] == [2048, 2048, 4096, 4096, 8192]
+
+
+# --- dtypes
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer; notes the dtypes of all that a forward pass and its loss meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.seen = nn.Linear(4, 1), set[tuple[torch.dtype, ...]]()
+        self.register_buffer("factor", torch.tensor(1.1))
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add((self.layer.weight.dtype, self.factor.dtype, x.dtype, self.steps.dtype))
+        return self.layer(x * self.factor)
+
+
+def test_parameters_buffers_and_inputs_are_of_the_dtypes_that_are_set_and_a_run_is_resumed_so(
+    trainer_class: Any, tmp_path: Path
+) -> None:
+    BF16, FP32 = torch.bfloat16, torch.float32
+    labels = []
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        labels.append(targets.dtype)
+        return F.mse_loss(outputs, targets)
+
+    def trained(model: nn.Module, data: Any, resume: str | None = None, cut: int = 0, **options: Any) -> Any:
+        options = {"loss_fn": loss_fn, "batch_size": 4, "epochs": 2, "eval_dataset": data, **options}
+        trainer = run(trainer_class, model, data, StopAt(cut), train=False, load_best_at_end=False, **options)
+        trainer.train(resume)
+        return trainer
+
+    dtypes = {"parameters": "bf16", "buffers": torch.bfloat16, "inputs": "bfloat16"}
+    data = rows(12, FP32)
+    by_argument = trained(Scaled(), data, dtypes=dtypes)
+    by_argument.predict(data)
+    assert by_argument.model.seen == {(BF16, BF16, BF16, torch.int64)} and set(labels) == {FP32}
+    pixels, targets = data.tensors
+    by_hand = trained(Scaled().bfloat16(), TensorDataset(pixels.to(BF16), targets))
+    assert same(weights(by_argument.model), weights(by_hand.model))
+    trained(Scaled(), data, dtypes=dtypes, cut=4, save_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"dtypes: \{.*'parameters': 'bf16'.*\} -> None"):
+        trained(Scaled(), data, "auto", save_dir=tmp_path)
+    resumed = trained(Scaled(), data, "auto", dtypes=dtypes, save_dir=tmp_path)
+    assert same(weights(resumed.model), weights(by_argument.model))
+    assert load_tensors(tmp_path / "last" / "model.safetensors")["layer.weight"].dtype is BF16
+
+
+def test_dtypes_that_would_have_no_effect_are_refused(trainer_class: Any) -> None:
+    class Own(trainer_class):
+        def _prepare_batch(self, batch: Any) -> Any:
+            return batch
+
+    with pytest.raises(ConfigError, match="sets the inputs, which `_prepare_batch` of Own prepares itself"):
+        run(Own, t16(), rows(8), dtypes={"inputs": "bf16"})
+    if trainer_class is Trainer:
+        with pytest.raises(ConfigError, match=r"'reductions'.*Trainer has only one.*AccelerateTrainer"):
+            run(trainer_class, t16(), rows(8), dtypes={"reductions": "bf16"})
+
+
+# --- products of matrices
+
+
+class Products(nn.Module):
+    """Notes in what precision products are computed, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.seen = nn.Linear(4, 1).double(), set[tuple[bool, str]]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add((self.training, torch.get_float32_matmul_precision()))
+        return self.layer(x)
+
+
+def test_products_are_computed_as_matmul_precision_says_and_afterwards_as_before(
+    trainer_class: Any, tmp_path: Path
+) -> None:
+    def make(precision: Any, cut: int = 0) -> Any:
+        options = {"epochs": 1, "batch_size": 4, "save_dir": tmp_path, "matmul_precision": precision}
+        return run(
+            trainer_class, Products(), rows(12), StopAt(cut), loss_fn=F.mse_loss, eval_dataset=rows(4), train=False,
+            **options,
+        )  # fmt: skip
+
+    trainer = make("high", cut=2)
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(rows(4))
+    assert trainer.model.seen == {(True, "high"), (False, "high")}
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(CheckpointError, match="matmul_precision: 'high' -> 'highest'"):
+        make(None).train("auto")
+    torch.set_float32_matmul_precision("high")  # by the program itself, which is the same
+    try:
+        make(None).train("auto")
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 # --- the rate that is logged

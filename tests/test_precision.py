@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omnitrain.errors import ConfigError
-from omnitrain.precision import Precision, choose_device
+from omnitrain.precision import Precision, choose_device, matmul_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
 
@@ -60,18 +60,34 @@ def test_fp32_leaves_an_autocast_of_the_users_own_in_force() -> None:
 
 
 def test_only_fp16_scales_the_loss() -> None:
-    assert not Precision("fp32", "cpu").grad_scaler(8.0).is_enabled()
-    assert not Precision("bf16", "cpu").grad_scaler(8.0).is_enabled()
-    scaler = Precision("fp16", "cpu").grad_scaler(8.0)
+    assert not Precision("fp32", "cpu").grad_scaler((8.0, 1e-4)).is_enabled()
+    assert not Precision("bf16", "cpu").grad_scaler((8.0, 1e-4)).is_enabled()
+    scaler = Precision("fp16", "cpu").grad_scaler((8.0, 1e-4))
     assert scaler.is_enabled()
     assert scaler.scale(torch.tensor(2.0)).item() == 16.0
 
 
 def test_a_scaler_that_does_nothing_is_pytorchs_null_object() -> None:
-    scaler = Precision("fp32", "cpu").grad_scaler(8.0)
+    scaler = Precision("fp32", "cpu").grad_scaler((8.0, 1e-4))
     loss = torch.tensor(2.0)
     assert scaler.scale(loss) is loss
     assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("before", ["tf32", "ieee"])
+def test_the_precision_of_products_is_put_back_though_the_program_has_used_the_newer_switches(before: str) -> None:
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        pytest.skip("this PyTorch has only one way")
+    try:
+        backends.fp32_precision = before
+        found = matmul_precision()
+        with Precision("fp32", "cuda", "medium").of_products():
+            assert matmul_precision() == torch.get_float32_matmul_precision() == "medium"
+        assert matmul_precision() == found == {"tf32": "high", "ieee": "highest"}[before]
+    finally:
+        backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_device_that_is_not_there_is_refused_in_whole_sentences() -> None:

@@ -168,6 +168,13 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
         "scheduler_interval='epoch'.*follows evaluations",
     ),
     "loss scale upside down": ({"fp16_loss_scale": (1.0, 2.0)}, ConfigError, "fp16_loss_scale"),
+    "loss scale that never doubles": ({"fp16_loss_scale": (2.0, 1.0, 0)}, ConfigError, "fp16_loss_scale"),
+    "loss scale of half a step": ({"fp16_loss_scale": (2.0, 1.0, 2.5)}, ConfigError, "fp16_loss_scale"),
+    "a dtype of nothing": ({"dtypes": {"parameter": "bf16"}}, ConfigError, "Did you mean 'parameters'"),
+    "no dtype": ({"dtypes": {"inputs": "int8"}}, ConfigError, r"dtypes\['inputs'\]` must be one of 'fp32'"),
+    "dtypes of nothing": ({"dtypes": {}}, ConfigError, "must be a dict such as"),
+    "parameters of fp16": ({"dtypes": {"parameters": "half"}}, ConfigError, "would not train.*autocast='fp16'"),
+    "precision of products": ({"matmul_precision": "tf32"}, ConfigError, "'highest', 'high', 'medium'"),
     "seed that no generator takes": ({"seed": 2**64}, ConfigError, f"seed.*at most {2**64 - 1}"),
     "a model's class": ({"model": torch.nn.Linear}, ConfigError, r"model.*the class Linear.*Linear\(\.\.\.\)"),
     "a loss's class": (

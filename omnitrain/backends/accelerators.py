@@ -14,7 +14,7 @@ import torch
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.ddp import DDP
 from omnitrain.backends.fsdp import FSDP
-from omnitrain.backends.zero import Zero
+from omnitrain.backends.zero import LossScale, Zero
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.precision import choose_device
@@ -154,7 +154,7 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     if kind == "DEEPSPEED":
         rates = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
         model, device, _, *rest = parts
-        scaler = torch.amp.GradScaler(enabled=False)  # DeepSpeed has its own loss scaling
+        scaler = LossScale(settings.fp16_loss_scale)
         return Zero(accelerator, settings.batch_size, settings.max_grad_norm, rates, model, device, scaler, *rest)
     return DDP(accelerator, *parts)
 

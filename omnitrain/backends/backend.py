@@ -19,6 +19,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.tensors import host_copy
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
+from omnitrain.precision import Dtypes
 
 __all__ = ["Backend"]
 
@@ -113,6 +114,18 @@ class Backend:
             raise ConfigError(
                 f"`compile={dict(self._compile_options)!r}`: torch.compile refuses these options: {error}"
             ) from error
+
+    def take_dtypes(self, dtypes: Dtypes) -> None:
+        """Take note of the dtype in which gradients are added up over the ranks; call this before `place`.
+
+        Raises:
+            ConfigError: If this backend cannot do what `dtypes` says.
+        """
+        if dtypes.reductions is not None:
+            raise ConfigError(
+                "`dtypes` sets 'reductions', the dtype in which gradients are added up over several processes, and "
+                "Trainer has only one. Leave it out, or use AccelerateTrainer or HFTrainer."
+            )
 
     def place(self) -> None:
         """Put the model on the device and wrap it; a backend that shards wraps the optimizer too."""

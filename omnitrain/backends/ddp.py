@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +20,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.state import model_tensors
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DistributedError
+from omnitrain.precision import Dtypes
 from omnitrain.units import StepOutput
 
 __all__ = ["DDP", "Runner", "fill_from_main", "run_through", "start_from_main"]
@@ -85,10 +87,15 @@ class DDP(Backend):
 
     rehearses_whole: ClassVar[bool] = False  # or DDP would lay out its buckets anew before the first step
     _ddp: DistributedDataParallel | None = None
+    _reductions: torch.dtype | None = None
+    """The dtype in which gradients are added up over the ranks; None is their own."""
 
     def __init__(self, accelerator: Any, *parts: Any) -> None:
         super().__init__(*parts)
         self.accelerator = accelerator
+
+    def take_dtypes(self, dtypes: Dtypes) -> None:
+        self._reductions = dtypes.reductions
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         if self.ranks.world_size > 1:
@@ -105,7 +112,16 @@ class DDP(Backend):
         handler = self.accelerator.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
         made = DistributedDataParallel(Runner(model), **options)
-        if handler is not None:
+        hook = "no" if handler is None else handler.comm_hook.value
+        if self._reductions is not None:
+            if hook != "no":
+                raise ConfigError(
+                    f"`dtypes` sets 'reductions', and accelerate is to average gradients by the hook {hook!r}. "
+                    "Leave one of them out."
+                )
+            dtype = self._reductions
+            made.register_comm_hook(None, lambda state, bucket: _averaged(bucket, dtype))
+        elif handler is not None:
             handler.register_comm_hook(made)
         return made
 
@@ -173,6 +189,13 @@ class DDP(Backend):
                 "`self.model(...)` in a training loop of your own."
             )
         self._ddp.module.has_run = False
+
+
+def _averaged(bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradients of a bucket over the ranks in a dtype; PyTorch's own hooks do so with NCCL alone."""
+    buffer = bucket.buffer()
+    work: Any = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 
 def start_from_main(model: nn.Module, ranks: Ranks) -> None:

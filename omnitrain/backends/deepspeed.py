@@ -155,8 +155,22 @@ def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
             given["autocast"] = precision
 
 
-def fill_config(plugin: Any, batch_size: int, max_grad_norm: float | None, world_size: int) -> None:
-    """Put the trainer's settings into the DeepSpeed configuration, "auto" or not."""
+def fill_config(
+    plugin: Any, batch_size: int, max_grad_norm: float | None, world_size: int, reductions: str | None = None
+) -> None:
+    """Put the trainer's settings into the DeepSpeed configuration, "auto" or not.
+
+    Raises:
+        ConfigError: If the configuration says that gradients are added up in another dtype.
+    """
+    says = plugin.deepspeed_config.get("communication_data_type")
+    if reductions is not None and says not in (None, "auto", reductions):
+        raise ConfigError(
+            f"The DeepSpeed configuration says communication_data_type={says!r}, and `dtypes` sets 'reductions' to "
+            f"{reductions!r}. Leave one of them out."
+        )
+    if reductions is not None:
+        plugin.deepspeed_config["communication_data_type"] = reductions
     # The loop counts windows: it tells DeepSpeed at each micro-batch whether it is the last of a step.
     plugin.deepspeed_config |= {
         "train_micro_batch_size_per_gpu": batch_size,

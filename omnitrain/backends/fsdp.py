@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from omnitrain.backends.ddp import DDP, start_from_main
@@ -39,7 +40,8 @@ class FSDP(DDP):
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         start_from_main(self.model, self.ranks)  # before it is sharded
-        model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
+        with self._reducing():
+            model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
         self.optimizer = prepared.optimizer
         bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
         for module in bare.modules():
@@ -49,6 +51,18 @@ class FSDP(DDP):
         if self.ranks.is_main:
             _warn_if_undivided(bare)
         return bare, self.compiled(model)
+
+    @contextlib.contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """Have accelerate's plugin say in what dtype gradients are added up; it is the user's own object."""
+        plugin = self.accelerator.state.fsdp_plugin
+        policy = plugin.mixed_precision_policy
+        if self._reductions is not None:
+            plugin.mixed_precision_policy = replace(policy or MixedPrecisionPolicy(), reduce_dtype=self._reductions)
+        try:
+            yield
+        finally:
+            plugin.mixed_precision_policy = policy
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         with torch.no_grad():

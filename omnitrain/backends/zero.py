@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -35,17 +35,95 @@ from omnitrain.checkpoint.state import (
     unwrap,
 )
 from omnitrain.checkpoint.tensors import Gathered, spec_of
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, NonFiniteError
 from omnitrain.muon import Muon
 from omnitrain.optimization import needs_closure
+from omnitrain.precision import Dtypes, growth_interval
+from omnitrain.settings import DEFAULTS
 
-__all__ = ["Zero"]
+__all__ = ["LossScale", "Zero"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 Output = TypeVar("Output")
 
 _NOTHING = contextlib.nullcontext()
+
+
+class LossScale(torch.amp.GradScaler):
+    """DeepSpeed's own fp16 loss scale, with the settings and the state of PyTorch's; disabled without one.
+
+    Args:
+        wanted: The argument `fp16_loss_scale`.
+    """
+
+    _OF_CONFIG = (
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "min_loss_scale",
+    )
+
+    def __init__(self, wanted: Sequence[float]) -> None:
+        super().__init__("cpu", enabled=False)
+        self._wanted = wanted
+        self._own: Any = None
+
+    def take(self, scale: Any, config: Mapping[str, Any]) -> None:
+        """Show DeepSpeed's scale from now on; set it up, unless its configuration does.
+
+        Args:
+            scale: DeepSpeed's `loss_scaler`.
+            config: The entry "fp16" of the configuration.
+
+        Raises:
+            ConfigError: If both the configuration and the argument set it.
+        """
+        self._enabled, self._own, wanted = True, scale, self._wanted
+        said = [name for name in self._OF_CONFIG if config.get(name, "auto") != "auto"]
+        if said and tuple(wanted) != DEFAULTS["fp16_loss_scale"]:
+            raise ConfigError(
+                f"`fp16_loss_scale={wanted!r}`, and the DeepSpeed configuration sets {said[0]!r} of 'fp16'. Leave one "
+                "of them out."
+            )
+        if not said:
+            scale.cur_scale, scale.min_scale, scale.raise_error_at_min_scale = float(wanted[0]), 0.0, False
+            scale.delayed_shift = scale.cur_hysteresis = 1
+            scale.scale_window = growth_interval(wanted)
+
+    def get_scale(self) -> float:
+        """Return the scale in force."""
+        return 1.0 if self._own is None else float(self._own.cur_scale)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many steps without an overflow the scale doubles."""
+        self._own.scale_window = new_interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of PyTorch's scaler at the same point, and what DeepSpeed counts besides."""
+        own = self._own
+        if own is None or not own.dynamic:
+            return {}
+        stable, window = own.cur_iter - own.last_overflow_iter - 1, own.scale_window
+        return {
+            "scale": float(own.cur_scale),
+            "growth_factor": float(own.scale_factor),
+            "backoff_factor": 1.0 / own.scale_factor,
+            "growth_interval": window,
+            "_growth_tracker": (stable - 1) % window if stable > 0 else 0,
+            "deepspeed": [stable, own.cur_hysteresis],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of this scaler, or of PyTorch's."""
+        own = self._own
+        if own is None or not own.dynamic:
+            return
+        stable, hysteresis = state_dict.get("deepspeed", (state_dict["_growth_tracker"] + 1, own.delayed_shift))
+        own.cur_scale, own.scale_window = state_dict["scale"], state_dict["growth_interval"]
+        own.cur_iter, own.last_overflow_iter, own.cur_hysteresis = stable, -1, hysteresis
 
 
 class Zero(DDP):
@@ -85,12 +163,24 @@ class Zero(DDP):
         self._max_grad_norm = max_grad_norm
         self._optimizer_options = optimizer_options
 
+    def take_dtypes(self, dtypes: Dtypes) -> None:
+        for name in ("parameters", "buffers"):
+            if getattr(dtypes, name) is not None:
+                raise ConfigError(
+                    f"`dtypes` sets {name!r}, which DeepSpeed ZeRO casts itself, as autocast='bf16' and 'fp16' say, "
+                    "and it updates a copy in fp32. Leave it out, or cast the model before it is passed."
+                )
+        super().take_dtypes(dtypes)
+
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         start_from_main(self.model, self.ranks)  # before it is sharded
         if self.ranks.is_main and any(one.dtype == torch.float64 for one in self.model.parameters()):
             logger.warning("DeepSpeed updates weights of float64 in float32, and checkpoints hold them so.")
         plugin = self.accelerator.state.deepspeed_plugin
-        fill_config(plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size)
+        reductions = Dtypes(reductions=self._reductions).described
+        fill_config(
+            plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size, (reductions or {}).get("reductions")
+        )
         optimizer: Any = self._placeholder() if "optimizer" in plugin.deepspeed_config else self._build_optimizer()
         if isinstance(optimizer, (Muon, getattr(torch.optim, "Muon", Muon))):
             raise ConfigError(
@@ -111,6 +201,8 @@ class Zero(DDP):
         engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
         self._zero = prepared.optimizer  # DeepSpeed's optimizer, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
+        if engine.fp16_enabled() and isinstance(self.scaler, LossScale):
+            self.scaler.take(self._zero.loss_scaler, plugin.deepspeed_config.get("fp16", {}))
         self.optimizer = getattr(self._zero, "optimizer", self._zero)
         self._options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
@@ -166,6 +258,13 @@ class Zero(DDP):
             scaler.cur_scale /= self._factor
         try:
             engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise NonFiniteError(
+                "The gradients overflow at 'min_loss_scale' of the DeepSpeed configuration. Lower the learning rate, "
+                "use autocast='bf16', or lower that minimum."
+            ) from error
         finally:
             if scaler is not None:
                 scaler.cur_scale *= self._factor

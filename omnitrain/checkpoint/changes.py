@@ -40,12 +40,18 @@ DECIDING = (
     "optimization_metric",
     "optimization_direction",
     "autocast",
+    "dtypes",
+    "fp16_loss_scale",
+    "matmul_precision",
     "seed",
     "order_seed",
     "shuffle",
     "samples_per_epoch",
 )
 """The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name."""
+
+_LATER = ("dtypes", "fp16_loss_scale", "matmul_precision")
+"""Those that earlier checkpoints do not have, which says nothing about a change."""
 
 GROUPING = frozenset(["param_groups", "freeze"])
 """Those that decide which parameters an optimizer holds, and in which groups."""
@@ -76,6 +82,9 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
         now: The settings of the run that resumes from it.
     """
     changed = {name: (then.get(name), now.get(name)) for name in DECIDING if then.get(name) != now.get(name)}
+    for name in _LATER:
+        if name not in then:
+            changed.pop(name, None)
     changed.pop("optimizer_groups", None)
     if GROUPING.isdisjoint(changed):  # groups that hold other parameters cannot be compared
         for name in ("learning_rate", "weight_decay"):

@@ -40,6 +40,7 @@ from omnitrain.events import Algorithm, give_back
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.optimization import ScheduleLR
+from omnitrain.precision import growth_interval
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
 from omnitrain.settings import Settings
@@ -338,7 +339,7 @@ class Contents:
             undo.pop_all()
         self._restore_optimizer(folder, content, changed)
         self._restore_schedule(content, changed, *fresh)
-        self._restore_scaler(content)
+        self._restore_scaler(content, "fp16_loss_scale" in changed)
         self._restore_history(content, changed)
         self._restore_data(content, states)
 
@@ -375,7 +376,7 @@ class Contents:
             present = scaler.state_dict()
             saved = state.from_json(content["scaler"])
             state.check_like(saved, present, "the loss scaler's state", where)
-            if missing := sorted(present.keys() - saved.keys()):
+            if missing := sorted(present.keys() - saved.keys() - {"deepspeed"}):
                 raise CheckpointError(f"{where} is damaged: the loss scaler's state lacks {missing[0]!r}.")
         if "algorithms" not in changed and len(content["algorithms"]) != len(run.algorithms):
             raise CheckpointError(
@@ -560,10 +561,12 @@ class Contents:
     def _capture_scaler(self) -> dict[str, Any]:
         return {"scaler": state.to_json(self._run.backend.scaler.state_dict(), "scaler")}
 
-    def _restore_scaler(self, content: Mapping[str, Any]) -> None:
-        scaler = self._run.backend.scaler
+    def _restore_scaler(self, content: Mapping[str, Any], has_changed: bool) -> None:
+        scaler, wanted = self._run.backend.scaler, self._run.settings.fp16_loss_scale
         if scaler.is_enabled() and content["scaler"]:
             scaler.load_state_dict(state.from_json(content["scaler"]))
+            if has_changed:
+                scaler.set_growth_interval(growth_interval(wanted))
 
     # --- random numbers
 

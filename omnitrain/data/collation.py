@@ -443,6 +443,43 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
     return batch
 
 
+def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> Any:
+    """Return a batch whose floating-point tensors, apart from labels, are of this dtype.
+
+    Args:
+        batch: The batch.
+        dtype: The dtype.
+        label_names: The keys of a dict's labels, beside the usual ones.
+
+    Raises:
+        DataError: If it is of a type whose tensors are unknown.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        labels = {*label_names, *LABEL_KEYS}
+        return {key: value if key in labels else _cast(value, dtype) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        cut = len(batch) - 1 if len(batch) > 1 else 1  # the last of several are the labels
+        entries = [*(_cast(one, dtype) for one in batch[:cut]), *batch[cut:]]
+        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+    raise DataError(
+        f"`dtypes` sets the inputs, and a batch is of {type(batch).__name__}, whose tensors are unknown. Leave it out, "
+        "and cast them in the `data_collator`."
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _cast(one, dtype) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        entries = [_cast(one, dtype) for one in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value
+
+
 def pinned(batch: Any) -> Any:
     """Return the batch in page-locked memory, from which copies to a GPU do not block."""
     if isinstance(batch, torch.Tensor):

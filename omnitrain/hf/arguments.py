@@ -185,6 +185,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "lr_scheduler": ("lr_scheduler_type",),
     "deterministic": ("full_determinism",),
     "autocast": ("bf16", "fp16"),
+    "matmul_precision": ("tf32",),
     "trial_name": ("run_name",),
     "progress_bar": ("disable_tqdm",),
     "timeout": ("ddp_timeout",),
@@ -511,6 +512,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         found["trial_name"] = args.run_name
     if args.auto_find_batch_size:
         found["microbatch_size"] = "auto"
+    if args.tf32 is not None:
+        found["matmul_precision"] = "high" if args.tf32 else "highest"
     if args.label_names:
         found["label_names"] = list(args.label_names)
     if args.disable_tqdm:

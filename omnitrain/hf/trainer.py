@@ -242,7 +242,9 @@ class HFTrainer(Calls):
         init_from: str | Path | Mapping[str, Any] | None = None,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
-        fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        dtypes: Mapping[str, PrecisionName | torch.dtype] | None = None,
+        fp16_loss_scale: tuple[float, float] | tuple[float, float, int] = (65536.0, 1e-4),
+        matmul_precision: Literal["highest", "high", "medium"] | None = None,
         compile: bool | Mapping[str, Any] = False,
         gradient_checkpointing: bool | Sequence[str] = False,
         # run
@@ -327,7 +329,9 @@ class HFTrainer(Calls):
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
-            fp16_loss_scale: The initial scale of the fp16 loss scaler, and the minimum, below which the run ends.
+            dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
+            fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
+            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
             seed: Seed for the order of samples, augmentation, dropout and evaluation; default 42.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from omnitrain.backends.backend import Backend
-from omnitrain.data.collation import move_to_device
+from omnitrain.data.collation import cast_inputs, move_to_device
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
@@ -173,7 +173,8 @@ class Hooks:
 
     def _prepare_batch(self, batch: Any) -> Any:
         """Return the batch for the model, on the device."""
-        return move_to_device(batch, self.device, non_blocking=True)
+        batch, dtype = move_to_device(batch, self.device, non_blocking=True), self.precision.dtypes.inputs
+        return batch if dtype is None else cast_inputs(batch, dtype, self.settings.label_names or ())
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss."""

@@ -347,7 +347,7 @@ class Loop:
         """
         self.sets.check_sizes(loader)
         try:
-            with self.lifecycle.aside(), self.evaluation.outside_run():
+            with self.lifecycle.aside(), self.evaluation.outside_run(), self.hooks.precision.of_products():
                 result = work(self.is_interrupted)
         finally:
             end_workers(loader)

@@ -156,10 +156,10 @@ class Step:
     def prepare(self) -> None:
         """Prepare for a run: no gradients, and a guard that fits the optimizer."""
         optimizer, settings = self._backend.optimizer, self._settings
-        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.scaler.is_enabled():
+        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.may_skip:
             raise ConfigError(
-                f"`fp16_loss_scale={settings.fp16_loss_scale!r}` has no effect, as no loss scaler of PyTorch is used. "
-                "Leave it out, or set autocast='fp16'; DeepSpeed's own scaler is set in its configuration."
+                f"`fp16_loss_scale={settings.fp16_loss_scale!r}` has no effect, as the loss is not scaled. Leave it "
+                "out, or set autocast='fp16'."
             )
         optimizer.zero_grad()
         self._list_transforms()

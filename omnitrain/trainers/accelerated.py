@@ -136,7 +136,9 @@ class AccelerateTrainer(BaseTrainer):
         init_from: str | Path | Mapping[str, Any] | None = None,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
-        fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        dtypes: Mapping[str, PrecisionName | torch.dtype] | None = None,
+        fp16_loss_scale: tuple[float, float] | tuple[float, float, int] = (65536.0, 1e-4),
+        matmul_precision: Literal["highest", "high", "medium"] | None = None,
         compile: bool | Mapping[str, Any] = False,
         gradient_checkpointing: bool | Sequence[str] = False,
         # run
@@ -220,7 +222,9 @@ class AccelerateTrainer(BaseTrainer):
             async_save: Whether to write checkpoints in the background; default False.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
-            fp16_loss_scale: The initial scale of the fp16 loss scaler, and the minimum, below which the run ends.
+            dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
+            fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
+            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
             seed: Seed for the order of samples, augmentation, dropout and evaluation; default 42.
@@ -258,6 +262,12 @@ class AccelerateTrainer(BaseTrainer):
                     f"`{name}` has no effect beside an `accelerator` of your own. Make that accelerator with it: "
                     "Accelerator(parallelism_config=..., kwargs_handlers=[DistributedDataParallelKwargs(...)])."
                 )
+        sums = (given.get("dtypes") or {}).get("reductions") if isinstance(given.get("dtypes"), Mapping) else None
+        if sums is not None and getattr(ways["fsdp_plugin"], "mixed_precision_policy", None) is not None:
+            raise ConfigError(
+                f"`dtypes` sets 'reductions' to {str(sums)!r}, and `fsdp_plugin` has a mixed_precision_policy with a "
+                "reduce_dtype of its own. Leave one of them out."
+            )
         if accelerator is None:
             plugin = deepspeed_plugin(ways["deepspeed_config"])
             if plugin is not None:

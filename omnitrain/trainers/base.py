@@ -35,7 +35,7 @@ from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
 from omnitrain.param_groups import freeze_parameters, group_parameters
-from omnitrain.precision import Precision
+from omnitrain.precision import Precision, matmul_precision
 from omnitrain.progress import Progress
 from omnitrain.recomputation import recompute_activations
 from omnitrain.reproducibility import deterministic as deterministic_kernels
@@ -195,7 +195,9 @@ class BaseTrainer(Hooks, ABC):
         init_from: str | Path | Mapping[str, Any] | None = None,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
-        fp16_loss_scale: tuple[float, float] = (65536.0, 1e-4),
+        dtypes: Mapping[str, PrecisionName | torch.dtype] | None = None,
+        fp16_loss_scale: tuple[float, float] | tuple[float, float, int] = (65536.0, 1e-4),
+        matmul_precision: Literal["highest", "high", "medium"] | None = None,
         compile: bool | Mapping[str, Any] = False,
         gradient_checkpointing: bool | Sequence[str] = False,
         device: str | torch.device | None = None,
@@ -274,7 +276,9 @@ class BaseTrainer(Hooks, ABC):
             async_save: Whether to write checkpoints in the background; default False.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
-            fp16_loss_scale: The initial scale of the fp16 loss scaler, and the minimum, below which the run ends.
+            dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
+            fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
+            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
             device: Where to train; None is the first available of cuda, xpu, mps, cpu.
@@ -360,14 +364,21 @@ class BaseTrainer(Hooks, ABC):
         self.lr_scheduler: Any = None
         self.device: torch.device = self._choose_device(settings.device)
         self.gradient_accumulation_steps = resolve_accumulation(settings, self.world_size)
-        self.precision: Precision = Precision.parse(settings.autocast, self.device)
+        self.precision: Precision = Precision.parse(
+            settings.autocast, self.device, settings.matmul_precision, settings.dtypes
+        )
         self._take_model(model)
 
     # --- the parts of a run
 
     def _take_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
-        settings = self.settings
+        settings, dtypes = self.settings, self.precision.dtypes
+        if dtypes.inputs is not None and "_prepare_batch" in members_of_user(type(self)):
+            raise ConfigError(
+                f"`dtypes={dtypes.described!r}` sets the inputs, which `_prepare_batch` of {type(self).__name__} "
+                "prepares itself. Cast them there, and leave 'inputs' out."
+            )
         if settings.init_from is not None:
             load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)
         if settings.freeze is not None:
@@ -377,6 +388,8 @@ class BaseTrainer(Hooks, ABC):
         own = settings.unit
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         self.backend: Backend = self._make_backend(model)
+        self.backend.take_dtypes(dtypes)
+        dtypes.cast(state.unwrap(model))
         self.backend.compile_by(settings.compile)
         self._sets = self._make_sets()
         self._assemble()
@@ -405,7 +418,7 @@ class BaseTrainer(Hooks, ABC):
                 group_parameters(optimizer, state.named_parameters(self.model), wanted, self.is_main_process)
             return optimizer
 
-        scaler = self.precision.grad_scaler(self.settings.fp16_loss_scale[0])
+        scaler = self.precision.grad_scaler(self.settings.fp16_loss_scale)
         return make(model, self.device, scaler, grouped, self.ranks)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -538,7 +551,7 @@ class BaseTrainer(Hooks, ABC):
             self._checkpointer.check_disk()
             failed = True
             try:
-                with _kernels(self.settings), self._checkpointer.background():
+                with _kernels(self.settings, self.precision), self._checkpointer.background():
                     self._loop.run(found)
                 failed = False
             except BaseException as error:
@@ -601,7 +614,7 @@ class BaseTrainer(Hooks, ABC):
         with self.ranks.calling("compile()", self._timeout), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:
-                with _kernels(self.settings):
+                with _kernels(self.settings, self.precision):
                     return compile_ahead(self._loop, steps)
             finally:
                 self._step.guard.release(self.optimizer)
@@ -714,10 +727,12 @@ class BaseTrainer(Hooks, ABC):
         resolved = {
             "autocast": self.precision.name,
             "batch_size": self.batch_size,
+            "dtypes": self.precision.dtypes.described,
             "device": str(self.device),
             "eval_batch_size": self.eval_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "global_batch_size": self.batch_size * self.world_size * self.gradient_accumulation_steps,
+            "matmul_precision": self.precision.matmul or matmul_precision(),
             "optimization_direction": self.objective.direction,
             "optimizer": None if self.train_loader is None and not self._loop.has_own_epoch else self.optimizer,
             "optimizer_groups": self._initial.optimizer,
@@ -864,10 +879,10 @@ class BaseTrainer(Hooks, ABC):
 
 
 @contextlib.contextmanager
-def _kernels(settings: Settings) -> Iterator[None]:
+def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
     """Have PyTorch compute inside as the settings say."""
     anomalies = torch.autograd.set_detect_anomaly if settings.detect_anomaly else contextlib.nullcontext
-    with deterministic_kernels(settings.deterministic), anomalies(True):
+    with deterministic_kernels(settings.deterministic), precision.of_products(), anomalies(True):
         yield
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from omnitrain.data.collation import Collator, count_samples, labels_of, move_to_device, split_batch
+from omnitrain.data.collation import Collator, cast_inputs, count_samples, labels_of, move_to_device, split_batch
 from omnitrain.data.loaders import make_loader
 from omnitrain.errors import ConfigError, DataError
 
@@ -484,3 +484,26 @@ class Odd:
 def test_what_cannot_be_split_for_certain_is_refused(batch: Any, words: str) -> None:
     with pytest.raises(DataError, match=f"`microbatch_size` cannot split {re.escape(words)}.*split_batch"):
         split_batch(batch, 2)
+
+
+def test_inputs_are_cast_and_labels_and_numbers_are_not() -> None:
+    HALF, values = torch.bfloat16, torch.ones(2)
+    whole = torch.ones(2, dtype=torch.int64)
+
+    def kinds(batch: Any) -> Any:
+        if isinstance(batch, torch.Tensor):
+            return batch.dtype
+        return {k: kinds(v) for k, v in batch.items()} if isinstance(batch, dict) else [kinds(v) for v in batch]
+
+    batch = {"pixels": values, "rest": [values, {"ids": whole}], "labels": values, "score": values, "n": whole}
+    assert kinds(cast_inputs(batch, HALF, ["score"])) == {
+        "pixels": HALF, "rest": [HALF, {"ids": torch.int64}], "labels": torch.float32, "score": torch.float32,
+        "n": torch.int64,
+    }  # fmt: skip
+    Pair = collections.namedtuple("Pair", "inputs labels")
+    cast = cast_inputs(Pair(values, values), HALF, ())
+    assert isinstance(cast, Pair) and kinds(cast) == [HALF, torch.float32]
+    assert kinds(cast_inputs((values,), HALF, ())) == [HALF]
+    assert kinds(cast_inputs(values, HALF, ())) is HALF
+    with pytest.raises(DataError, match="a batch is of object, whose tensors are unknown"):
+        cast_inputs(object(), HALF, ())

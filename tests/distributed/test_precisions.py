@@ -1,0 +1,136 @@
+"""Precisions on two processes: the fp16 loss scale under ZeRO, and the dtypes in which gradients are added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import PROCESSES, Job, launch_all, make_trainer
+from recipes import Overflowing, StopAt, Trace, rows
+from torch import nn
+
+from omnitrain import Callback
+from omnitrain.checkpoint.tensors import whole
+from omnitrain.precision import Precision
+
+SCALE = (1024.0, 1e-4, 3)
+ZERO = ("zero2", "zero3")
+
+
+def scaled(backend: str, folder: str, cut: int = 0, resume: str | None = None, **options: Any) -> dict[str, Any]:
+    """Take 9 steps under fp16, before the fourth of which one overflows; a CPU can do so, though nobody wants it."""
+    from deepspeed.accelerator import get_accelerator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Precision, "parse", classmethod(lambda cls, name, device, *rest: cls(name, device.type)))
+        patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+        trace = Trace()
+        trainer = make_trainer(
+            backend, Overflowing(at=() if resume else (4,)), rows(40, torch.float32), loss_fn=F.mse_loss,
+            batch_size=4 // PROCESSES[backend], max_steps=9, autocast="fp16", learning_rate=0.01, save_dir=folder,
+            callbacks=[trace, StopAt(cut)], **{"fp16_loss_scale": SCALE, **options},
+        )  # fmt: skip
+        trainer.train(resume_from=resume)
+    return {
+        "scales": [row["loss_scale"] for row in trace.logs],
+        "skipped": trainer.progress.skipped_steps,
+        "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
+    }
+
+
+class Rounded(Callback):
+    """Notes which share of the gradients bf16 can hold."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any) -> None:
+        gradients = [one.grad for one in trainer.model.parameters() if one.grad is not None]
+        parts = [trainer.backend.own_part(one).float() for one in gradients]
+        held = [(part == part.bfloat16().float()).float().mean().item() for part in parts if part.numel()]
+        self.shares.append(sum(held) / len(held))
+
+
+def summed(backend: str, **options: Any) -> dict[str, Any]:
+    """Take 3 steps, with gradients of two processes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2), nn.Linear(2, 1))
+    rounded = Rounded()
+    trainer = make_trainer(
+        backend, model, rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=1, learning_rate=0.01,
+        max_grad_norm=None, callbacks=[] if backend.startswith("zero") else [rounded], **options,
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "shares": rounded.shares,
+        "sent": str(getattr(trainer.model_wrapped, "communication_data_type", "")),
+        "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
+    }
+
+
+SUMS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "bf16": {"dtypes": {"reductions": "bf16"}},
+    "fp32": {"dtypes": {"reductions": "fp32"}, "autocast": "bf16"},
+    "fp32 of bf16": {"dtypes": {"reductions": "fp32", "parameters": "bf16", "inputs": "bf16"}},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("precisions")
+    jobs = []
+    for backend in ZERO:
+        place = folder / backend
+        parts: dict[str, dict[str, Any]] = {
+            "straight": {},
+            "cut": {"cut": 4},
+            "resumed": {"resume": str(place / "cut" / "checkpoint-4")},
+            "sinking": {"fp16_loss_scale": (8.0, 8.0)},
+        }
+        for name, part in parts.items():
+            jobs.append(
+                Job(f"{backend}-{name}", backend, "test_precisions:scaled", {"folder": str(place / name), **part})
+            )
+    for backend in ("ddp", "fsdp", "zero2", "hf2"):
+        for name, part in SUMS.items():
+            jobs.append(Job(f"{backend}-{name}", backend, "test_precisions:summed", part))
+    return launch_all(jobs, folder / "launches")
+
+
+def apart(one: Any, other: Any) -> float:
+    return max(
+        float((one["tensors"][name].float() - other["tensors"][name].float()).abs().max()) for name in one["tensors"]
+    )
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero2", "hf2"])
+def test_gradients_are_added_up_in_the_dtype_that_is_set(results: Any, backend: str) -> None:
+    found = {name: results[f"{backend}-{name}"] for name in SUMS}
+    refused = found.pop("fp32 of bf16") if backend == "zero2" else []
+    assert all(one["error"] == "ConfigError" and "updates a copy in fp32" in one["message"] for one in refused)
+    assert not [one["message"] for ranks in found.values() for one in ranks if "error" in one]
+    for first, second in found.values():
+        assert apart(first, second) == 0.0
+    (plain, _), (low, _), (high, _) = (found[name] for name in ("as they are", "bf16", "fp32"))
+    assert 1e-7 < apart(plain, low) < 1e-2
+    if backend == "zero2":
+        assert (low["sent"], high["sent"]) == ("torch.bfloat16", "torch.float32")
+        return
+    assert min(low["shares"]) == 1.0 and max(plain["shares"] + high["shares"]) < 0.9
+    assert found["fp32 of bf16"][0]["tensors"]["0.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ZERO)
+def test_the_loss_scale_of_zero_follows_its_settings_and_is_resumed(results: Any, backend: str) -> None:
+    (straight, _), (resumed, _), sinking = (results[f"{backend}-{name}"] for name in ("straight", "resumed", "sinking"))
+    # DeepSpeed doubles in the step after the window
+    assert straight["scales"] == [1024] * 3 + [512] * 3 + [1024] * 3
+    assert straight["skipped"] == 1
+    assert resumed["scales"] == straight["scales"][4:]
+    assert all(torch.equal(one, straight["tensors"][name]) for name, one in resumed["tensors"].items())
+    assert all(
+        one["error"] == "NonFiniteError" and "fell to 4, below its minimum 8" in one["message"] for one in sinking
+    )
