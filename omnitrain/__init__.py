@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.gradual_unfreezing import GradualUnfreezing
     from omnitrain.algorithms.label_smoothing import LabelSmoothing
     from omnitrain.algorithms.layer_freezing import LayerFreezing
+    from omnitrain.algorithms.magnitude_pruning import MagnitudePruning
     from omnitrain.algorithms.mixup import MixUp
     from omnitrain.algorithms.progressive_resizing import ProgressiveResizing
     from omnitrain.algorithms.sam import SAM
@@ -100,6 +101,7 @@ _HOMES = {
     "LabelSmoothing": "algorithms.label_smoothing",
     "LinearScheduler": "schedules",
     "LayerFreezing": "algorithms.layer_freezing",
+    "MagnitudePruning": "algorithms.magnitude_pruning",
     "MetricsDict": "metrics",
     "MissingExtraError": "errors",
     "MixUp": "algorithms.mixup",
@@ -168,6 +170,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "LabelSmoothing",
     "LinearScheduler",
     "LayerFreezing",
+    "MagnitudePruning",
     "MetricsDict",
     "MissingExtraError",
     "MixUp",

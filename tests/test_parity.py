@@ -56,6 +56,7 @@ from omnitrain import (
     HFTrainer,
     LabelSmoothing,
     LayerFreezing,
+    MagnitudePruning,
     MixUp,
     MultiStepScheduler,
     NonFiniteError,
@@ -1871,6 +1872,8 @@ ALGORITHMS = {
     "lengths": Case(lambda: SeqLengthWarmup(6, 2, 0.9, 1), "tokens"),
     "sizes": Case(lambda: ProgressiveResizing(0.5, 0.0, 0.2, 1), "images"),
     "sam": Case(lambda: SAM(0.5)),
+    "pruning": Case(lambda: MagnitudePruning(0.7, end="0.9dur", every=2)),
+    "pruning of all": Case(lambda: MagnitudePruning(0.7, 2, 5, 1, 0.2, ["^2", r"0\."], "global")),
 }
 TRAINED = [(kind, name) for kind in TRAINERS for name in ALGORITHMS]
 SOME_TRAINED = [(kind, name) for kind, name in TRAINED if kind == "native" or (kind, name) == ("hf", "ema")]

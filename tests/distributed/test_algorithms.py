@@ -20,6 +20,7 @@ from omnitrain import (
     GradualUnfreezing,
     LabelSmoothing,
     LayerFreezing,
+    MagnitudePruning,
     MixUp,
     SeqLengthWarmup,
 )
@@ -37,6 +38,7 @@ KINDS: dict[str, Any] = {
     "smoothing": lambda: LabelSmoothing(5, 0.2),
     "lengths": lambda: SeqLengthWarmup(6, 2, 0.9, 1),
     "sam": lambda: SAM(0.5),
+    "pruning": lambda: MagnitudePruning(0.7, end=5, every=2, scope="global"),
 }
 OPTIMIZERS: dict[str, Any] = {
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
@@ -45,8 +47,8 @@ OPTIMIZERS: dict[str, Any] = {
 OF_TOKENS = ("smoothing", "lengths")
 ALL = (*KINDS, *OPTIMIZERS)
 BACKENDS = ("ddp", "fsdp", "zero2")
-REFUSED = {"zero2": ("freezing", "unfreezing", "value", "agc", "sam", "lbfgs"), "fsdp": ("lbfgs",)}
-MOVED = ("ema", "unfreezing", "lbfgs")
+REFUSED = {"zero2": ("freezing", "unfreezing", "value", "agc", "sam", "pruning", "lbfgs"), "fsdp": ("lbfgs",)}
+MOVED = ("ema", "unfreezing", "lbfgs", "pruning")
 """Those whose checkpoints are taken from one backend to another."""
 CUT = 4
 
