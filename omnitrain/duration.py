@@ -268,6 +268,31 @@ class Limits:
         if not self._limits:
             raise ConfigError("Nothing would end this run. Give `epochs`, `max_steps` or `max_duration`.")
 
+    @staticmethod
+    def after(progress: Progress, more: int | float | str | Duration) -> dict[str, Any]:
+        """Return `epochs`, `max_steps` and `max_duration` of a run that goes on for `more` from where it is.
+
+        Raises:
+            ConfigError: `more` is no length, or a share of the run.
+
+        >>> Limits.after(Progress(epoch=3, step=30), "20ba")
+        {'epochs': None, 'max_steps': 50, 'max_duration': None}
+        """
+        length = Duration.parse(more, "ep", "more")
+        if length.unit == "dur":
+            raise ConfigError(
+                f"`more` says how much longer the run is and cannot be a share of it, got {str(length)!r}. Give '2ep', "
+                "'500ba', '4e4sp', '3e6tok' or '2h30m'."
+            )
+        done = Fraction(length.amount(progress))
+        if length.unit == "ep" and progress.epoch_size:
+            done = progress.epoch + Fraction(progress.samples_in_epoch, progress.epoch_size)
+        end = done + length.exact
+        limit = Duration(int(end) if end.denominator == 1 else float(end), length.unit)
+        names = {"ep": "epochs", "ba": "max_steps"}
+        found: dict[str, Any] = {"epochs": None, "max_steps": None, "max_duration": None}
+        return found | ({names[limit.unit]: limit.value} if limit.unit in names else {"max_duration": str(limit)})
+
     @property
     def durations(self) -> list[Duration]:
         """The limits that are set."""

@@ -1847,6 +1847,29 @@ def images(size: int) -> TensorDataset:
     return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).double()[:, None])
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_that_goes_on_in_the_process_is_the_longer_run(trainer_class: Any, saves: bool, tmp_path: Path) -> None:
+    def made(length: dict[str, Any], folder: str, *guests: Callback) -> Any:
+        options = {"save_dir": tmp_path / folder} if saves else {}
+        return run(
+            trainer_class, t16(dropout=0.3), rows(12), *guests, eval_dataset=rows(9), batch_size=2, eval_steps=3,
+            gradient_accumulation_steps=2, algorithms=[EMA(0.6)], train=False, **length, **options,
+        )  # fmt: skip
+
+    traces = Trace(), Trace()
+    parts, whole = made({"max_steps": 4}, "parts", traces[0]), made({"epochs": 3}, "whole", traces[1])
+    parts.train()
+    before = torch.get_rng_state()
+    found, expected = parts.train(more="5ba"), whole.train()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(weights(parts.get_model()), weights(whole.get_model()))
+    for one, other in zip(parts.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    for table in ("train_metrics_history", "valid", "best_valid"):
+        assert found[table] == expected[table]
+    assert [row["loss"] for row in traces[0].logs] == [row["loss"] for row in traces[1].logs]
+
+
 def convolution() -> nn.Module:
     torch.manual_seed(0)
     parts = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)

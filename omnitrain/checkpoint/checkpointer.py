@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import write_model_files
 from omnitrain.checkpoint.changes import DECIDING, changed_settings
-from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot
+from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot, group_options
 from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.frozen import FROZEN
 from omnitrain.checkpoint.history import HISTORY, Lines, read_history
@@ -34,6 +35,27 @@ from omnitrain.settings import local_path
 __all__ = ["Checkpointer", "check_allowed"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+
+@dataclass(slots=True)
+class Ended:
+    """The end of a run, from which a longer one can go on in this process.
+
+    Attributes:
+        parts: Model, optimizer and schedule: assigned ones would begin another run.
+        groups: The options of the optimizer's groups.
+        folder: The checkpoint of the last step; None without a `save_dir`.
+        rest: What `Contents.capture_rest` returned; None with a `save_dir`.
+        weights: This rank's part of the weights in training, if the model has others now.
+        extra: The state of modules besides tensors.
+    """
+
+    parts: tuple[Any, ...]
+    groups: list[dict[str, Any]]
+    folder: Path | None = None
+    rest: dict[str, Any] | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -51,6 +73,8 @@ class Checkpointer:
         shown: The weights that are evaluated.
         weights_from: The position in the run of the present weights, if they are not those of the last step.
         resumed: The folder and omnitrain.json of the checkpoint from which the run resumed; None for a fresh start.
+        ended: What `train(more=...)` goes on from once the run has ended; or why it cannot.
+        continued: What a run that goes on in this process, without a `save_dir`, has of the one before.
     """
 
     def __init__(
@@ -65,6 +89,8 @@ class Checkpointer:
         self.store = store
         self.weights_from: Progress | None = None
         self.resumed: tuple[Path, Mapping[str, Any]] | None = None
+        self.ended: Ended | str = "it has not trained yet"
+        self.continued: Mapping[str, Any] | None = None
         self._run = run
         self._lifecycle = lifecycle
         self._contents = contents
@@ -83,6 +109,8 @@ class Checkpointer:
         self._best_extra: dict[str, Any] = {}
         self._best_progress: Progress | None = None
         """The position of those weights in the run, or None."""
+        self._closing_progress: Progress | None = None
+        """The position of the last evaluation of a run that is closed, if it is the best; a longer run lacks it."""
         self._lines = Lines()
         self._background: ThreadPoolExecutor | None = None
         self._host_copies: dict[str, torch.Tensor] = {}
@@ -426,8 +454,8 @@ class Checkpointer:
                 f"{kept}Set them back, or allow them by name: train(resume_from=..., "
                 f"allow_change={ {*refused, *(one.name for one in others)}!r})."
             )
-        self.resumed = folder, content
         self.restore(folder, content, {*changed, *({FROZEN} & set(allow_change))})
+        self.resumed = folder, content
         self._lifecycle.loaded()
         if self._run.settings.init_from is not None:
             logger.info("The weights are those of the checkpoint, and no longer those of `init_from`.")
@@ -450,6 +478,98 @@ class Checkpointer:
         self._contents.restore_random_numbers(folder, content)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on from a checkpoint, or from one that has ended in this process."""
+        return self.resumed is not None or self.continued is not None
+
+    def recall_random_numbers(self) -> None:
+        """Restore the random number generators of the run that goes on."""
+        if self.continued is not None:
+            tensors, rest = self.continued["rng"]
+            state.restore_rng_tensors(tensors, rest, self._run.device)
+        elif self.resumed is not None:
+            self.restore_random_numbers(*self.resumed)
+
+    # --- going on in this process
+
+    def note_end(self) -> None:
+        """Note what is lost when the run is closed, and what a longer run would have; before the last evaluation."""
+        run = self._run
+        self.ended = Ended((run.backend.model, run.backend.optimizer, run.lr_scheduler), [])
+        self.ended.groups = group_options(run.backend.groups)
+        if self.store is not None:
+            return
+        try:
+            self.ended.rest = self._contents.capture_rest()
+        except Exception as error:  # not raised: the run has ended well, and may be all that is wanted
+            logger.debug("The run cannot go on.", exc_info=True)
+            self.ended = f"what it was at its end could not be kept ({type(error).__name__}: {error})"
+
+    def note_last_save(self) -> None:
+        """Note the checkpoint of the last step, from which the run can go on."""
+        if self.store is None or isinstance(self.ended, str):
+            return
+        lifecycle, settings = self._lifecycle, self._run.settings
+        if settings.save_only_model:
+            self.ended = "save_only_model=True keeps weights alone, from which no run goes on"
+        elif lifecycle.saved_at != lifecycle.progress.position:
+            self.ended = "its last checkpoint could not be saved"
+        else:
+            self.ended.folder = lifecycle.saved_path
+
+    def _keep_last(self) -> None:
+        """Keep the weights in training on the host, which the model is about to lose, if no checkpoint has them."""
+        if self.store is None and isinstance(self.ended, Ended):
+            backend = self._run.backend
+            backend.keep_weights(self.ended.weights, backend.model_tensors())
+            self.ended.extra = state.extra_state(backend.model)
+
+    def required_end(self) -> Ended:
+        """Return the end of the run from which a longer one is to go on.
+
+        Raises:
+            ConfigError: If there is none, or something was assigned since that begins another run.
+        """
+        ended, run = self.ended, self._run
+        if isinstance(ended, str):
+            raise ConfigError(
+                f"`more` goes on with a run that this trainer has ended, and it cannot: {ended}. Call train() "
+                "first, or train(resume_from=...) on a trainer with a larger `epochs`, `max_steps` or `max_duration`."
+            )
+        names, present = (
+            ("model", "optimizer", "lr_scheduler"),
+            (run.backend.model, run.backend.optimizer, run.lr_scheduler),
+        )
+        other = [name for name, one, now in zip(names, ended.parts, present, strict=True) if one is not now]
+        if other:
+            raise ConfigError(
+                f"`more` goes on with the run that has ended, and `trainer.{other[0]}` was assigned since. Call "
+                "train() for a new run with it."
+            )
+        return ended
+
+    def go_on(self, ended: Ended, former: Checkpointer, changed: list[dict[str, Any]]) -> None:
+        """Go on from the end of a run in this process.
+
+        Args:
+            ended: The end of the run.
+            former: The checkpointer of that run.
+            changed: What was changed since in the groups of the optimizer.
+        """
+        backend = self._run.backend
+        if ended.rest is not None:
+            self.continued, self.resumed = ended.rest, former.resumed
+            self._contents.restore_rest(ended.rest)
+            self._best, self._best_extra, self._best_progress = former._best, former._best_extra, former._best_progress
+            if ended.weights:
+                if self._best_progress is not None and not self._best:  # the model has them
+                    backend.keep_weights(self._best, backend.model_tensors())
+                    self._best_extra = state.extra_state(backend.model)
+                backend.put_back_weights(ended.weights, ended.extra)
+        for group, options in zip(backend.groups, changed, strict=True):
+            group |= options
+
+    @property
     def loads_best(self) -> bool:
         """Whether the model gets the best weights at the end of the run."""
         wanted = self._run.settings.load_best_at_end
@@ -457,7 +577,9 @@ class Checkpointer:
 
     def keep_best(self) -> None:
         """Keep the weights of the best evaluation so far on the host, if there is no folder for checkpoints."""
-        if self.store is None and self.loads_best:
+        if self.store is None and self.loads_best and self._lifecycle.is_closing:
+            self._closing_progress = Progress.from_state(self._lifecycle.progress.state_dict())
+        elif self.store is None and self.loads_best:
             self._run.backend.keep_weights(self._best, self.shown.model_tensors())
             self._best_extra = state.extra_state(self._run.backend.model)
             self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
@@ -468,10 +590,15 @@ class Checkpointer:
         They are on the host, or in the checkpoint that was saved as the best.
         """
         lifecycle, ranks = self._lifecycle, self._run.ranks
-        if self._best_progress is not None:
+        if self._closing_progress is not None:  # the model has them, or what it is evaluated with
+            self._put_shown_in_place()
+            self.weights_from = self._closing_progress
+        elif self._best_progress is not None:
+            self._keep_last()
             self._run.backend.put_back_weights(self._best, self._best_extra)
             self.shown.are_in_place = True
             self.weights_from, self._best = self._best_progress, {}
+        if self.weights_from is not None:
             logger.info("The model has the best weights now, those of step %d.", self.weights_from.step)
             return
         name = lifecycle.metrics.get("best_checkpoint")
@@ -510,8 +637,13 @@ class Checkpointer:
 
     def put_shown_in_place(self) -> None:
         """Have the model end with the weights that were evaluated last, unless it has those of a better evaluation."""
-        if not self.shown.are_in_place and self.shown.put_in_place():
+        if not self.shown.are_in_place and self._put_shown_in_place():
             logger.info("The model has the averaged weights now, those of step %d.", self._lifecycle.progress.step)
+
+    def _put_shown_in_place(self) -> bool:
+        if self.shown.are_others:
+            self._keep_last()
+        return self.shown.put_in_place()
 
     def tell_last(self, reason: str) -> None:
         """Log that the model ends with its last weights although there were evaluations."""

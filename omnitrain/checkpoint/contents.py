@@ -7,12 +7,13 @@ decides when to save.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.metadata
 import logging
 import math
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +34,7 @@ from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
-from omnitrain.data.streams import Mark, check_state
+from omnitrain.data.streams import Mark, can_seek, check_state
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 from omnitrain.events import Algorithm, give_back
@@ -45,7 +46,7 @@ from omnitrain.progress import Progress
 from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
 from omnitrain.settings import Settings
 
-__all__ = ["OPTIMIZER", "RNG", "STATES", "Contents", "Lifecycle", "Run", "Snapshot", "Stateful"]
+__all__ = ["OPTIMIZER", "RNG", "STATES", "Contents", "Lifecycle", "Run", "Snapshot", "Stateful", "group_options"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -105,6 +106,8 @@ class Lifecycle(Protocol):
     metrics: MetricsDict
     evaluated_step: int
     saved_at: tuple[int, int, int] | None
+    saved_path: Path | None
+    is_closing: bool
     evaluates: bool
     owes_evaluation: bool
     owes_save: bool
@@ -239,6 +242,36 @@ class Contents:
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         return files, payload
+
+    def capture_rest(self) -> dict[str, Any]:
+        """Return what the live objects of a run do not keep beyond its end, for a run that goes on in this process."""
+        run, lifecycle, loader = self._run, self._lifecycle, self._sets.train
+        if isinstance(loader, StreamLoader) and can_seek(loader.dataset) and lifecycle.progress.samples_in_epoch:
+            raise CheckpointError("the place of a stream with a `state_dict()` inside of an epoch needs a `save_dir`")
+        loop = self._capture_history(lifecycle.state_dict())  # all ranks take part in it
+        return {
+            **loop,
+            "callbacks": copy.deepcopy(loop["callbacks"]),
+            "metrics": lifecycle.metrics.to_dict(),
+            "settings": run.resolved_config(),
+            "scheduler": None if run.lr_scheduler is None else copy.deepcopy(run.lr_scheduler.state_dict()),
+            "groups": group_options(run.backend.groups),
+            "rng": state.rng_tensors(run.device),
+        }
+
+    def restore_rest(self, kept: Mapping[str, Any]) -> None:
+        """Give the parts of a new run what `capture_rest` kept; weights, optimizer and algorithms are live."""
+        scheduler, groups = self._run.lr_scheduler, self._run.backend.groups
+        fresh = self._fresh_schedule()
+        with contextlib.ExitStack() as undo:
+            self._lifecycle.load_callbacks(kept["callbacks"], undo)
+            if scheduler is not None:
+                give_back(scheduler, kept["scheduler"], undo)
+            undo.pop_all()
+        for group, options in zip(groups, kept["groups"], strict=True):
+            group |= options
+        self._restore_schedule(kept, (), *fresh)
+        self._restore_history(kept, ())
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
         """Return weights, optimizer, schedule, scaler, random numbers and data."""
@@ -721,6 +754,11 @@ class Contents:
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's entries for several optimizers, without the one saved as `optimizer`."""
     return {name: saved for name, saved in content.get("optimizers", {}).items() if saved is not None}
+
+
+def group_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups, without their parameters."""
+    return [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _span(settings: Mapping[str, Any]) -> str:

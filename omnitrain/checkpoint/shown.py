@@ -74,6 +74,11 @@ class ShownWeights:
         trained = self._run.backend.model_tensors()
         return {name: one for name, one in self.of(trained).items() if one is not trained[name]}
 
+    @property
+    def are_others(self) -> bool:
+        """Whether they are others than in training."""
+        return bool(self._others())
+
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Have them in the model inside; those in training are back afterwards, whatever was raised."""

@@ -26,6 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.data.collation import labels_of
 from omnitrain.data.sets import is_named_sets
+from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback, Control
 from omnitrain.hf.arguments import either_name, schedule_for
@@ -236,6 +237,7 @@ class Calls(BaseTrainer):
         resume_from: str | Path | bool | None = None,
         allow_change: Collection[str] | None = (),
         *,
+        more: int | float | str | Duration | None = None,
         resume_from_checkpoint: str | Path | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: Collection[str] | None = None,
@@ -246,6 +248,7 @@ class Calls(BaseTrainer):
             resume_from: The folder of a checkpoint, "last", "best", or "auto"; True, as in transformers, is the newest
                 one in the run's folder, which must exist.
             allow_change: Names of arguments (settings, data, functions) that may differ from those of the checkpoint.
+            more: Go on with the run that has ended for so much longer, as for every trainer.
             resume_from_checkpoint: transformers' name for `resume_from`.
             trial: Do not pass it: `hyperparameter_search` creates a trainer for each trial.
             ignore_keys_for_eval: Keys of the model's output to leave out of the predictions in evaluations.
@@ -261,11 +264,11 @@ class Calls(BaseTrainer):
         self._refuse_changed_arguments()
         if which is True:
             which = self._newest()
-        elif which is None:
+        elif which is None and more is None:
             self._tell_of_earlier_run()
         self.engine.output = None
         with self._leaving_out(ignore_keys_for_eval):
-            history = super().train(which, allow_change or ())
+            history = super().train(which, allow_change or (), more=more)
         return TrainResult(history, self._output())
 
     def _newest(self) -> str:
@@ -739,7 +742,7 @@ class Calls(BaseTrainer):
         """Return the optimizer for a subclass that does not create its own."""
         return super()._build_optimizer()
 
-    def _begin_run(self, resumes: bool) -> None:
+    def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
         self._begins = True
         try:
             if "get_train_dataloader" in self._overridden:
@@ -749,7 +752,7 @@ class Calls(BaseTrainer):
                 self._sets.take_eval(self._eval_loader_of(None))
             if not self._is_set_up:
                 self._finish_setup()
-            super()._begin_run(resumes)
+            super()._begin_run(resumes, is_live)
         finally:
             self._begins = False
 

@@ -8,6 +8,7 @@ optimizer and schedule that the loop expects.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -60,7 +61,7 @@ class EngineLoop(Loop):
         """Let transformers train until the run ends."""
         if not self.lifecycle.stop:
             self._engine().run()
-        elif self.checkpointer.resumed is not None:
+        elif self.checkpointer.goes_on:
             self._engine().recall()
 
     @property
@@ -120,6 +121,7 @@ class EngineLoop(Loop):
 
     def settle(self) -> None:
         self._engine().count_operations()
+        self._engine().note_state()
         super().settle()
 
     def _save(self, is_asked: bool) -> None:
@@ -189,6 +191,8 @@ class Engine(Searching):
     """The window of the current step."""
     windows: Iterator[Window]
     """The windows of the rest of the epoch."""
+    ended_state: transformers.TrainerState | None = None
+    """Transformers' state at the end of the latest run, before its last rows."""
     output: Any = None
     """The return value of transformers' loop."""
     _own_means: Mapping[str, float] | None = None
@@ -279,17 +283,26 @@ class Engine(Searching):
         state = self.present_state()
         # transformers' loop derives the position in the data from this; the Bridge sets the step
         state.global_step = progress.epoch * (owner.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
+        for name in ("logging_steps", "eval_steps", "save_steps"):  # our callbacks have the intervals
+            setattr(state, name, getattr(self.args, name))
         folder = self.scratch / "start"
         folder.mkdir(exist_ok=True)
         state.save_to_json(str(folder / "trainer_state.json"))
         return str(folder)
 
+    def note_state(self) -> None:
+        """Note transformers' state at the end of a run, for one that goes on in this process."""
+        self.ended_state = copy.deepcopy(self.state)
+
     def present_state(self) -> transformers.TrainerState:
         """Return transformers' state of the run so far: its own history, and the states of its callbacks."""
         owner, state = self.owner, transformers.TrainerState()
-        resumed = owner._checkpointer.resumed
+        checkpointer = owner._checkpointer
+        resumed = checkpointer.resumed
         left = None if resumed is None else resumed[0] / "trainer_state.json"
-        if left is not None and left.exists():
+        if checkpointer.continued is not None and self.ended_state is not None:
+            state = copy.deepcopy(self.ended_state)
+        elif left is not None and left.exists():
             state = transformers.TrainerState.load_from_json(str(left))
         state.global_step = owner.progress.step + owner.progress.skipped_steps
         state.epoch, state.train_batch_size = owner.progress.epochs, owner.batch_size
@@ -569,8 +582,7 @@ class Engine(Searching):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the generators; called once the first batch of the resumed run is ready."""
         checkpointer = self.owner._checkpointer
-        if checkpointer.resumed is not None:
-            checkpointer.restore_random_numbers(*checkpointer.resumed)
+        checkpointer.recall_random_numbers()
 
 
 @contextlib.contextmanager

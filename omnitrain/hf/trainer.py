@@ -631,10 +631,10 @@ class HFTrainer(Calls):
 
     # --- training
 
-    def _begin_run(self, resumes: bool) -> None:
+    def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
         if not resumes and self.model_init is not None and self._trial is None:  # the model of a trial is new already
             self._renew_model()
-        super()._begin_run(resumes)
+        super()._begin_run(resumes, is_live)
 
     def _renew_model(self) -> None:
         """Start with a new model and everything that belongs to it."""

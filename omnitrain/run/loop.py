@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -88,12 +87,8 @@ class Loop:
 
     # --- the run
 
-    def run(self, resumed: tuple[Path, Mapping[str, Any]] | None) -> None:
-        """Train from the current position until something ends the run, and close it.
-
-        Args:
-            resumed: The folder and omnitrain.json of the checkpoint that was restored; None for a fresh start.
-        """
+    def run(self) -> None:
+        """Train from the current position until something ends the run, and close it."""
         lifecycle = self.lifecycle
         self._recompilations.begin()
         self.checkpointer.shown.check()
@@ -107,10 +102,10 @@ class Loop:
         self._sent = None
         (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
         self._sends_ahead = self.ranks.world_size > 1 and not alone
-        if resumed is None:
-            lifecycle.owes_evaluation = self.settings.eval_on_start
+        if self.checkpointer.goes_on:
+            self.checkpointer.recall_random_numbers()
         else:
-            self.checkpointer.restore_random_numbers(*resumed)
+            lifecycle.owes_evaluation = self.settings.eval_on_start
         self.agree("the beginning of the run")
         if lifecycle.owes_evaluation and lifecycle.stop != "signal":
             lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save
@@ -229,6 +224,7 @@ class Loop:
             lifecycle.check_updates()
         checkpointer.await_background()
         history = lifecycle.state_dict() if checkpointer.store is not None else None
+        checkpointer.note_end()
         lifecycle.is_closing = True
         if self.is_at_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
             with lifecycle.aside():
@@ -237,6 +233,7 @@ class Loop:
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
                 checkpointer.save(history)
             checkpointer.await_background()
+        checkpointer.note_last_save()
 
     def close(self) -> None:
         """Complete a run that has ended: the last evaluation, checkpoint and log, and the best weights."""

@@ -20,7 +20,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.changes import InitialOptions, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
-from omnitrain.checkpoint.contents import Contents
+from omnitrain.checkpoint.contents import Contents, group_options
 from omnitrain.checkpoint.initial import load_initial
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
@@ -508,18 +508,29 @@ class BaseTrainer(Hooks, ABC):
 
     # --- training
 
-    def train(self, resume_from: str | Path | None = None, allow_change: Collection[str] = ()) -> MetricsDict:
+    def train(
+        self,
+        resume_from: str | Path | None = None,
+        allow_change: Collection[str] = (),
+        *,
+        more: int | float | str | Duration | None = None,
+    ) -> MetricsDict:
         """Train to the first limit, and return the history with the best evaluation.
 
-        A second call trains again from the present weights, with fresh progress and history. The random number
-        generators of torch, numpy and Python are left as they were before the call, even after an error.
+        A second call trains again from the present weights, with fresh progress and history; with `more` it goes on
+        instead. The random number generators of torch, numpy and Python are left as they were before the call, even
+        after an error.
 
         Args:
             resume_from: The folder of a checkpoint, "last", "best", or "auto": the newest undamaged one in `save_dir`,
                 or a fresh start if there is none.
             allow_change: Names of arguments (settings, data, functions) that may differ from those of the checkpoint.
+            more: Go on with the run that has ended for so much longer, such as 2 (epochs), "500ba" or "1h", from the
+                weights of its last step, as if it had had that length from the start; the trainer keeps that length.
+                After early stopping, `patience` begins anew.
 
         Raises:
+            ConfigError: If there is no run that `more` could go on with.
             CheckpointError: If the checkpoint is damaged, or was saved with settings that would change the run, or if
                 another run writes into `save_dir`.
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; the weights are intact.
@@ -538,27 +549,23 @@ class BaseTrainer(Hooks, ABC):
             if self.train_loader is None and not self._loop.has_own_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
-            check_same_on_ranks(self.ranks, _described_run(self, resume_from, allow_change))
-            found = None if resume_from is None else self._checkpointer.find(resume_from)
-            if found is None and resume_from == "auto":
-                logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
-            elif found is None:
-                self._checkpointer.check_save_dir()
-            self._begin_run(resumes=found is not None)
-            self._checkpointer.check_optimizers(vars(self), resumes=found is not None)
-            if found is not None:
-                self._checkpointer.resume(*found, allow_change)
+            check_same_on_ranks(self.ranks, _described_run(self, resume_from, allow_change, more))
+            if more is not None:
+                _go_on(self, more, resume_from, allow_change)
+            else:
+                _start(self, resume_from, allow_change)
             self._checkpointer.check_disk()
             failed = True
             try:
                 with _kernels(self.settings, self.precision), self._checkpointer.background():
-                    self._loop.run(found)
+                    self._loop.run()
                 failed = False
             except BaseException as error:
                 if isinstance(error, Exception) and not isinstance(error, NonFiniteError):  # which says where it was
                     progress = self.progress
                     add_place(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
                 self.lifecycle.failed(error)
+                self._checkpointer.ended = "its last run failed"
                 if isinstance(error, DistributedError) and self.control.signal:
                     logger.error("%s", error)
                     raise error_of(self.control.signal) from error
@@ -573,17 +580,19 @@ class BaseTrainer(Hooks, ABC):
             raise error_of(self.lifecycle.signal)
         return self.metrics
 
-    def _begin_run(self, resumes: bool) -> None:
+    def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
         """Reset the counters to zero, and the optimizer if the trainer has trained before.
 
         Args:
             resumes: Whether a checkpoint is about to be restored.
+            is_live: Whether a run goes on with the optimizer and the algorithms as they are.
         """
-        for algorithm in self.algorithms:  # first, as one may have frozen weights that a new optimizer is to hold
+        for algorithm in () if is_live else self.algorithms:  # first: one may have frozen what an optimizer is to hold
             algorithm.set_up(self)
-        if self.progress.step or self.metrics["train_metrics_history"]:
+        if is_live or self.progress.step or self.metrics["train_metrics_history"]:
             self._assemble()
-            if self.settings.optimizer is None or not hasattr(self.settings.optimizer, "param_groups"):
+            is_given = hasattr(self.settings.optimizer, "param_groups")
+            if not is_live and not is_given:
                 self.backend.reset_optimizer()
             self._finish_setup()
         owner = getattr(self.lr_scheduler, "optimizer", self.optimizer)
@@ -714,6 +723,7 @@ class BaseTrainer(Hooks, ABC):
             if folder is None or content is None:
                 raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
             self._checkpointer.restore(folder, content)
+            self._checkpointer.ended = "load_checkpoint() has restored another state since"
             self.lifecycle.loaded()
             self._checkpointer.restore_random_numbers(folder, content)
         return folder
@@ -886,7 +896,56 @@ def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
         yield
 
 
-def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> dict[str, Any]:
+def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> None:
+    """Begin a run, afresh or from a checkpoint."""
+    checkpointer = trainer._checkpointer
+    found = None if resume_from is None else checkpointer.find(resume_from)
+    if found is None and resume_from == "auto":
+        logger.info("No checkpoint in %r yet: the run starts afresh.", str(trainer.save_dir))
+    elif found is None:
+        checkpointer.check_save_dir()
+    trainer._begin_run(resumes=found is not None)
+    trainer._checkpointer.check_optimizers(vars(trainer), resumes=found is not None)
+    if found is not None:
+        trainer._checkpointer.resume(*found, allow_change)
+
+
+def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
+    """Begin the longer run that goes on from the end of the one before.
+
+    Raises:
+        ConfigError: If there is none, or an argument contradicts that.
+    """
+    if resume_from is not None or allow_change:
+        name = "resume_from" if resume_from is not None else "allow_change"
+        raise ConfigError(
+            f"`more` goes on with the run that this trainer has ended, and `{name}` with one from a checkpoint. Leave "
+            "one of them out."
+        )
+    former, reason, tests = trainer._checkpointer, trainer.stop_reason, trainer.metrics["test"]
+    ended, length = former.required_end(), Limits.after(trainer.progress, more)
+    now = group_options(trainer.backend.groups)
+    changed = [
+        {key: value for key, value in one.items() if key not in then or then[key] != value}
+        for one, then in zip(now, ended.groups, strict=True)
+    ]
+    found = None if ended.folder is None else former.find(ended.folder)
+    change_setting(
+        trainer, settings=replace(trainer.settings, **length), limits=Limits(**length), epochs=length["epochs"],
+        max_steps=length["max_steps"],
+    )  # fmt: skip
+    trainer._begin_run(resumes=True, is_live=found is None)
+    if found is not None:
+        trainer._checkpointer.check_optimizers(vars(trainer), resumes=True)
+        trainer._checkpointer.resume(*found, ())
+    trainer._checkpointer.go_on(ended, former, changed)
+    trainer.metrics["test"] = tests
+    if reason == "early_stopping":
+        trainer.objective.evaluations_without_gain = 0
+        logger.info("Early stopping has ended the run before: `patience` begins anew.")
+
+
+def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:
     """Return what the ranks must agree on before they train, as JSON types."""
     described, groups = trainer.resolved_config(), trainer.backend.groups
     del described["samples_per_epoch"]  # with the user's own loaders, it may differ between ranks
@@ -898,4 +957,5 @@ def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collect
         "learning_rates": [float(group["lr"]) for group in groups],
         "resume_from": resume_from if resume_from in (None, "auto", "last", "best") else "a folder",
         "allow_change": sorted(allow_change),
+        "more": describe(more),
     }

@@ -58,8 +58,17 @@ def deep(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
 
 
-def train(backend: str, dtype: str, kind: str, folder: str, cut: int = 0, resume: str | None = None) -> dict[str, Any]:
-    """Train for 2 epochs of 3 steps, evaluated every 2 steps; stop after step `cut`."""
+def train(
+    backend: str,
+    dtype: str,
+    kind: str,
+    folder: str,
+    cut: int = 0,
+    resume: str | None = None,
+    saves: bool = True,
+    more: bool = False,
+) -> dict[str, Any]:
+    """Train for 2 epochs of 3 steps, evaluated every 2 steps; stop after step `cut`, or go on after the fifth."""
     number = DTYPES[dtype]
     trace = Trace()
     data: Any = (rows(24, number), rows(7, number))
@@ -71,10 +80,13 @@ def train(backend: str, dtype: str, kind: str, folder: str, cut: int = 0, resume
     trainer = make_trainer(
         backend, model, *data, algorithms=[KINDS[kind]()] if kind in KINDS else [],
         callbacks=[trace, *([StopAt(cut)] if cut else [])],
-        batch_size=8 // PROCESSES[backend], epochs=2, eval_steps=2, save_steps=100, save_dir=folder, keep_best=0,
-        load_best_at_end=False, max_grad_norm=None, **options,
+        batch_size=8 // PROCESSES[backend], epochs=None if more else 2, max_steps=5 if more else None, eval_steps=2,
+        load_best_at_end=not saves, max_grad_norm=None,
+        **({"save_steps": 100, "save_dir": folder, "keep_best": 0} if saves else {}), **options,
     )  # fmt: skip
     trainer.train(resume_from=resume)
+    if more:
+        trainer.train(more="1ba")
     return {
         "losses": [row["loss"] for row in trace.logs],
         "norms": [row["grad_norm"] for row in trace.logs],
@@ -104,6 +116,8 @@ def results(folder: Path) -> dict[str, Any]:
                 native(dtype, kind, folder / f"native-{backend}-{kind}", cut=CUT)
                 cut = folder / f"native-{backend}-{kind}" / f"checkpoint-{CUT}"
                 parts |= {"cut": {"cut": CUT}, "taken": {"resume": str(cut)}}
+            if kind == "ema":
+                parts |= {"long": {"saves": False}, "parts": {"saves": False, "more": True}}
             for name, part in parts.items():
                 options = {"dtype": dtype, "kind": kind, "folder": str(place / name), **part}
                 jobs.append(Job(f"{backend}-{kind}-{name}", backend, "test_algorithms:train", options))
@@ -152,3 +166,12 @@ def test_a_checkpoint_goes_from_one_process_to_two_and_back(
     if kind == "ema":
         averaged, trained = (load_tensors(cut / file) for file in ("model.safetensors", "trained.safetensors"))
         assert averaged.keys() == trained.keys() and not torch.equal(averaged["0.weight"], trained["0.weight"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_without_checkpoints_goes_on_bit_for_bit(results: Any, backend: str) -> None:
+    whole, parts = (results[f"{backend}-ema-{part}"] for part in ("long", "parts"))
+    assert "error" not in parts[0], parts[0]
+    assert parts[0]["evaluations"] == whole[0]["evaluations"] and len(whole[0]["evaluations"]) == 3
+    assert parts[0]["losses"] == whole[0]["losses"]
+    assert all(torch.equal(one, parts[0]["tensors"][name]) for name, one in whole[0]["tensors"].items())

@@ -1,0 +1,213 @@
+"""`train(more=...)`: the run that has ended goes on, as if it had been longer from the start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import StopAt, Trace, rows, same, t16, weights
+from torch.utils.data import IterableDataset
+
+from omnitrain import EMA, Callback, CheckpointError, ConfigError, Trainer
+
+
+def made(folder: Path | None = None, *, momentum: float = 0.9, **options: Any) -> Trainer:
+    model = options.pop("model", None) or t16(dropout=0.2)
+    options = {"train_dataset": rows(12), "loss_fn": F.mse_loss, "batch_size": 4} | options
+    options.setdefault("optimizer", lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=momentum))
+    return Trainer(model, device="cpu", progress_bar=False, log_steps=1, save_dir=folder, **options)
+
+
+class Falling:
+    """A metric that gets worse from one evaluation to the next."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, targets: Any, predictions: Any) -> dict[str, float]:
+        self.calls += 1
+        return {"score": -float(self.calls)}
+
+
+def test_it_goes_on_from_the_last_weights_though_the_best_were_loaded(folder: Path | None) -> None:
+    options: dict[str, Any] = {
+        "eval_dataset": rows(8), "eval_steps": 1, "optimization_metric": "score", "optimization_direction": "max",
+        "sanity": False,
+    }  # fmt: skip
+    trainer = made(folder, max_steps=4, compute_metrics=Falling(), **options)
+    metrics = trainer.train()
+    assert metrics["best_step"] == 1
+    best = weights(trainer.model)
+    metrics = trainer.train(more="3ba")
+    whole = made(max_steps=7, compute_metrics=Falling(), load_best_at_end=False, **options)
+    whole.train()
+    assert metrics["best_step"] == 1 and same(weights(trainer.model), best)  # of the first part
+    trainer.train(more="1ba")
+    whole.train(more="1ba")
+    assert metrics["stop_reason"] == "max_steps" and trainer.progress.step == 8
+    assert all(
+        torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+        for one, other in zip(trainer.optimizer.state.values(), whole.optimizer.state.values(), strict=True)
+    )
+
+
+@pytest.fixture(params=["memory", "disk"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return None if request.param == "memory" else tmp_path
+
+
+def test_the_evaluation_that_closed_the_shorter_run_was_never_there(folder: Path | None) -> None:
+    options: dict[str, Any] = {"eval_dataset": rows(12), "eval_steps": 3, "momentum": 0.0}
+    trainer = made(folder, max_steps=5, model=t16(), algorithms=[EMA(0.5)], **options)
+    assert [row["step"] for row in trainer.train()["valid"]] == [3, 5]
+    assert trainer.metrics["best_step"] == 5
+    more = trainer.train(more="5ba")
+    whole = made(max_steps=10, model=t16(), algorithms=[EMA(0.5)], **options)
+    assert [row["step"] for row in more["valid"]] == [3, 6, 9, 10] and more["valid"] == whole.train()["valid"]
+    assert same(weights(trainer.model), weights(whole.model))
+
+
+def test_patience_begins_anew_after_early_stopping(folder: Path | None) -> None:
+    trainer = made(
+        folder, max_steps=50, eval_dataset=rows(8), eval_steps=1, patience=2, sanity=False,
+        compute_metrics=Falling(), optimization_metric="score", optimization_direction="max",
+    )  # fmt: skip
+    assert trainer.train()["stop_reason"] == "early_stopping" and trainer.progress.step == 3
+    assert trainer.train(more="4ba")["stop_reason"] == "early_stopping"
+    assert trainer.progress.step == 5
+
+
+def test_a_stopped_run_goes_on_in_the_middle_of_an_epoch(folder: Path | None) -> None:
+    trainer, whole = made(folder, epochs=9, callbacks=[StopAt(4)]), made(max_steps=7)
+    assert trainer.train()["stop_reason"] == "requested"
+    metrics = trainer.train(more="1ep")
+    assert trainer.epochs == pytest.approx(7 / 3) and trainer.progress.step == 7
+    assert metrics["train_metrics_history"] == whole.train()["train_metrics_history"]
+    assert same(weights(trainer.model), weights(whole.model))
+
+
+def test_the_jump_of_a_schedule_that_goes_by_the_length_is_told(
+    folder: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = Trace()
+    trainer = made(folder, max_steps=4, lr_scheduler="cosine", callbacks=[trace])
+    trainer.train()
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        trainer.train(more="4ba")
+    told = "The learning rate at step 4 goes from 0 to 0.025, since the schedule spans 8 steps now (before: 4 steps)."
+    assert told in caplog.text
+    before = made(tmp_path / "other", max_steps=4, lr_scheduler="cosine")
+    before.train()
+    after = made(max_steps=8, lr_scheduler="cosine")
+    after.train(resume_from=before.lifecycle.saved_path)
+    assert same(weights(trainer.model), weights(after.model))
+    assert trace.learning_rates[4] == pytest.approx(0.05 * (1 + torch.cos(torch.tensor(torch.pi * 5 / 8))) / 2)
+
+
+def test_a_rate_that_was_set_between_stays_set(folder: Path | None) -> None:
+    trainer = made(folder, max_steps=2)
+    trainer.train()
+    trainer.optimizer.param_groups[0]["lr"] = 0.5
+    trainer.train(more="1ba")
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_callbacks_and_tests_go_on(folder: Path | None) -> None:
+    class Counting(Callback):
+        def __init__(self) -> None:
+            self.evaluations = 0
+
+        def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+            self.evaluations += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"evaluations": self.evaluations}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.evaluations = state["evaluations"]
+
+    counting = Counting()
+    trainer = made(folder, max_steps=5, eval_dataset=rows(8), eval_steps=3, callbacks=[counting], test_dataset=rows(4))
+    trainer.train()
+    trainer.test()
+    metrics = trainer.train(more="1ba")
+    assert counting.evaluations == 2  # those of steps 3 and 6: that of step 5 closed a run which is now longer
+    assert [row["step"] for row in metrics["test"]] == [trainer.metrics["best_step"]]
+
+
+class Pages(IterableDataset[Any]):
+    """A stream that knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 12:
+            self.at += 1
+            yield rows(12)[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_streams_go_on_too(tmp_path: Path) -> None:
+    for folder, length in ((tmp_path, {"max_steps": 4}), (None, {"epochs": 1})):
+        trainer, whole = made(folder, train_dataset=Pages(), **length), made(max_steps=8, train_dataset=Pages())
+        trainer.train()
+        trainer.train(more=f"{8 - trainer.progress.step}ba")
+        whole.train()
+        assert same(weights(trainer.model), weights(whole.model))
+    lost = made(max_steps=4, train_dataset=Pages())
+    lost.train()
+    with pytest.raises(ConfigError, match="inside of an epoch needs a `save_dir`"):
+        lost.train(more="1ba")
+
+
+def test_what_cannot_go_on_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=2)
+    with pytest.raises(ConfigError, match="it has not trained yet"):
+        trainer.train(more=1)
+    trainer.train()
+    for more, words in (("0.5dur", "cannot be a share"), (0, "positive duration"), ("soon", "positive duration")):
+        with pytest.raises(ConfigError, match=words):
+            trainer.train(more=more)
+    with pytest.raises(ConfigError, match="`resume_from` with one from a checkpoint"):
+        trainer.train("last", more=1)
+    assert trainer.train(more="1ba")["stop_reason"] == "max_steps" and trainer.progress.step == 3
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"`trainer\.optimizer` was assigned since"):
+        trainer.train(more=1)
+    trainer.load_checkpoint("last")
+    with pytest.raises(ConfigError, match=r"load_checkpoint\(\) has restored another state"):
+        trainer.train(more=1)
+    light = made(tmp_path / "light", max_steps=2, save_only_model=True)
+    light.train()
+    with pytest.raises(ConfigError, match="save_only_model=True keeps weights alone"):
+        light.train(more=1)
+
+    class Failing(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            raise ValueError("no")
+
+    failing = made(max_steps=2, callbacks=[Failing()])
+    with pytest.raises(ValueError, match="no"):
+        failing.train()
+    with pytest.raises(ConfigError, match="its last run failed"):
+        failing.train(more=1)
+
+
+def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=2)
+    trainer.train()
+    (tmp_path / "checkpoint-2" / "omnitrain.json").unlink()
+    with pytest.raises(CheckpointError, match="checkpoint-2"):
+        trainer.train(more="1ba")
