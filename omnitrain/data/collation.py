@@ -138,6 +138,8 @@ class Collator:
                 return torch.from_numpy(_native(np.stack(values)))
             tensors = [torch.from_numpy(_native(value)) for value in values]
         elif isinstance(first, _NUMBERS):
+            if isinstance(first, np.bool_):  # which older NumPy does not let PyTorch read
+                values = [bool(value) if isinstance(value, np.bool_) else value for value in values]
             try:
                 return torch.tensor(values)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:

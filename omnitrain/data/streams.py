@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import reprlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -132,8 +133,15 @@ def can_seek(dataset: Any) -> bool:
     """Whether a stream has a state that can be saved and restored.
 
     Hugging Face's shuffled streams cannot: their state leaves out the samples in the buffer, which would be lost.
+    Nor can those of datasets before 5.1, whose state leaves out what `map` and `filter` have read ahead.
     """
-    return has_state(dataset) and not _has_buffer(getattr(dataset, "_ex_iterable", None))
+    if not has_state(dataset):
+        return False
+    package = sys.modules.get("datasets")
+    if package is None or not isinstance(dataset, getattr(package, "IterableDataset", ())):
+        return True
+    exact = tuple(map(int, package.__version__.split(".")[:2])) >= (5, 1)
+    return exact and not _has_buffer(getattr(dataset, "_ex_iterable", None))
 
 
 def has_state(data: Any) -> bool:
