@@ -28,6 +28,7 @@ __all__ = [
     "TrainUnit",
     "count_labels",
     "count_tokens",
+    "metrics_in",
     "no_token_counts",
     "run_unit",
     "shifts_labels",
@@ -199,7 +200,7 @@ class ModelUnit:
                 found = _loss_in(outputs)
             else:
                 found = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
-        metrics = _metrics_in(outputs)
+        metrics = metrics_in(outputs)
         has_parts = not isinstance(found, Tensor) and isinstance(found, Mapping)
         if has_parts:
             metrics = {**parts_of(found), **(metrics or {})}
@@ -360,7 +361,7 @@ def _loss_in(outputs: Any) -> Any:
     return getattr(outputs, "loss", None)
 
 
-def _metrics_in(outputs: Any) -> Mapping[str, Any] | None:
+def metrics_in(outputs: Any) -> Mapping[str, Any] | None:
     """Return what a model wants logged, if its output has such a dict."""
     if isinstance(outputs, Tensor):
         return None
@@ -381,7 +382,7 @@ def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
         return None if outputs is loss else outputs
     if isinstance(outputs, Mapping):
         left_out = ["loss", "total", *ignored]
-        if "metrics" in outputs and _metrics_in(outputs) is not None:
+        if "metrics" in outputs and metrics_in(outputs) is not None:
             left_out.append("metrics")
         rest = {key: value for key, value in outputs.items() if key not in left_out and value is not None}
         for key in ("logits", "predictions"):

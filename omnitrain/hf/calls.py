@@ -41,7 +41,7 @@ from omnitrain.run.evaluation import Predictions
 from omnitrain.scoring import make_scorer, scores_for
 from omnitrain.settings import change_setting, local_path, refuse_assignment
 from omnitrain.trainers.base import BaseTrainer
-from omnitrain.units import ModelUnit, StepOutput, run_unit, scores_in
+from omnitrain.units import ModelUnit, StepOutput, metrics_in, run_unit, scores_in
 
 __all__ = ["ANSWERED_BY_ENGINE", "CALLED", "Calls", "TrainResult"]
 
@@ -128,6 +128,8 @@ class Calls(BaseTrainer):
     """The threshold of an early stopping callback that was added."""
     _overridden: frozenset[str] = frozenset()
     """Which of `CALLED` a subclass overrides."""
+    _named: Mapping[str, Any] | None = None
+    """What the latest `compute_loss` of ours has found to log."""
     _is_building = False
     """Whether a subclass is making the optimizer."""
     _made: Any = None
@@ -620,14 +622,16 @@ class Calls(BaseTrainer):
         """Return the mean loss of a batch on the device, and with `return_outputs` the model's output.
 
         An override returns a mean, too: its weight in the step is counted as for every loss, so every split gives the
-        same numbers. `num_items_in_batch` is that weight: a sum divided by it is a mean.
+        same numbers. `num_items_in_batch` is that weight: a sum divided by it is a mean. Beside what transformers
+        takes, it may return `StepOutput(loss, outputs, metrics={...})`, in training and in evaluations: the logs then
+        have these means over the batch.
         """
         unit = self.unit
         if isinstance(unit, ModelUnit):
-            loss, outputs, _ = unit.run(model, inputs)
+            loss, outputs, self._named = unit.run(model, inputs)
         else:
             output = run_unit(unit, model, inputs)
-            loss, outputs = output.loss, {"loss": output.loss, "logits": output.outputs}
+            loss, outputs, self._named = output.loss, {"loss": output.loss, "logits": output.outputs}, output.metrics
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -652,15 +656,29 @@ class Calls(BaseTrainer):
             return super()._forward(model, batch)
         labels, weight = labels_of(batch, self.settings.label_names or ()), self._step.weight
         count = int(weight) if weight == int(weight) else weight
-        loss = self.compute_loss(model, _copied(batch), num_items_in_batch=count or None)
-        if isinstance(loss, tuple):
-            loss = loss[0]
+        loss, _, metrics = self._own_loss(model, batch, num_items_in_batch=count or None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError(
                 f"{type(self).__name__}.compute_loss must return a scalar tensor, the mean loss of the batch, got "
                 f"{loss!r:.200}."
             )
-        return StepOutput(loss.reshape(()), None, labels)
+        return StepOutput(loss.reshape(()), None, labels, metrics=metrics)
+
+    def _own_loss(self, model: nn.Module, batch: Any, **options: Any) -> tuple[Any, Any, dict[str, Any] | None]:
+        """Return the loss of a subclass's `compute_loss`, its outputs, and what is to be logged."""
+        self._named = None
+        found = self.compute_loss(model, _copied(batch), **options)
+        if isinstance(found, StepOutput):
+            if found.num_targets is not None:
+                raise ConfigError(
+                    f"{type(self).__name__}.compute_loss returned a StepOutput with num_targets. It returns a mean, "
+                    "whose weight is counted here; a sum over targets is for a `unit`."
+                )
+            loss, outputs, own = found.loss, found.outputs, found.metrics
+        else:
+            loss, outputs = (*found, None)[:2] if isinstance(found, tuple) else (found, None)
+            own = metrics_in(outputs)
+        return loss, outputs, {**(self._named or {}), **(own or {})} or None
 
     def _evaluated(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and outputs without gradients and without `ignore_keys`."""
@@ -669,7 +687,7 @@ class Calls(BaseTrainer):
         needs_loss = labels is not None or not evaluation.is_predicting
         metrics = None
         if "compute_loss" in self._overridden and needs_loss:
-            loss, outputs = self.compute_loss(model, _copied(batch), return_outputs=True)
+            loss, outputs, metrics = self._own_loss(model, batch, return_outputs=True)
         elif isinstance(self.unit, ModelUnit):
             loss, outputs, metrics = self.unit.run(model, batch)
         else:

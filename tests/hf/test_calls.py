@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from omnitrain import Callback, HFTrainer, Trainer
+from omnitrain import Callback, HFTrainer, StepOutput, Trainer
 from omnitrain.errors import ConfigError
 from omnitrain.hf.calls import ANSWERED_BY_ENGINE, CALLED, Calls
 
@@ -461,6 +461,45 @@ def test_a_loss_of_a_subclass_trains_and_evaluates_as_in_transformers(args: Any)
     (stock, theirs), (ours, loss) = fitting(Stock), fitting(Weighted)
     assert loss == pytest.approx(theirs, rel=1e-5) and loss != pytest.approx(made(args()).evaluate()["eval_loss"])
     assert ours.predict(Keyed(8)).predictions.shape == stock.predict(Keyed(8)).predictions.shape == (8, 1)
+
+
+class Named(KeyedModel):
+    """A model whose output names a metric."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().forward(x, labels), "metrics": {"size": x.abs().mean()}}
+
+
+class Doubled(HFTrainer):
+    """Twice the loss of the model, and a metric of its own."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return StepOutput(2 * loss, outputs["logits"], metrics={"plain": loss})
+
+
+def test_metrics_of_a_pass_come_through_a_loss_of_a_subclass(args: Any) -> None:
+    class Passing(HFTrainer):
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            return super().compute_loss(*arguments, **options)
+
+    rows = []
+    for kind in (HFTrainer, Passing, Doubled):
+        torch.manual_seed(0)
+        said = args(eval_strategy="epoch", logging_steps=1, max_steps=2, learning_rate=0.0, max_grad_norm=0.0)
+        trainer = kind(Named(), said, train_dataset=Keyed(), eval_dataset=Keyed(8))
+        history = trainer.train()
+        rows.append((history["train_metrics_history"][-1], history["valid"][-1]))
+    (plain, plain_valid), (passed, passed_valid), (doubled, doubled_valid) = rows
+    assert "train_size" in plain and plain == passed and plain_valid == passed_valid and "eval_size" in plain_valid
+    assert doubled["train_plain"] == pytest.approx(plain["train_loss"], rel=1e-6)
+    assert (
+        doubled["train_loss"] == pytest.approx(2 * plain["train_loss"]) and doubled["train_size"] == plain["train_size"]
+    )
+    assert doubled_valid["eval_plain"] == pytest.approx(plain_valid["eval_loss"], rel=1e-6)
+    assert doubled_valid["eval_size"] == plain_valid["eval_size"]
 
 
 class Pairs(Keyed):
