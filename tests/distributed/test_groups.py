@@ -36,9 +36,25 @@ def deep(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 1))
 
 
+class Seeded(nn.Sequential):
+    """Keeps its seed beside its tensors."""
+
+    seed = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+
+
 def train(backend: str, folder: str | None = None, stop: int = 0, **options: Any) -> dict[str, Any]:
     """Train two epochs of 20 rows in steps of 8, 8 and 4, stopped after a step, or resumed from there."""
-    model = deep(int(os.environ.get("RANK", "0")) + 7 if "init_from" in options else 0)
+    model: Any = deep()
+    if "init_from" in options:
+        seed = int(os.environ.get("RANK", "0")) + 7
+        model = Seeded(*deep(seed))
+        model.seed = seed
     ranks = PROCESSES[backend]
     trainer = make_trainer(
         backend, model, rows(20, torch.float32), loss_fn=F.mse_loss, epochs=2, learning_rate=0.05, weight_decay=0.1,
@@ -49,6 +65,7 @@ def train(backend: str, folder: str | None = None, stop: int = 0, **options: Any
     rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
     return {
         "groups": trainer.backend.names_by_group(), "rates": rates, "steps": trainer.progress.step,
+        "seed": getattr(trainer.get_model(), "seed", None),
         "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
     }  # fmt: skip
 
@@ -57,7 +74,7 @@ def train(backend: str, folder: str | None = None, stop: int = 0, **options: Any
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Each kind with groups; some with Muon; and runs that are cut on one kind, and go on on another."""
     folder = tmp_path_factory.mktemp("groups")
-    torch.save(deep().state_dict(), folder / "weights.pt")
+    torch.save(Seeded(*deep()).state_dict(), folder / "weights.pt")
     jobs, moved = [], []
     for what, given, kinds, moves in (
         ("groups", GIVEN, KINDS, {"fsdp": "native", "zero2": "ddp"}),
@@ -100,6 +117,7 @@ def test_a_run_goes_on_on_another_backend(results: Any, what: str, kind: str) ->
 def test_every_rank_begins_with_the_weights_that_are_given(results: Any, kind: str) -> None:
     native = results["begin-native"][0]["tensors"]
     for one in results[f"begin-{kind}"]:
+        assert one["seed"] == 0
         assert gap(one["tensors"], native) <= 1e-5
 
 
