@@ -21,7 +21,7 @@ from omnitrain.backends.ddp import start_from_main
 from omnitrain.checkpoint.adapters import ADAPTER
 from omnitrain.checkpoint.disk import hashing
 from omnitrain.checkpoint.manifest import MANIFEST
-from omnitrain.checkpoint.state import WEIGHTS, bare_name, load_by_own_way, unwrap
+from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, load_by_own_way, unwrap
 from omnitrain.checkpoint.store import Store, is_pointer
 from omnitrain.checkpoint.tensors import TensorFile, spec_of
 from omnitrain.distributed import Ranks
@@ -50,20 +50,25 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> N
             nothing is changed.
         CheckpointError: If a file is damaged.
     """
-    ranks.on_main("the weights of `init_from`", lambda: _load(model, **source))
+    states = ranks.on_main("the weights of `init_from`", lambda: _load(model, **source))
     if ranks.world_size > 1:
         start_from_main(unwrap(model), ranks)
+    if states and not ranks.is_main:
+        load_by_own_way(model, states, "`init_from`")
 
 
-def _load(model: nn.Module, path: Path, ignore: Sequence[str], convert: Callable[[Any], Any] | None) -> None:
+def _load(model: nn.Module, path: Path, ignore: Sequence[str], convert: Callable[[Any], Any] | None) -> dict[str, Any]:
+    """Load what fits, and return the states of modules among it, which are no tensors that ranks could share."""
     where = f"`init_from={str(path)[:500]!r}`"
-    tensors = _tensors(_read(path, where), convert, where)
+    tensors, states = _divided(*_read(path, where), convert, where)
     kinds = _kinds(model, where)
+    with_state = [bare_name(name) for name in unwrap(model).state_dict() if _is_state(name)]
+    names = dict.fromkeys([*tensors, *states, *kinds, *with_state])
     for pattern in ignore:
-        if not fnmatch.filter([*tensors, *kinds], pattern):
+        if not fnmatch.filter(names, pattern):
             raise ConfigError(f"{where}: 'ignore' has {pattern!r}, which is no name in the model or in the file.")
-    ignored = {name for name in [*tensors, *kinds] for one in ignore if fnmatch.fnmatchcase(name, one)}
-    present = tensors.keys() - ignored
+    ignored = {name for name in names for one in ignore if fnmatch.fnmatchcase(name, one)}
+    present = tensors.keys() - states.keys() - ignored
     names_of: dict[int, list[str]] = {}
     for name, tensor in kinds.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -90,9 +95,18 @@ def _load(model: nn.Module, path: Path, ignore: Sequence[str], convert: Callable
             f"{listed(list(kinds)[:5])}. If they differ by a prefix, rename them: init_from={{'path': ..., 'convert': "
             "lambda weights: {name.removeprefix('model.'): one for name, one in weights.items()}}."
         )
-    load_by_own_way(model, content, where)
+    loaded = {name: states[name] for name in with_state if name in states and name not in ignored}
+    load_by_own_way(model, content | loaded, where)
+    missing += [name for name in with_state if name not in loaded and name not in ignored]
     left_over = [name for name in tensors if name in present and name not in kinds]
-    _tell(path, content, kinds, missing, left_over, sorted(ignored))
+    left_over += [name for name in states if name not in loaded and name not in ignored]
+    _tell(path, content, kinds, list(loaded), missing, left_over, sorted(ignored))
+    return loaded
+
+
+def _is_state(name: str) -> bool:
+    """Whether this is PyTorch's name for what a module's `get_extra_state` returns."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _kinds(model: nn.Module, where: str) -> dict[str, torch.Tensor]:
@@ -114,6 +128,7 @@ def _tell(
     path: Path,
     content: Mapping[str, torch.Tensor],
     kinds: Mapping[str, torch.Tensor],
+    states: Sequence[str],
     missing: Sequence[str],
     left_over: Sequence[str],
     ignored: Sequence[str],
@@ -121,6 +136,7 @@ def _tell(
     cast = sorted({str(one.dtype) for name, one in content.items() if one.dtype != kinds[name].dtype})
     values = sum(one.numel() for one in content.values())
     rows = [("loaded", f"{len(content)} tensors, {values} values{f', cast from {listed(cast)}' if cast else ''}")]
+    rows += [("loaded by modules themselves", _counted(states))] if states else []
     rows += [("not in the file, and left as they are", _counted(missing))] if missing else []
     rows += [("not in the model", _counted(left_over))] if left_over else []
     rows += [("ignored", _counted(ignored))] if ignored else []
@@ -140,8 +156,8 @@ def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 # --- files
 
 
-def _read(path: Path, where: str) -> Any:
-    """Return what is in a file, or in the files of a folder: mostly a dict of tensors."""
+def _read(path: Path, where: str) -> tuple[Any, dict[str, Any]]:
+    """Return what is in a file, or in the files of a folder, mostly a dict of tensors; and states beside these."""
     try:
         path.lstat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -151,10 +167,11 @@ def _read(path: Path, where: str) -> Any:
         ) from error
     if is_pointer(path):
         path = Store(path.parent).named(path.name)
+    states: dict[str, Any] = {}
     if path.is_dir():
-        path = _file_in(path, where)
+        path, states = _file_in(path, where)
     if not path.name.endswith(_INDEX):
-        return _read_file(path, where)
+        return _read_file(path, where), states
     found: dict[str, torch.Tensor] = {}
     try:
         files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
@@ -165,21 +182,23 @@ def _read(path: Path, where: str) -> Any:
         if not part.is_file():
             raise CheckpointError(f"{str(path.parent)!r} is incomplete: {part.name!r} is missing. Fetch it again.")
         found |= _read_file(part, where)
-    return found
+    return found, states
 
 
-def _file_in(folder: Path, where: str) -> Path:
+def _file_in(folder: Path, where: str) -> tuple[Path, dict[str, Any]]:
     if (folder / MANIFEST).is_file():
-        entry = Store(folder.parent).verify(folder, hashes=False)["files"].get(WEIGHTS)
+        manifest = Store(folder.parent).verify(folder, hashes=False)
+        entry = manifest["files"].get(WEIGHTS)
         if entry is None:
             raise CheckpointError(f"{str(folder)!r} is incomplete: {WEIGHTS!r} is not among its files.")
         with hashing([folder / WEIGHTS]) as digests:
             if next(iter(digests)) != entry["sha256"]:
                 raise CheckpointError(f"{str(folder)!r} is damaged: {WEIGHTS!r} does not match its sha256.")
-        return folder / WEIGHTS
+        kept = manifest.get("extra_state") or {}
+        return folder / WEIGHTS, {name: from_json(value) for name, value in kept.items()}
     for name in _IN_FOLDERS:
         if (folder / name).is_file():
-            return folder / name
+            return folder / name, {}
     if (folder / ADAPTER).is_file():
         raise ConfigError(
             f"{where} holds adapters of PEFT alone. Load them before the model is passed: "
@@ -208,14 +227,19 @@ def _read_file(path: Path, where: str) -> Any:
         ) from error
 
 
-def _tensors(content: Any, convert: Callable[[Any], Any] | None, where: str) -> Mapping[str, torch.Tensor]:
-    """Return a dict of tensors by name, as `convert` makes it."""
+def _divided(
+    content: Any, states: dict[str, Any], convert: Callable[[Any], Any] | None, where: str
+) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
+    """Return tensors by name, and the states of modules by theirs, as `convert` makes them."""
     if convert is not None:
-        content = convert(dict(content) if isinstance(content, TensorFile) else content)
+        content, states = convert({**content, **states} if isinstance(content, TensorFile) else content), {}
     if isinstance(content, TensorFile):
-        return content
-    if isinstance(content, Mapping) and all(isinstance(one, torch.Tensor) for one in content.values()):
-        return {bare_name(str(name)): one for name, one in content.items()}
+        return content, states | {name: content[name] for name in content if _is_state(name)}
+    if isinstance(content, Mapping):
+        named = {bare_name(str(name)): one for name, one in content.items()}
+        states = states | {name: one for name, one in named.items() if _is_state(name)}
+        if all(isinstance(one, torch.Tensor) for name, one in named.items() if name not in states):
+            return {name: one for name, one in named.items() if name not in states}, states
     who = "'convert' returned" if convert is not None else "there is"
     keys: Iterable[Any] = content if isinstance(content, Mapping) else [type(content).__name__]
     inner = next((key for key in keys if isinstance(content, Mapping) and isinstance(content[key], Mapping)), None)

@@ -109,6 +109,43 @@ def test_a_part_is_loaded_and_one_table_says_what_was_and_what_was_not(
     assert record.levelno == logging.INFO and "ignored: 4: body.3.bias" in record.message
 
 
+class Counting(nn.Linear):
+    """A layer with a state of its own, which is no tensor."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__(4, 1)
+        self.count = count
+        self.double()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_the_state_of_modules_is_loaded_by_the_modules(
+    trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(trainer_class, nn.Sequential(Counting(3)), save_dir=tmp_path / "run")
+    trainer.train()
+    torch.save(trainer.get_model().state_dict(), tmp_path / "weights.pt")
+    checkpoint = tmp_path / "run" / "last"
+    for source in (checkpoint, tmp_path / "weights.pt", {"path": checkpoint, "convert": dict}):
+        caplog.clear()
+        began = make(trainer_class, nn.Sequential(Counting(5)), init_from=source).get_model()
+        assert began[0].count == 3 and distance(weights(began), weights(trainer.get_model())) == 0
+        assert "left as they are" not in caplog.text
+    began = make(trainer_class, nn.Sequential(Counting(5)), init_from={"path": checkpoint, "ignore": ["*_state"]})
+    assert began.get_model()[0].count == 5
+    plain = {name: one for name, one in trainer.get_model().state_dict().items() if "extra" not in name}
+    save_file(plain, tmp_path / "plain.safetensors")
+    began = make(trainer_class, nn.Sequential(Counting(5)), init_from=tmp_path / "plain.safetensors")
+    assert began.get_model()[0].count == 5 and "left as they are: 1: 0._extra_state" in caplog.text
+    make(trainer_class, nn.Sequential(nn.Linear(4, 1).double()), init_from=checkpoint)
+    assert "not in the model: 1: 0._extra_state" in caplog.text
+
+
 def test_weights_of_another_shape_are_named_and_nothing_is_loaded_unless_they_are_ignored(file: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0), nn.Linear(16, 2)).double()
     before = weights(model)
