@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.progressive_resizing import ProgressiveResizing
     from omnitrain.algorithms.sam import SAM
     from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup
+    from omnitrain.algorithms.straight_through import StraightThrough
     from omnitrain.algorithms.swa import SWA
     from omnitrain.callbacks.early_stopping import EarlyStopping
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
@@ -125,6 +126,7 @@ _HOMES = {
     "SeqLengthWarmup": "algorithms.seq_length_warmup",
     "StepOutput": "units",
     "StepScheduler": "schedules",
+    "StraightThrough": "algorithms.straight_through",
     "TensorBoardLogger": "callbacks.tensorboard",
     "TrainUnit": "units",
     "Trainer": "trainers.native",
@@ -194,6 +196,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "SeqLengthWarmup",
     "StepOutput",
     "StepScheduler",
+    "StraightThrough",
     "TensorBoardLogger",
     "TrainUnit",
     "Trainer",

@@ -63,6 +63,7 @@ from omnitrain import (
     ProgressiveResizing,
     SeqLengthWarmup,
     StepOutput,
+    StraightThrough,
     Trainer,
     WeightedLosses,
     WSDScheduler,
@@ -1895,11 +1896,16 @@ ALGORITHMS = {
     "lengths": Case(lambda: SeqLengthWarmup(6, 2, 0.9, 1), "tokens"),
     "sizes": Case(lambda: ProgressiveResizing(0.5, 0.0, 0.2, 1), "images"),
     "sam": Case(lambda: SAM(0.5)),
+    "rounding": Case(lambda: StraightThrough(rounded)),
     "pruning": Case(lambda: MagnitudePruning(0.7, end="0.9dur", every=2)),
     "pruning of all": Case(lambda: MagnitudePruning(0.7, 2, 5, 1, 0.2, ["^2", r"0\."], "global")),
 }
 TRAINED = [(kind, name) for kind in TRAINERS for name in ALGORITHMS]
 SOME_TRAINED = [(kind, name) for kind, name in TRAINED if kind == "native" or (kind, name) == ("hf", "ema")]
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    return (weight * 8).round() / 8
 
 
 def deep() -> nn.Module:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from omnitrain.checkpoint.state import bare_name
+from omnitrain.algorithms.weights import local_part, matching, parameters_by_name, patterns_of, whole_tensor
 from omnitrain.checkpoint.tensors import placed_like
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
@@ -67,8 +66,6 @@ class MagnitudePruning(Algorithm):
             raise ConfigError(f"`initial` must be a number from 0 to `sparsity={sparsity}`, got {initial!r}.")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(f"`every` must be a positive number of updates, got {every!r}.")
-        if isinstance(match, str):
-            raise ConfigError(f"`match` must be a list of regular expressions, got {match!r}.")
         if scope not in ("layer", "global"):
             raise ConfigError(f"`scope` must be 'layer' or 'global', got {scope!r}.")
         self.sparsity: float = sparsity
@@ -79,7 +76,7 @@ class MagnitudePruning(Algorithm):
                 raise ConfigError(f"`{name}` must be in updates, epochs or a share of the run, got {str(value)!r}.")
         self.every: int = every
         self.initial: float = initial
-        self.match: tuple[str, ...] | None = None if match is None else tuple(match)
+        self.match: tuple[str, ...] | None = patterns_of(match)
         self.scope: Literal["layer", "global"] = scope
         self.reached: float = 0.0
         """The share of the weights that is pruned now."""
@@ -111,7 +108,7 @@ class MagnitudePruning(Algorithm):
                 f"MagnitudePruning would end at update {self._last} ('{self.end}'), and the run has {total}. Give an "
                 "earlier `end`, or a share of the run such as '0.5dur'."
             )
-        self._found(trainer.model)
+        matching(trainer.model, self.match, "MagnitudePruning")
         if trainer.settings.load_best_at_end is not False and trainer.eval_loader is not None and trainer.rank == 0:
             logger.warning(
                 "MagnitudePruning: the run ends with its best weights, which may be those of a time when fewer were "
@@ -128,40 +125,21 @@ class MagnitudePruning(Algorithm):
             raise ConfigError(f"MagnitudePruning: '{length}' is not known in data without length. Give updates.")
         return math.ceil(round(length.value * per, 6))
 
-    def _found(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters to prune."""
-        own = _named(model)
-        if self.match is None:  # those that had been found may be frozen by now
-            found = [name for name, one in own.items() if name in self._masks or (one.dim() > 1 and one.requires_grad)]
-        else:
-            for pattern in self.match:
-                if not any(re.search(pattern, name) for name in own):
-                    raise ConfigError(
-                        f"`match` of MagnitudePruning: {pattern!r} is found in no parameter's name. Those of the model "
-                        f"are {', '.join(list(own)[:20])}."
-                    )
-            found = [name for name in own if any(re.search(pattern, name) for pattern in self.match)]
-        if not found:
-            raise ConfigError(
-                "MagnitudePruning found no parameter that trains and has two dimensions. Name them in `match`."
-            )
-        return found
-
     def begin_epoch(self, trainer: TrainerLike) -> None:
         """Lay the masks of a checkpoint out as the parameters are."""
         self._pair(trainer.model)
 
     def _pair(self, model: nn.Module) -> None:
-        live = _named(model)
+        live = parameters_by_name(model)
         self._masks = {name: placed_like(mask.to(live[name].device), live[name]) for name, mask in self._masks.items()}
-        self._pairs = [(live[name], _local(mask)) for name, mask in self._masks.items()]
+        self._pairs = [(live[name], local_part(mask)) for name, mask in self._masks.items()]
 
     @torch.no_grad()
     def before_update(self, trainer: TrainerLike) -> None:
         """Set the gradients of pruned weights to zero."""
         for one, mask in self._pairs:
             if one.grad is not None:
-                _local(one.grad).mul_(mask)
+                local_part(one.grad).mul_(mask)
 
     @torch.no_grad()
     def after_update(self, trainer: TrainerLike) -> None:
@@ -171,16 +149,16 @@ class MagnitudePruning(Algorithm):
         if is_due or (step >= self._last and self.reached < self.sparsity):
             self._prune(trainer.model, self.sparsity_at((step - self._first) / (self._last - self._first)))
         for one, mask in self._pairs:
-            _local(one).mul_(mask)
+            local_part(one).mul_(mask)
 
     def _prune(self, model: nn.Module, sparsity: float) -> None:
         """Choose the weights that are zero from now on; what was pruned stays so."""
         self.reached = max(self.reached, sparsity)
-        live, sizes = _named(model), dict[str, torch.Tensor]()
-        for name in self._found(model):
-            sizes[name] = _whole(live[name]).abs()
+        live, sizes = parameters_by_name(model), dict[str, torch.Tensor]()
+        for name in matching(model, self.match, "MagnitudePruning", self._masks):
+            sizes[name] = whole_tensor(live[name]).abs()
             if name in self._masks:
-                sizes[name].masked_fill_(~_whole(self._masks[name]), -1.0)
+                sizes[name].masked_fill_(~whole_tensor(self._masks[name]), -1.0)
         for names in [list(sizes)] if self.scope == "global" else [[name] for name in sizes]:
             kept = _kept([sizes[name] for name in names], self.reached)
             self._masks |= zip(names, kept, strict=True)
@@ -195,25 +173,9 @@ class MagnitudePruning(Algorithm):
         self.reached, self._masks, self._pairs = float(state["reached"]), dict(state["masks"]), []
 
 
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that can be pruned, by name."""
-    return {bare_name(name): one for name, one in model.named_parameters() if one.is_floating_point()}
-
-
 def _kept(sizes: list[torch.Tensor], sparsity: float) -> list[torch.Tensor]:
     """Return True for all but this share of the numbers, the smallest of all tensors together."""
     flat = torch.cat([one.flatten() for one in sizes])
     kept = torch.ones_like(flat, dtype=torch.bool)
     kept[flat.argsort(stable=True)[: round(sparsity * flat.numel())]] = False
     return [part.view_as(one) for part, one in zip(kept.split([one.numel() for one in sizes]), sizes, strict=True)]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    """Return all of a tensor on its device; of a sharded one it is gathered, on all ranks at once."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -23,6 +23,7 @@ from omnitrain import (
     MagnitudePruning,
     MixUp,
     SeqLengthWarmup,
+    StraightThrough,
 )
 from omnitrain.checkpoint.state import load_tensors
 from omnitrain.checkpoint.tensors import whole
@@ -38,6 +39,7 @@ KINDS: dict[str, Any] = {
     "smoothing": lambda: LabelSmoothing(5, 0.2),
     "lengths": lambda: SeqLengthWarmup(6, 2, 0.9, 1),
     "sam": lambda: SAM(0.5),
+    "rounding": lambda: StraightThrough(lambda weight: (weight * 8 / weight.max()).round() * weight.max() / 8),
     "pruning": lambda: MagnitudePruning(0.7, end=5, every=2, scope="global"),
 }
 OPTIMIZERS: dict[str, Any] = {
@@ -47,8 +49,11 @@ OPTIMIZERS: dict[str, Any] = {
 OF_TOKENS = ("smoothing", "lengths")
 ALL = (*KINDS, *OPTIMIZERS)
 BACKENDS = ("ddp", "fsdp", "zero2")
-REFUSED = {"zero2": ("freezing", "unfreezing", "value", "agc", "sam", "pruning", "lbfgs"), "fsdp": ("lbfgs",)}
-MOVED = ("ema", "unfreezing", "lbfgs", "pruning")
+REFUSED = {
+    "zero2": ("freezing", "unfreezing", "value", "agc", "sam", "pruning", "rounding", "lbfgs"),
+    "fsdp": ("lbfgs",),
+}
+MOVED = ("ema", "unfreezing", "lbfgs", "pruning", "rounding")
 """Those whose checkpoints are taken from one backend to another."""
 CUT = 4
 

@@ -1,0 +1,131 @@
+"""Passes on rounded weights, updates of full ones: against a parametrization, and what is left of a step that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Holding, Trace, distance, rows, same, t16, weights
+from torch import nn
+from torch.nn.utils import parametrize
+
+from omnitrain import EMA, ConfigError, StraightThrough, Trainer
+from omnitrain.checkpoint.state import load_tensors
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    return (weight * 8).round() / 8
+
+
+def build(*algorithms: Any, model: nn.Module | None = None, data: Any = None, **options: Any) -> Trainer:
+    common: dict[str, Any] = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "max_grad_norm": 0.5}
+    common |= {"device": "cpu", "progress_bar": False, "load_best_at_end": False, "shuffle": False}
+    common |= {} if "unit" in options else {"loss_fn": F.mse_loss}
+    return Trainer(model or t16(), data or rows(16), algorithms=algorithms, **{**common, **options})
+
+
+class Rounded(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + (rounded(weight) - weight).detach()
+
+
+def test_a_run_is_that_of_a_parametrized_model_and_its_names_are_clean(tmp_path: Path) -> None:
+    found, model, trace = t16(), t16(), Trace()
+    trainer = build(
+        StraightThrough(rounded, ["weight"]), model=found, eval_dataset=rows(9), eval_steps=3, log_steps=1,
+        optimizer="sgd", callbacks=[trace], save_dir=tmp_path,
+    )  # fmt: skip
+    trainer.train()
+    for layer in (model[0], model[3]):  # type: ignore[index]
+        parametrize.register_parametrization(layer, "weight", Rounded())
+    optimizer, (x, y), losses, evaluations = torch.optim.SGD(model.parameters(), lr=0.1), rows(16).tensors, [], []
+    for step in range(8):
+        part = slice(step % 4 * 4, step % 4 * 4 + 4)
+        loss = F.mse_loss(model(x[part]), y[part])
+        loss.backward()
+        losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (2, 5, 7):
+            evaluations.append(F.mse_loss(model(rows(9).tensors[0]), rows(9).tensors[1]).item())
+    assert [row["loss"] for row in trace.logs] == pytest.approx(losses, abs=1e-12)
+    assert [row["eval_loss"] for row in trainer.metrics["valid"]] == pytest.approx(evaluations, abs=1e-12)
+    full = {
+        name.replace("parametrizations.weight.original", "weight"): one.detach()
+        for name, one in model.named_parameters()
+    }
+    whole = load_tensors(tmp_path / "checkpoint-8" / "trained.safetensors")
+    assert whole.keys() == {"0.weight", "3.weight"}
+    assert distance([whole[name] for name in whole], [full[name] for name in whole]) <= 1e-12
+    shown = load_tensors(tmp_path / "checkpoint-8" / "model.safetensors")
+    assert set(found.state_dict()) == set(shown) == set(full)
+    assert all(torch.equal(shown[name], rounded(whole[name])) for name in whole)
+    assert all(torch.equal(found.state_dict()[name], shown[name]) for name in shown)
+    assert distance([found[0].bias.detach()], [full["0.bias"]]) <= 1e-12  # type: ignore[index]
+
+
+def test_a_step_without_an_update_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+    class Half(Holding):
+        """Counts no targets in every second step."""
+
+        calls = 0
+
+        def __call__(self, batch: Any) -> tuple[torch.Tensor, int]:
+            self.calls += 1
+            loss, count = super().__call__(batch)
+            return loss, count * (self.calls % 2)
+
+    def trained(kind: Any, data: Any) -> dict[str, torch.Tensor]:
+        model, folder = t16(), tmp_path / kind.__name__
+        trainer = build(
+            StraightThrough(rounded), model=model, data=data, unit=kind(model), save_dir=folder, save_steps=100,
+            optimizer="sgd", epochs=1,
+        )  # fmt: skip
+        trainer.train()
+        return load_tensors(folder / f"checkpoint-{trainer.progress.step}" / "trained.safetensors")
+
+    x, y = rows(16).tensors
+    part = torch.cat([torch.arange(4), torch.arange(8, 12)])
+    found, expected = trained(Half, rows(16)), trained(Holding, torch.utils.data.TensorDataset(x[part], y[part]))
+    assert same(list(found.values()), list(expected.values()))
+
+
+def test_a_run_that_failed_in_a_pass_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.passes = t16(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            if self.passes == 4:
+                raise RuntimeError("boom")
+            return self.body(x)
+
+    model, expected = Fails(), t16()
+    trainer = build(StraightThrough(rounded), model=model, save_dir=tmp_path, save_steps=1)
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.train()
+    trainer.train(resume_from=tmp_path / "checkpoint-1")
+    build(StraightThrough(rounded), model=expected).train()
+    assert same(weights(model), weights(expected))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be callable, got 4"):
+        StraightThrough(4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`match` must be a list"):
+        StraightThrough(rounded, "weight")
+    for one, words, options in (
+        (StraightThrough(rounded, ["head"]), "'head' is found in no parameter's name", {}),
+        (StraightThrough(torch.sum), r"tensor of the shape of its argument, \(16, 4\) for '0.weight'", {}),
+        (StraightThrough(rounded), r"microbatch_size='auto'", {"microbatch_size": "auto"}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build(one, **options).train()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="only one may say"):
+        build(StraightThrough(rounded), EMA())
