@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.wandb import WandbLogger
     from omnitrain.data.collation import Collator
     from omnitrain.data.sets import EvalSet
+    from omnitrain.data.shards import ShardedStream
     from omnitrain.duration import Duration
     from omnitrain.errors import (
         CheckpointError,
@@ -124,6 +125,7 @@ _HOMES = {
     "SAM": "algorithms.sam",
     "SWA": "algorithms.swa",
     "SeqLengthWarmup": "algorithms.seq_length_warmup",
+    "ShardedStream": "data.shards",
     "StepOutput": "units",
     "StepScheduler": "schedules",
     "StraightThrough": "algorithms.straight_through",
@@ -194,6 +196,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "SAM",
     "SWA",
     "SeqLengthWarmup",
+    "ShardedStream",
     "StepOutput",
     "StepScheduler",
     "StraightThrough",

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from recipes import rows, t16
 from tiny import Short, gpt
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import DataCollatorWithFlattening
 
-from omnitrain import Collator
+from omnitrain import Collator, ShardedStream
 
 SIZE = 22
 BATCH_SIZE = 4
@@ -122,6 +122,9 @@ def made(collator: str, source: str) -> tuple[Any, dict[str, Any]]:
         options = {"train_loader": DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)}
     elif source in ("own loader", "resumable loader"):
         options = {"train_loader": (Batched if source == "own loader" else Resumable)(data, collate)}
+    elif source == "shards":
+        parts = (range(12), range(12, 12), range(12, 14), range(14, SIZE))
+        options["train_dataset"] = ShardedStream([Streamed(Subset(data, part)) for part in parts])
     elif "stream" in source:
         options["train_dataset"] = Streamed(data)
     else:

@@ -62,6 +62,7 @@ from omnitrain import (
     NonFiniteError,
     ProgressiveResizing,
     SeqLengthWarmup,
+    ShardedStream,
     StepOutput,
     StraightThrough,
     Trainer,
@@ -525,6 +526,52 @@ def test_a_loader_with_a_state_is_put_back_and_not_read_again(trainer_class: Any
         Resumable.made = 0
         counted(trainer_class, "bins", "resumable loader", tmp_path / f"{stop}")
         assert Resumable.made == 2 * 6 - batches
+
+
+class File(IterableDataset[Any]):
+    """Some rows of `rows`, with noise, and with a state."""
+
+    def __init__(self, *places: int) -> None:
+        self.places, self.at = range(*places), 0
+
+    def __iter__(self) -> Any:
+        data = rows(30)
+        while self.at < len(self.places):
+            self.at += 1
+            x, y = data[self.places[self.at - 1]]
+            yield x + 0.1 * torch.randn(4, dtype=x.dtype), y
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_of_shards_is_the_same_in_every_split_and_resumed_bit_for_bit(
+    trainer_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omnitrain.data.shards._EVERY", 2)
+
+    def trained(batch_size: int = 8, **options: Any) -> Any:
+        files = [File(9), File(9, 12), File(12, 12), File(12, 30)]  # 72 turns
+        stop = StopAt(options.pop("stop", 0))
+        trainer = run(
+            trainer_class, t16(), ShardedStream(files), stop, epochs=2, batch_size=batch_size,
+            global_batch_size=8, train=False, **options,
+        )  # fmt: skip
+        trainer.train(resume_from="auto" if "save_dir" in options else None)
+        return trainer
+
+    straight = trained()
+    assert (straight.progress.step, straight.progress.samples) == (18, 60)
+    for options in ({"batch_size": 2}, {"batch_size": 4, "num_workers": 2}):
+        assert distance(weights(trained(**options).get_model()), weights(straight.get_model())) <= 1e-12
+    for stop in (3, 9, 14):
+        trained(stop=stop, save_dir=tmp_path / f"{stop}")
+        resumed = trained(save_dir=tmp_path / f"{stop}")
+        assert same(weights(resumed.get_model()), weights(straight.get_model())), stop
 
 
 def test_a_nan_among_packed_samples_is_traced_to_the_sample(trainer_class: Any, tmp_path: Path) -> None:

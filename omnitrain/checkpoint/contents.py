@@ -32,7 +32,7 @@ from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, re
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
-from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader
+from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.streams import Mark, can_seek, check_state
 from omnitrain.distributed import Ranks
@@ -722,10 +722,12 @@ class Contents:
             loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew every order as a whole
         elif loader is not None:
             mark = state.from_json(content.get("stream"), tensors)  # missing in the first checkpoints of format 1
-            if mark is not None and isinstance(loader, GivenLoader) and loader.is_split:
-                shares, rank = mark["state"], self._run.ranks.rank
-                is_alike = isinstance(shares, list) and len(shares) == self._run.ranks.world_size
-                mark = {**mark, "state": shares[rank]} if is_alike and shares[rank] is not None else None
+            then, now = content["settings"], self._run.resolved_config()
+            if any(then.get(name) != now[name] for name in ("train_dataset", "train_loader")):
+                mark = None
+            if mark is not None and loader.is_split:
+                mark["state"] = loader.part_of(mark["state"])
+                mark = None if mark["state"] is None else mark
             loader.start_from(None if mark is None else Mark(**mark))
 
     def _stream_mark(self, tensors: dict[str, torch.Tensor]) -> Any:
@@ -738,17 +740,14 @@ class Contents:
         mark = None
         if loader is not None:
             mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
-        is_split = isinstance(loader, GivenLoader) and loader.is_split and loader.marks
-        found: Any = None
+        if loader is not None and loader.is_split:
+            states = ranks.gather("the states of the training data", None if mark is None else mark.state)
+            mark = None if mark is None or None in states else mark._replace(state=loader.joined(states))
         try:
-            # shares of several ranks come together as JSON types, of which tensors are none
-            found = None if mark is None else state.to_json(mark._asdict(), _STREAM, None if is_split else tensors)
+            return None if mark is None else state.to_json(mark._asdict(), _STREAM, tensors)
         except CheckpointError as error:
             logger.warning("A resumed run will read the epoch again from its beginning: %s", error)
-        if is_split:
-            shares: list[Any] = ranks.gather("the states of the loaders", found)
-            found = None if None in shares else {**shares[0], "state": [one["state"] for one in shares]}
-        return found
+            return None
 
 
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class Loader:
     deals_samples = False
     samples_iterated: int = 0
     """Samples yielded by `iter()` since `set_epoch`, as in the user's own loop."""
+    turn: int = 0
+    """The micro-batches of the windows so far of a pass, which the feed counts."""
+    is_split: bool = False
+    """Whether each rank has a share of its own, whose states differ."""
     _epoch = 0
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
@@ -106,6 +110,14 @@ class Loader:
 
     def start_from(self, mark: Mark | None) -> None:
         """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
+
+    def joined(self, states: list[Any]) -> Any:
+        """Return one state of those of all ranks, if each has a share of its own."""
+        return {"ranks": states}
+
+    def part_of(self, state: Any) -> Any:
+        """Return this rank's part of a joined state, or None."""
+        return None
 
     def first_batch(self) -> Iterator[Counted]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
@@ -425,8 +437,10 @@ class GivenLoader(Loader):
         self._start: Mark | None = None
         shared = [one for one in own.values() if isinstance(one, DistributedSampler) and one.num_replicas > 1]
         self.deals_samples: bool = bool(shared)
+        self._own_rank = rank
         self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
         self._shares = world_size if shared else 1
+        self.is_split = bool(shared)
         self._turns: int | None = None
         is_plain = _is_exactly(batch_sampler, torch.utils.data.BatchSampler)
         if shared and type(shared[0]) is DistributedSampler and batch_sampler is not None and is_plain:
@@ -458,10 +472,11 @@ class GivenLoader(Loader):
         rows = done if self._shares == 1 else None
         return self._shared_out(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether each rank has a loader of its own share, whose states differ."""
-        return self._shares > 1
+    def part_of(self, state: Any) -> Any:
+        """Return this rank's part of a joined state; None if it is of another number of ranks, or of other data."""
+        if not isinstance(state, dict) or state.keys() != {"ranks"} or len(state["ranks"]) != self._shares:
+            return None
+        return state["ranks"][self._own_rank]
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:

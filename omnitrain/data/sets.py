@@ -11,6 +11,7 @@ import torch
 
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, Loader, end_workers, is_stream, make_loader, name_of_set
+from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, DataError
@@ -156,6 +157,11 @@ class Sets:
                 "`drop_last=True` needs data with a length, so that the number of steps is known; "
                 "`train_dataset` is a stream. Leave it out, or end the stream after whole steps."
             )
+        if isinstance(settings.train_dataset, ShardedStream):
+            return ShardedLoader(
+                settings.train_dataset, batch_size, marks=settings.save_dir is not None, **self._loading,
+                name=name_of_set("train_dataset"),
+            )  # fmt: skip
         return make_loader(
             self._transform(settings.train_dataset), batch_size, name="train_dataset", shuffle=settings.shuffle,
             marks=settings.save_dir is not None, **self._sampling, **self._loading,
@@ -166,7 +172,8 @@ class Sets:
         if self._ranks.world_size > 1 and getattr(dataset, "_distributed", None) is not None and is_stream(dataset):
             raise ConfigError(
                 f"`{name}` was split by split_dataset_by_node. Each rank takes its share of a stream here, and of a "
-                "share it would take a part and lose the rest. Pass the stream as it was before."
+                "share it would take a part and lose the rest. Pass the stream as it was before; or, to read only the "
+                "share, ShardedStream(stream) of it."
             )
 
     def loader_for(self, dataset: Any) -> Any:

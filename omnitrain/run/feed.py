@@ -126,6 +126,7 @@ class Feed:
                 if size not in (None, done):
                     raise _other_count(done, size)
                 return
+            loader.turn += self.accumulation
             if window.samples:  # otherwise all ranks have only stand-ins
                 done += window.samples
                 yield window

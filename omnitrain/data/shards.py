@@ -1,0 +1,429 @@
+"""Streams that consist of shards: each rank reads its own shards, and each of its workers some of these.
+
+`streams.py` has streams that every rank reads as a whole. Evaluations read these so too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from omnitrain.data.collation import pinned
+from omnitrain.data.loaders import Loader, has_length
+from omnitrain.data.sampling import Collate, Counted, no_end
+from omnitrain.data.streams import Mark, can_seek
+from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
+from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.progress import Progress
+from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
+
+__all__ = ["ShardedLoader", "ShardedStream"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_EVERY = 32
+"""Samples of a shard between two of its states: as many at most are read again on a resume."""
+_COLLATE = 1  # makes the seed of a batch's collation differ from that of its first sample
+
+
+class ShardedStream(IterableDataset[Any]):
+    """A stream of several shards, such as files, of which each rank of a training run reads only its own.
+
+    The shards take turns: the first sample of each, then the second of each, and so on; the turns of a shard that has
+    ended stay empty. Rank r reads the shards r, r + ranks, r + 2 x ranks, ..., so that each step has the same samples
+    on any number of ranks that divides the number of shards, and in every split into micro-batches. `num_workers`
+    processes share the shards of a rank.
+
+    Shards of equal length are best: where some are longer, the last steps of an epoch have fewer samples.
+
+    Args:
+        shards: Iterables that begin anew with each `iter()`; or one stream that can be split, by `num_shards` and
+            `shard(num_shards, index)`, as Hugging Face's can. Those with `state_dict()` and `load_state_dict()` are
+            put back by it on a resume, and the others read again. `set_epoch` is called where there is one.
+        count: How many shards to make of one stream, all of which are open at a time; None is its `num_shards`.
+
+    Raises:
+        ConfigError: If there are no shards, or something else is passed.
+
+    >>> list(ShardedStream([range(0, 3), range(10, 12), range(20, 23)]))
+    [0, 10, 20, 1, 11, 21, 2, 22]
+    """
+
+    def __init__(self, shards: Any, count: int | None = None) -> None:
+        if getattr(shards, "_distributed", None) is not None:
+            raise ConfigError(
+                "`shards` was split by split_dataset_by_node, and a ShardedStream gives each rank its shards itself. "
+                "Pass the stream as it was before."
+            )
+        if callable(getattr(shards, "shard", None)) and hasattr(shards, "num_shards"):
+            most = int(shards.num_shards)
+            count = most if count is None else count
+            if type(count) is not int or not 1 <= count <= most:
+                raise ConfigError(f"`count` must be from 1 to {most}, the `num_shards` of the stream, got {count!r}.")
+            shards = [shards.shard(num_shards=count, index=index) for index in range(count)]
+        elif count is not None:
+            raise ConfigError(f"`count={count!r}` has no effect on a list of shards. Leave it out.")
+        if not isinstance(shards, Sequence) or isinstance(shards, str | bytes) or not shards:
+            raise ConfigError(
+                "`shards` must be a list of iterables, or a stream with `num_shards` and `shard(num_shards, index)`, "
+                f"got {type(shards).__name__}{' without entries' * (isinstance(shards, Sequence))}."
+            )
+        for place, shard in enumerate(shards):
+            if isinstance(shard, str | bytes | Iterator) or not hasattr(shard, "__iter__"):
+                raise ConfigError(
+                    f"Shard {place} must be iterable any number of times, got {type(shard).__name__}. A generator is "
+                    "used up after one epoch: wrap it in a class with __iter__."
+                )
+        self.shards: list[Any] = list(shards)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the shards the epoch, which may shuffle them."""
+        for shard in self.shards:
+            if callable(getattr(shard, "set_epoch", None)):
+                shard.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return sum(len(shard) for shard in self.shards)
+
+    def __iter__(self) -> Iterator[Any]:
+        live = [iter(shard) for shard in self.shards]
+        while live:
+            for one in list(live):
+                try:
+                    sample = next(one)
+                except StopIteration:
+                    live.remove(one)
+                    continue
+                yield sample
+
+
+class _Part(NamedTuple):
+    """What a reader has of one micro-batch.
+
+    Attributes:
+        places: The place of each sample on its rank.
+        samples: The samples, or the batch made of them.
+        states: How many samples of a shard were read, and its state then, by shard.
+    """
+
+    places: list[int]
+    samples: Any
+    states: dict[int, tuple[int, Any]]
+
+
+class _Reader(IterableDataset[_Part]):
+    """Reads some of the shards of a rank; every place on the rank, in turn, belongs to one of them.
+
+    Args:
+        owner: The loader.
+        own: The shards to read, as numbers among those of the rank.
+        collates: Whether it makes batches.
+    """
+
+    def __init__(self, owner: ShardedLoader, own: list[int], collates: bool) -> None:
+        self.shards = {number: owner.own[number] for number in own}
+        self.turns = len(owner.own)
+        self.rank, self.world_size, self.batch_size = owner.rank, owner.world_size, owner.batch_size
+        self.seed, self.name, self.collate = owner.seed, owner.name, owner.collate
+        self.collates = collates
+        self.marks: bool = owner.marks
+        self.epoch = self.first = 0
+        self.starts: dict[int, tuple[int, Any]] = {}
+
+    def __iter__(self) -> Iterator[_Part]:
+        live = dict[int, Iterator[Any]]()
+        with isolated_rng():
+            for number in self.shards:
+                live[number] = self._begun(number)
+        kept = {number: self._read_of(number, self.first) for number in live}
+        for first in itertools.count(self.first, self.batch_size):
+            if not live:
+                return
+            places, samples, states = list[int](), list[Any](), dict[int, tuple[int, Any]]()
+            with isolated_rng():
+                for place in range(first, first + self.batch_size):
+                    number = place % self.turns
+                    if number not in live:
+                        continue
+                    self._seed(place)
+                    sample = self._next(live[number], number, place)
+                    if sample is _END:
+                        del live[number]
+                        continue
+                    places.append(place)
+                    samples.append(sample)
+            if self.marks:
+                states = self._states(live, kept, first + self.batch_size)
+            yield _Part(places, self.collated(places, samples) if self.collates else samples, states)
+
+    def _begun(self, number: int) -> Iterator[Any]:
+        """Return the rest of a shard, from the first place on."""
+        shard, wanted = self.shards[number], self._read_of(number, self.first)
+        if callable(getattr(shard, "set_epoch", None)):
+            shard.set_epoch(self.epoch)
+        count, state = self.starts.get(number, (0, None))
+        if count:
+            shard.load_state_dict(state)
+        self._seed(number)
+        samples = iter(shard)
+        for done in range(count, wanted):
+            self._seed(number + done * self.turns)
+            if self._next(samples, number, number + done * self.turns) is _END:
+                break
+        return samples
+
+    def _read_of(self, number: int, place: int) -> int:
+        """Return how many samples of a shard are before a place, if it has as many."""
+        return max(0, math.ceil((place - number) / self.turns))
+
+    def _next(self, samples: Iterator[Any], number: int, place: int) -> Any:
+        try:
+            return next(samples, _END)
+        except Exception as error:
+            shard = self.rank + number * self.world_size
+            error.add_note(f"Raised for sample {place // self.turns} of shard {shard} of {self.name}.")
+            raise
+
+    def _seed(self, place: int, *more: int) -> None:
+        seed = derive_seed(self.seed, self.epoch, self.rank + place * self.world_size, *more)
+        for generator in GENERATORS:
+            generator.seed(seed)
+
+    def _states(self, live: Iterable[int], kept: dict[int, int], place: int) -> dict[int, tuple[int, Any]]:
+        """Return the states of the shards of which enough was read since the last."""
+        found = {}
+        for number in live:
+            count = self._read_of(number, place)
+            if count - kept[number] >= _EVERY and can_seek(self.shards[number]):
+                kept[number] = count
+                found[number] = count, self.shards[number].state_dict()
+        return found
+
+    def collated(self, places: Sequence[int], samples: list[Any]) -> Any:
+        """Return the batch of these samples; None if there are none."""
+        if not samples:
+            return None
+        with isolated_rng():
+            self._seed(places[0], _COLLATE)
+            try:
+                return self.collate(samples)
+            except Exception as error:
+                first, last = (self.rank + place * self.world_size for place in (places[0], places[-1]))
+                found = f"the samples from place {first} to {last} of {self.name}, a stream of shards"
+                if isinstance(error, StopIteration):
+                    raise no_end("The collator", found) from error
+                error.add_note(f"Raised by the collator for {found}.")
+                raise
+
+
+_END = object()
+
+
+class ShardedLoader(Loader):
+    """Batches a `ShardedStream`: this rank's shards alone are read, here or in worker processes.
+
+    A position is a number of turns of all shards, so it means the same on any number of ranks. Each rank goes on until
+    its own shards have ended; a micro-batch in which all turns are of ended shards is a stand-in.
+
+    Args:
+        stream: The stream.
+        batch_size: Samples of a micro-batch of one rank.
+        collate: Makes batches.
+        seed: Of the random numbers that shards draw.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        num_workers: Worker processes of a rank, of which each reads some of its shards.
+        pin_memory: Whether to put batches into page-locked memory.
+        prefetch_factor: The micro-batches that each worker reads in advance.
+        marks: Whether to keep the states of the shards.
+        name: The name of the data in messages.
+
+    Raises:
+        ConfigError: If the shards cannot be shared out evenly.
+    """
+
+    is_split = True
+
+    def __init__(
+        self,
+        stream: ShardedStream,
+        batch_size: int,
+        collate: Collate,
+        seed: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        marks: bool = True,
+        name: str = Loader.name,
+    ) -> None:
+        count = len(stream.shards)
+        if count % world_size:
+            raise ConfigError(
+                f"{name[:1].upper()}{name[1:]} has {count} shards, which cannot be shared out evenly among "
+                f"{world_size} ranks. Make a multiple of {world_size} of them, or pass the stream without "
+                "ShardedStream: then each rank reads all of it, and takes its share of the samples."
+            )
+        self.dataset: Any = stream
+        self.batch_size, self.collate, self.seed = batch_size, collate, seed
+        self.rank, self.world_size, self.marks, self.name = rank, world_size, marks, name
+        self.own: list[Any] = stream.shards[rank::world_size]
+        self.size: int | None = len(stream) if has_length(stream) else None
+        self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
+        readers = max(1, min(num_workers, len(self.own)))
+        if num_workers > len(self.own):
+            logger.warning(
+                "`num_workers=%d`: %s has %d shards for this rank, so as many workers read them.", num_workers, name,
+                len(self.own),
+            )  # fmt: skip
+        self._has_workers = num_workers > 0
+        groups = [list(range(first, len(self.own), readers)) for first in range(readers)]
+        self._readers = [_Reader(self, own, readers == 1) for own in groups]
+        self._iterators: list[Any] = []
+        self._states: dict[int, deque[tuple[int, Any]]] = {}
+        self._start: Mark | None = None
+        self._from: tuple[int, int] = (0, 0)
+        """The epoch of the present pass, and the place on this rank where it began."""
+
+    def __len__(self) -> int:
+        if self.size is None:
+            raise TypeError("This stream has no length.")
+        count = len(self.dataset.shards)
+        ends = [(len(shard) - 1) * count + number + 1 for number, shard in enumerate(self.dataset.shards) if len(shard)]
+        return math.ceil(max(ends, default=0) / (self.batch_size * self.world_size))
+
+    def close(self) -> None:
+        for iterator in self._iterators if self._has_workers else ():
+            stop_workers(iterator)
+        self._iterators = []
+
+    # --- the position
+
+    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
+        """Return the place up to which the windows so far go, and the states of this rank's shards not after it."""
+        if not batches or self._from[0] != epoch:
+            return None
+        place = self._from[1] + self.turn * self.batch_size
+        states = {}
+        for number, found in self._states.items():
+            before = [one for one in found if one[0] <= self._readers[0]._read_of(number, place)]
+            if before:
+                states[self.rank + number * self.world_size] = list(before[-1])
+        count = len(self.dataset.shards)
+        return Mark(epoch, place * self.world_size, {"shards": count, "states": states}, False, batches)
+
+    def joined(self, states: list[Any]) -> Any:
+        """Return one state of the states of all ranks."""
+        return {**states[0], "states": {number: one for state in states for number, one in state["states"].items()}}
+
+    def part_of(self, state: Any) -> Any:
+        """Return this rank's part of a joined state, None if it is of other data.
+
+        Raises:
+            CheckpointError: If there were other shards.
+        """
+        if not isinstance(state, dict) or state.keys() != {"shards", "states"}:
+            return None
+        if state["shards"] != len(self.dataset.shards):
+            raise CheckpointError(
+                f"{self.name[:1].upper()}{self.name[1:]} has {len(self.dataset.shards)} shards, and had "
+                f"{state['shards']} when the checkpoint was saved in the middle of an epoch. Pass the shards of then, "
+                "or take a checkpoint from the end of an epoch."
+            )
+        own = {number: one for number, one in state["states"].items() if number % self.world_size == self.rank}
+        return {**state, "states": own}
+
+    def start_from(self, mark: Mark | None) -> None:
+        self._start = mark
+
+    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
+        """Yield the micro-batches of an epoch; `position` counts turns of all shards."""
+        return self._read(epoch, position // self.world_size, {})
+
+    def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
+        """Yield the micro-batches of an epoch from the position of a run on."""
+        mark, self._start = self._start, None
+        place, states = progress.batches_in_epoch // self.world_size * self.batch_size, {}
+        if mark is not None and mark.epoch == epoch:
+            place, states = mark.position // self.world_size, mark.state["states"]
+            if mark.position % self.world_size:
+                raise CheckpointError(
+                    f"The checkpoint was saved after {mark.position} turns of the shards of {self.name}, which are no "
+                    f"whole steps of {self.world_size} ranks. Take another number of ranks."
+                )
+        own = {number // self.world_size: (one[0], one[1]) for number, one in states.items()}
+        counts = [self._readers[0]._read_of(number, place) for number in range(len(self.own))]
+        again = sum(count - min(count, own.get(number, (0,))[0]) for number, count in enumerate(counts))
+        if again > len(self.own) * _EVERY:
+            logger.warning("Reading up to %d samples of this rank's shards again to get to where the run was.", again)
+        return self._read(epoch, place, own)
+
+    def _read(self, epoch: int, place: int, states: dict[int, tuple[int, Any]]) -> Iterator[Counted]:
+        self._from, self.turn = (epoch, place), 0
+        self._states = {number: deque([one], maxlen=3) for number, one in states.items()}
+        for reader in self._readers:
+            reader.epoch, reader.first = epoch, place
+            reader.starts = {number: one for number, one in states.items() if number in reader.shards}
+        return self._batches()
+
+    def _batches(self) -> Iterator[Counted]:
+        latest, missed = None, 0
+        for places, batch in self._merged():
+            if not places:
+                missed += latest is None
+                if latest is not None:
+                    yield Counted(latest, 0)
+                continue
+            latest = pinned(batch) if self._pin_memory else batch
+            for _ in range(missed):  # turns of empty shards before the first sample
+                yield Counted(latest, 0)
+            missed = 0
+            yield Counted(latest, len(places))
+
+    def _merged(self) -> Iterator[tuple[list[int], Any]]:
+        """Yield the micro-batches of all readers together, each with the places of its samples."""
+        self.close()
+        self._iterators = [self._started(reader) for reader in self._readers]
+        live = list(self._iterators)
+        try:
+            while True:
+                parts = [(one, next(one, None)) for one in live]
+                live = [one for one, part in parts if part is not None]
+                found = [part for _, part in parts if part is not None]
+                if not found:
+                    return
+                for part in found:
+                    for number, one in part.states.items():
+                        self._states.setdefault(number, deque(maxlen=3)).append(one)
+                if len(self._readers) == 1:
+                    yield found[0].places, found[0].samples
+                    continue
+                pairs = [pair for part in found for pair in zip(part.places, part.samples, strict=True)]
+                pairs.sort(key=lambda pair: pair[0])
+                places = [place for place, _ in pairs]
+                yield places, self._readers[0].collated(places, [sample for _, sample in pairs])
+        finally:
+            self.close()
+
+    def _started(self, reader: _Reader) -> Any:
+        if not self._has_workers:
+            return iter(reader)
+        # one worker each, as a stream that shares itself out among workers takes all of its shard then
+        loader = DataLoader(
+            reader, batch_size=None, collate_fn=_as_is, num_workers=1, prefetch_factor=self._prefetch_factor,
+            generator=torch.Generator().manual_seed(self.seed), worker_init_fn=outlive_signals,
+        )  # fmt: skip
+        return start_workers(loader)
+
+
+def _as_is(part: Any) -> Any:
+    return part

@@ -1,0 +1,177 @@
+"""Streams of shards: what each rank and each worker reads, in which order, and from where on after a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from omnitrain import ConfigError, ShardedStream
+from omnitrain.data import shards as module
+from omnitrain.data.collation import Collator
+from omnitrain.data.loaders import Loader
+from omnitrain.data.shards import ShardedLoader
+from omnitrain.errors import CheckpointError, DataError
+from omnitrain.progress import Progress
+
+SIZES = (7, 2, 0, 5)
+"""Of four shards: two end early, and one is empty."""
+
+
+class Shard:
+    """Numbers 100 x its place on, with noise from the generators, and a count of what was read."""
+
+    def __init__(self, place: int, size: int) -> None:
+        self.place, self.size, self.at, self.read = place, size, 0, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < self.size:
+            self.at += 1
+            self.read += 1
+            yield 100 * self.place + self.at - 1 + torch.rand(()) / 2
+        self.at = 0
+
+
+class Seekable(Shard):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def loader(rank: int = 0, world_size: int = 1, kind: Any = Seekable, sizes: Any = SIZES, **options: Any) -> Any:
+    stream = ShardedStream([kind(place, size) for place, size in enumerate(sizes)])
+    options = {"batch_size": 8 // world_size, **options}
+    return ShardedLoader(stream, collate=Collator(), seed=0, rank=rank, world_size=world_size, **options)
+
+
+def values(batches: Any) -> list[list[float]]:
+    return [batch.tolist() if samples else [] for batch, samples in batches]
+
+
+def steps(world_size: int, **options: Any) -> list[list[float]]:
+    """The samples of each step of 8 turns on all ranks together."""
+    ranks = [values(loader(rank, world_size, **options).counted(1)) for rank in range(world_size)]
+    turns = range(max(map(len, ranks)))
+    return [sorted(one for rank in ranks if turn < len(rank) for one in rank[turn]) for turn in turns]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2}])
+def test_each_step_has_the_same_samples_on_any_number_of_ranks_and_workers(options: dict[str, Any]) -> None:
+    whole = steps(1)
+    flat = sorted(int(one) for step in whole for one in step)
+    assert flat == [*range(7), 100, 101, *range(300, 305)]
+    assert len(whole) == 4  # 25 turns to the last sample of the first shard
+    assert steps(2, **options) == whole
+    if not options:
+        assert steps(4) == whole
+
+
+def test_a_rank_reads_no_shard_but_its_own() -> None:
+    one = loader(1, 2)
+    values(one.counted(0))
+    assert [shard.read for shard in one.dataset.shards] == [0, 2, 0, 5]
+    assert (one.size, len(one)) == (14, 4)
+
+
+def pass_on(ranks: int, windows: int, kind: Any) -> Any:
+    """The state of data that all ranks save after some windows of an epoch, and the windows after it."""
+    states, rest = [], []
+    for rank in range(ranks):
+        one = loader(rank, ranks, kind)
+        batches = one.rest(1, Progress(epoch=1))
+        next_ones = [next(batches, None) for _ in range(windows)]
+        assert next_ones
+        one.turn += windows
+        mark = one.mark_at(1, 0, 1)
+        states.append(mark.state)
+        rest.append(values(batches))
+    return mark._replace(state=one.joined(states)), rest
+
+
+@pytest.mark.parametrize("kind", [Shard, Seekable])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 4), (4, 1)])
+def test_a_pass_goes_on_on_another_number_of_ranks(
+    kind: Any, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_EVERY", 2)
+    for windows in (1, 2, 3):
+        mark, _ = pass_on(before, windows, kind)
+        read = 0
+        found = []
+        for rank in range(after):
+            one = loader(rank, after, kind)
+            one.start_from(mark._replace(state=one.part_of(mark.state)))
+            found.append(values(one.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1))))
+            read += sum(shard.read for shard in one.dataset.shards)
+        turns = range(max(map(len, found)))
+        rest = [sorted(one for part in found if turn < len(part) for one in part[turn]) for turn in turns]
+        assert [step for step in rest if step] == [step for step in steps(1, kind=kind)[windows:] if step]
+        assert read == 14 if kind is Shard else read < 14
+
+
+def test_other_shards_than_those_of_a_checkpoint_are_refused() -> None:
+    mark, _ = pass_on(1, 1, Shard)
+    with pytest.raises(CheckpointError, match="has 2 shards, and had 4"):
+        loader(sizes=(7, 7)).part_of(mark.state)
+    assert loader().part_of({"at": 3}) is None  # of another kind of data
+
+
+def test_shards_that_cannot_be_shared_out_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be shared out evenly among 3 ranks"):
+        loader(0, 3)
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        assert len(loader(0, 2, num_workers=5)._readers) == 2
+    assert "`num_workers=5`: the data has 2 shards for this rank" in caplog.text
+
+
+@pytest.mark.parametrize("given", [[], "abc", 5, [iter([1])], [5], ["a"]])
+def test_what_is_no_list_of_shards_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="iterable"):
+        ShardedStream(given)
+    with pytest.raises(ConfigError, match="no effect on a list"):
+        ShardedStream([[1]], count=1)
+
+
+def test_an_error_names_sample_and_shard_and_stays_none_of_the_end() -> None:
+    class Broken(Shard):
+        def __iter__(self) -> Iterator[Any]:
+            yield torch.tensor(1.0)
+            raise KeyError("gone")
+
+    with pytest.raises(KeyError) as caught:
+        values(loader(1, 2, Broken, name="the training set").counted(0))
+    assert caught.value.__notes__ == ["Raised for sample 1 of shard 1 of the training set."]
+
+    def ends(samples: Any) -> Any:
+        raise StopIteration
+
+    with pytest.raises(DataError, match="The collator raised StopIteration for the samples from place 0 to"):
+        values(ShardedLoader(ShardedStream([[1.0]]), 2, ends, 0).counted(0))
+
+
+def test_shards_of_hugging_face_are_all_read_once() -> None:
+    hf = pytest.importorskip("datasets")
+    stream = hf.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=4)
+    assert isinstance(loader(), Loader)
+    for workers in (0, 1):
+        ranks = [
+            ShardedLoader(ShardedStream(stream), 3, Collator(), 0, rank=rank, world_size=2, num_workers=workers)
+            for rank in range(2)
+        ]
+        found = [[x for batch, count in rank.counted(0) if count for x in batch["x"].tolist()] for rank in ranks]
+        assert [len(one) for one in found] == [12, 12]
+        assert sorted(found[0] + found[1]) == list(range(24))
+    assert len(ShardedStream(stream, count=2).shards) == 2
+    with pytest.raises(ConfigError, match="from 1 to 4"):
+        ShardedStream(stream, count=5)
+    split = pytest.importorskip("datasets.distributed").split_dataset_by_node(stream, 0, 2)
+    with pytest.raises(ConfigError, match="split_dataset_by_node"):
+        ShardedStream(split)
