@@ -24,6 +24,7 @@ __all__ = [
     "as_probabilities",
     "copied_ahead",
     "count_samples",
+    "first_row",
     "labels_of",
     "move_to_device",
     "padding_collator",
@@ -336,6 +337,17 @@ def _count(batch: Any) -> int | None:
             if count is not None:
                 return count
     return None
+
+
+def first_row(batch: Any) -> Any:
+    """Return the first row of a batch: the first entry of each tensor, array or list in it."""
+    if isinstance(batch, Mapping):
+        return {key: first_row(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return [first_row(value) for value in batch]
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch[0] if batch.ndim and len(batch) else batch
+    return batch[0] if isinstance(batch, list) and batch else batch
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:

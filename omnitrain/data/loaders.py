@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from omnitrain.data.collation import Collator, count_samples, pinned
+from omnitrain.data.collation import Collator, count_samples, first_row, pinned
 from omnitrain.data.sampling import (
     Collate,
     Counted,
@@ -76,6 +76,8 @@ class Loader:
     deals_samples = False
     samples_iterated: int = 0
     """Samples yielded by `iter()` since `set_epoch`, as in the user's own loop."""
+    first: Any = None
+    """The first sample of the latest pass, or row of its first batch, if all ranks read the same data."""
     turn: int = 0
     """The micro-batches of the windows so far of a pass, which the feed counts."""
     is_split: bool = False
@@ -362,12 +364,13 @@ class StreamLoader(Loader):
         if again:
             logger.warning("Reading %d samples of the stream again to get to where the run was.", again)
         self._stream.epoch, self._stream.position, self._stream.start = epoch, position, start
-        for batch, mark in self._read():
+        for batch, mark, first in self._read():
             if mark is not None:
                 self._marks.append(mark)
+            self.first = self.first if first is None else first
             yield batch
 
-    def _read(self) -> Iterator[tuple[Counted, Mark | None]]:
+    def _read(self) -> Iterator[tuple[Counted, Mark | None, Any]]:
         if self._workers["num_workers"]:
             loader = DataLoader(
                 self._stream,
@@ -384,7 +387,7 @@ class StreamLoader(Loader):
                 stop_workers(iterator)
         else:
             pin = self._workers["pin_memory"]
-            yield from ((pinned(batch), mark) for batch, mark in self._stream) if pin else self._stream
+            yield from ((pinned(batch), mark, first) for batch, mark, first in self._stream) if pin else self._stream
 
 
 class GivenLoader(Loader):
@@ -587,6 +590,8 @@ class GivenLoader(Loader):
                 if self.marks:
                     self._mark(epoch, read, number, has_ended=True)
                 return
+            if number == first and self._world_size > 1:
+                self.first = first_row(batch)
             count = self._samples_in(number, batch)
             read += count
             if self.marks:

@@ -40,6 +40,8 @@ class Mark(NamedTuple):
 class Stream(IterableDataset[Any]):
     """The batches of an epoch of an iterable dataset, each with the mark after it if the dataset has a state.
 
+    With the first batch comes the first sample, if several ranks read the same stream.
+
     Random numbers drawn by the stream are keyed by (seed, epoch, sample); the generators of training are unchanged.
     """
 
@@ -67,7 +69,7 @@ class Stream(IterableDataset[Any]):
         self.start: Mark | None = None
         """Where the next pass begins: in its epoch, or at the end of the previous one."""
 
-    def __iter__(self) -> Iterator[tuple[Counted, Mark | None]]:
+    def __iter__(self) -> Iterator[tuple[Counted, Mark | None, Any]]:
         start, self.start = self.start, None
         if start is not None and start.has_ended:
             self.dataset.load_state_dict(start.state)
@@ -101,11 +103,13 @@ class Stream(IterableDataset[Any]):
                     raise
             if not taken:
                 return
+            first = taken[0] if self.world_size > 1 and number == self.position else None
             number += len(taken)
             has_ended = len(taken) < self.batch_size * self.world_size
             yield (
                 Counted(batch, len(own)),
                 Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None,
+                first,
             )
 
     def _samples(self, epoch: int, start: Mark | None) -> Iterator[Any]:

@@ -6,19 +6,22 @@ Batches come from `data/loaders.py`; windows go to `step.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
 import torch
 
+from omnitrain.checkpoint.identity import content_of
 from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import copied_ahead, count_samples, labels_of, move_to_device, split_batch
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
 from omnitrain.data.sampling import Counted, Window, windows
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
-from omnitrain.errors import DataError, add_place
+from omnitrain.errors import DataError, DistributedError, add_place
 from omnitrain.losses import divisor_of
 from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
@@ -27,6 +30,8 @@ from omnitrain.settings import Settings
 from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_counts, shifts_labels
 
 __all__ = ["Feed"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 Weighed = tuple[Any, float, int, int, int]
 """A micro-batch, its weight in the loss, its samples and tokens, and the batches that end with it: 1, or 0 within one.
@@ -82,6 +87,8 @@ class Feed:
         self._reduction = settings.grad_reduction
         self._label_names = settings.label_names or ()
         self._collate = settings.data_collator
+        self._has_compared: bool = ranks.world_size == 1
+        """Whether the ranks know that they read the same data, if each takes its share of them."""
         self._groups: Iterator[list[Weighed]] | None = None
         """The source of the next window, if it may be read ahead."""
         self._ahead: list[Weighed] | Exception | None = None
@@ -118,6 +125,8 @@ class Feed:
                 add_place(error, place)
                 raise
             last = group[-1] if group else last
+            if not self._has_compared:
+                self._compare_first(loader)
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
             ranks.place = "step"
@@ -130,6 +139,32 @@ class Feed:
             if window.samples:  # otherwise all ranks have only stand-ins
                 done += window.samples
                 yield window
+
+    def _compare_first(self, loader: Loader) -> None:
+        """Compare the first sample on all ranks, once in a run, where each reads all data and takes its share.
+
+        Raises:
+            DistributedError: On all ranks, if it differs.
+        """
+        self._has_compared = True
+        if isinstance(loader, MapLoader) or loader.is_split:
+            return
+        first, loader.first = loader.first, None
+        own = None if first is None else (content_of(_lasting(first)), content_of(first))
+        found = {one for one in self._ranks.gather("the first sample of the ranks", own) if one is not None}
+        if len({lasting for lasting, _ in found}) > 1:
+            raise DistributedError(
+                f"The first sample of {loader.name} is another one on each rank. Every rank takes its share of what it "
+                "reads here, and of data that are split already the rest would never be used. Give every rank the same "
+                "data in the same order; or, so that each reads only its part, pass ShardedStream(parts) as "
+                "`train_dataset`, or a DataLoader with a DistributedSampler."
+            )
+        if len(found) > 1 and self._ranks.is_main:
+            logger.warning(
+                "The first sample of %s has other numbers on each rank. If it draws random numbers by a generator of "
+                "its own, seed that alike on all ranks. If the data are split already, the rest of each part is never "
+                "used: give every rank the same data, or pass ShardedStream(parts) as `train_dataset`.", loader.name,
+            )  # fmt: skip
 
     def _size_of(self, loader: Loader) -> int | None:
         """Return the samples that an epoch must have over all ranks; None if each rank has the user's own loader."""
@@ -325,6 +360,18 @@ def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
         if callable(found):
             return cast("Callable[[Any, int], list[Any]]", found)
     return split_batch
+
+
+def _lasting(value: Any) -> Any:
+    """Return what augmentation leaves of a sample: text, integers, rows of integers, and the kinds of the rest."""
+    if isinstance(value, Mapping):
+        return {key: _lasting(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_lasting(entry) for entry in value]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        is_whole = not value.is_floating_point() if isinstance(value, torch.Tensor) else value.dtype.kind in "biu"
+        return value if is_whole and value.ndim < 2 else str(value.dtype)
+    return value if isinstance(value, (bool, int, str, bytes, type(None))) else type(value).__name__
 
 
 def _origins(group: list[Weighed]) -> list[int]:

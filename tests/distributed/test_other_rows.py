@@ -63,7 +63,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         ]
     moved = {source: {"collator": one, "source": source, "folder": str(folder / one)} for one, source in MOVED}
     jobs += [Job(f"{source} cut", "ddp", f"{HERE}:train", {**moved[source], "stop": 2}) for source in moved]
-    found = sound(launch_all(jobs, folder / "launch"))
+    split = {"is_split": True, "noise": True, "loader": False}
+    jobs.append(Job("split", "ddp", "test_user_module:read_apart", split))  # the last, as its error ends the others
+    found = launch_all(jobs, folder / "launch")
+    refused = found.pop("split")
+    found = sound(found)
+    found["split"] = refused
     jobs = [Job(f"{source} resumed", "native", f"{HERE}:train", options) for source, options in moved.items()]
     rest = [
         Job(f"{source} whole", "native", f"{HERE}:train", {**options, "folder": None})
@@ -83,6 +88,12 @@ def test_a_run_on_two_ranks_is_resumed_bit_for_bit(results: Any, backend: str, c
         assert gap(resumed["tensors"], straight["tensors"]) == 0
         if source == "resumable loader":  # 12 batches, of which 4 were trained on before
             assert (straight["made"], resumed["made"]) in ((12, 8), (12, 9))
+
+
+def test_a_stream_that_is_split_already_is_noticed_in_its_first_sample(results: Any) -> None:
+    for found in results["split"]:
+        assert found["error"] == "DistributedError"
+        assert "The first sample of the training set is another one on each rank" in found["message"]
 
 
 @pytest.mark.parametrize("source", [source for _, source in MOVED])

@@ -14,6 +14,7 @@ from backends import Job, asked_for, launch_all, make_trainer, named, sound
 from marks import thinned
 from recipes import rows, same, t16
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from omnitrain import Callback
 from omnitrain.checkpoint.tensors import whole
@@ -165,6 +166,40 @@ def split(backend: str) -> dict[str, Any]:
     return {}
 
 
+class Every(IterableDataset[Any]):
+    """Rows, of which a process may take its own share, with numbers that may be of the process's own generator."""
+
+    def __init__(self, is_split: bool, noise: bool) -> None:
+        self.own = int(os.environ["RANK"]) if is_split else None
+        self.noise = noise
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator()
+        generator.seed()
+        for i in range(16):
+            if self.own is None or i % 2 == self.own:
+                yield torch.full((4,), i / 16) + self.noise * torch.randn(4, generator=generator), i
+
+
+def read_apart(backend: str, is_split: bool, noise: bool, loader: bool) -> dict[str, Any]:
+    told = Told()
+    logging.getLogger("omnitrain").addHandler(told)
+    data: Any = Every(is_split, noise)
+    given = {"train_loader": DataLoader(data, 4)} if loader else {"train_dataset": data, "batch_size": 4}
+    try:
+        make_trainer(backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, max_steps=1, **given).train()
+    finally:
+        logging.getLogger("omnitrain").removeHandler(told)
+    return {"told": [one for one in told.messages if "first sample" in one]}
+
+
+APART = {
+    f"{what}-{source}": {"is_split": what == "split", "noise": what != "same", "loader": source == "loader"}
+    for what in ("same", "noisy")
+    for source in ("stream", "loader")
+}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs = [
@@ -175,6 +210,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     jobs += [
         Job(f"divide-{'-'.join(layers)}", "fsdp", f"{HERE}:divide", {"layers": layers}) for layers in ([], ["Block"])
     ]
+    jobs += [Job(name, "ddp", f"{HERE}:read_apart", options) for name, options in APART.items()]
     found = launch_all([*jobs, Job("split-ddp", "ddp", f"{HERE}:split")], tmp_path_factory.mktemp("module"))
     refused = found.pop("split-ddp")
     sound(found)["split-ddp"] = refused
@@ -203,6 +239,13 @@ def test_fsdp_tells_once_of_a_model_of_layers_that_it_gathers_as_a_whole(results
     (main,), other = (found["told"] for found in results["divide-"])
     assert "takes Sequential as one unit" in main and "transformer_cls_names_to_wrap=['Block']" in main
     assert not other and not any(found["told"] for found in results["divide-Block"])
+
+
+@pytest.mark.parametrize("source", ["stream", "loader"])
+def test_other_numbers_of_the_same_sample_are_told_once(results: Any, source: str) -> None:
+    assert [found["told"] for found in results[f"same-{source}"]] == [[], []]
+    (main,), other = (found["told"] for found in results[f"noisy-{source}"])
+    assert "has other numbers on each rank" in main and not other
 
 
 def test_a_stream_of_which_each_rank_has_a_share_already_is_refused(results: Any) -> None:
