@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
     from omnitrain.callbacks.wandb import WandbLogger
     from omnitrain.data.collation import Collator
+    from omnitrain.data.grouping import GroupByLength
+    from omnitrain.data.packing import PackedDataset
     from omnitrain.data.sets import EvalSet
     from omnitrain.data.shards import ShardedStream
     from omnitrain.duration import Duration
@@ -97,6 +99,7 @@ _HOMES = {
     "ExponentialScheduler": "schedules",
     "GradientClipping": "algorithms.gradient_clipping",
     "GradualUnfreezing": "algorithms.gradual_unfreezing",
+    "GroupByLength": "data.grouping",
     "HFTrainer": "hf.trainer",
     "HFTrainingArguments": "hf.arguments",
     "InverseSqrtScheduler": "schedules",
@@ -115,6 +118,7 @@ _HOMES = {
     "Objective": "objective",
     "ObjectiveError": "errors",
     "OmnitrainError": "errors",
+    "PackedDataset": "data.packing",
     "PolynomialScheduler": "schedules",
     "Predictions": "run.evaluation",
     "ProductScheduler": "schedules",
@@ -168,6 +172,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "ExponentialScheduler",
     "GradientClipping",
     "GradualUnfreezing",
+    "GroupByLength",
     "HFTrainer",
     "HFTrainingArguments",
     "InverseSqrtScheduler",
@@ -186,6 +191,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "Objective",
     "ObjectiveError",
     "OmnitrainError",
+    "PackedDataset",
     "PolynomialScheduler",
     "Predictions",
     "ProductScheduler",

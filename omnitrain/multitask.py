@@ -83,6 +83,11 @@ class MultiTask(Dataset[tuple[str, Any]]):
                 )
             if not count_rows(data):
                 raise DataError(f"The task {name!r} has no samples. Give it at least one, or leave it out.")
+            if hasattr(data, "epoch_order"):
+                raise DataError(
+                    f"The task {name!r} is a {type(data).__name__} with an order of its own, which a mix of tasks has "
+                    "too. Pass the dataset in it."
+                )
         self.tasks: dict[str, Any] = dict(tasks)
         self.mixing = mixing
         self.temperature = temperature
@@ -160,7 +165,9 @@ class MultiTask(Dataset[tuple[str, Any]]):
 
     def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], TaskBatch]:
         """Return the collator of the tasks' samples; `collate` makes a batch of samples of one task."""
-        return _ByTask(collate, dict(zip(self._names, self._items, strict=True)))
+        own: list[Any] = [getattr(data, "collate_with", None) for data in self.tasks.values()]
+        collates: list[Any] = [one(collate) if callable(one) else collate for one in own]
+        return _ByTask(dict(zip(self._names, zip(self._items, collates, strict=True), strict=True)))
 
     def evaluation(self, sets: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> dict[str, EvalSet]:
         """Return evaluation sets by the name of their task, for `eval_dataset`.
@@ -184,18 +191,17 @@ class _ByTask:
     layers, as sharded weights and DDP need, and in each step all layers have gradients, on one process as on several.
     """
 
-    def __init__(self, collate: Callable[[Sequence[Any]], Any], tasks: Mapping[str, Any]) -> None:
-        self.collate = collate
+    def __init__(self, tasks: Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]) -> None:
         self.tasks = tasks
 
     def __call__(self, samples: Sequence[tuple[str, Any]]) -> TaskBatch:
         parts, counts, idle = {}, {}, set()
-        for name, data in self.tasks.items():
+        for name, (data, collate) in self.tasks.items():
             own = [sample for task, sample in samples if task == name]
             if not own:
                 own = [data[0]]
                 idle.add(name)
-            parts[name] = self.collate(own)
+            parts[name] = collate(own)
             plain, shifted = (count_labels(parts[name], shifted) for shifted in (False, True))
             counts[name] = (len(own), len(own)) if plain is None else (plain, shifted or 0)
         return TaskBatch(parts, counts, idle)

@@ -82,7 +82,12 @@ _TRANSFORMERS: dict[str, Meaning] = {
     "disable_tqdm": Meaning("progress_bar", "progress_bar=False"),
     "remove_unused_columns": Meaning("", "Columns that the model does not take are left out, and named in the log."),
     "label_smoothing_factor": Meaning("algorithms", "`[LabelSmoothing(num_classes, 0.1)]`"),
-    "group_by_length": Meaning("", _LOADER),
+    "group_by_length": Meaning(
+        "", "Pass `GroupByLength(train_dataset)`; HFTrainer takes it in its training arguments."
+    ),
+    "train_sampling_strategy": Meaning("", "Pass `GroupByLength(train_dataset)`, or `shuffle=False`."),
+    "packing": Meaning("", "Pass `PackedDataset(train_dataset, length)`."),
+    "length_column_name": Meaning("", "Pass `GroupByLength(train_dataset, lengths=train_dataset['length'])`."),
     "max_train_steps": Meaning("max_steps"),
     "resume_from_checkpoint": Meaning("", _RESUME),
     "do_train": Meaning("train()", "a call, not a switch"),

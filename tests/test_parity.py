@@ -53,6 +53,7 @@ from omnitrain import (
     DataError,
     GradientClipping,
     GradualUnfreezing,
+    GroupByLength,
     HFTrainer,
     LabelSmoothing,
     LayerFreezing,
@@ -60,6 +61,7 @@ from omnitrain import (
     MixUp,
     MultiStepScheduler,
     NonFiniteError,
+    PackedDataset,
     ProgressiveResizing,
     SeqLengthWarmup,
     ShardedStream,
@@ -428,7 +430,7 @@ def test_predictions_come_in_the_order_of_the_dataset_one_row_a_sample(trainer_c
 # --- models of transformers, units that hold their model, and packed batches
 
 
-KINDS = ("plain", "unit", "gpt", "bert", "t5", "packed")
+KINDS = ("plain", "unit", "gpt", "bert", "t5", "packed", "rows", "by length")
 
 
 def kind_of(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
@@ -438,6 +440,11 @@ def kind_of(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         return model, rows(21), {"unit": Holding(model)} if kind == "unit" else {}
     if kind == "packed":
         return gpt(), Short(21), {"data_collator": DataCollatorWithFlattening()}
+    if kind == "rows":
+        return gpt(), PackedDataset(Short(60), 16), {}
+    if kind == "by length":
+        labelled = [{**one, "labels": one["input_ids"]} for one in Short(21)]
+        return gpt(), GroupByLength(labelled, 4), {}
     data = Tokens(21, {"gpt": "tokens", "bert": "classes", "t5": "pairs"}[kind])
     return {"gpt": gpt, "bert": bert, "t5": t5}[kind](), data, {}
 
@@ -475,6 +482,28 @@ def test_every_kind_of_model_takes_the_same_steps_in_every_split(trainer_class: 
     assert distance(weights(parts.get_model()), weights(whole.get_model())) <= bound
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose([r[key] for r in found.logs], [r[key] for r in expected.logs], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("kind", ["rows", "by length"])
+def test_packed_and_grouped_data_are_resumed_in_mid_epoch_also_in_another_split(
+    trainer_class: Any, kind: str, tmp_path: Path
+) -> None:
+    def ended(batch_size: int = 4, resume_from: str | None = None, **options: Any) -> Any:
+        model, data, _ = kind_of(kind)
+        trainer = trainer_class(
+            model, train_dataset=data, optimizer="sgd", learning_rate=0.05, batch_size=batch_size, progress_bar=False,
+            gradient_accumulation_steps=4 // batch_size, **placed_on_cpu(trainer_class), **options,
+        )  # fmt: skip
+        trainer.train(resume_from=resume_from)
+        return trainer
+
+    straight = ended(epochs=2)
+    assert straight.progress.step > 9
+    ended(max_steps=7, save_dir=tmp_path)  # one more than an epoch has
+    resumed = ended(epochs=2, save_dir=tmp_path / "same", resume_from=str(tmp_path / "checkpoint-7"))
+    assert same(weights(resumed.get_model()), weights(straight.get_model()))
+    resumed = ended(2, epochs=2, save_dir=tmp_path / "other", resume_from=str(tmp_path / "checkpoint-7"))
+    assert distance(weights(resumed.get_model()), weights(straight.get_model())) < 1e-6
 
 
 # --- collators that make other rows than samples

@@ -154,7 +154,7 @@ def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any]
     rules = {} if loader.rules is None else loader.rules.to_dict()
     options = getattr(dataset, "order_options", None)
     if callable(options):
-        rules |= options()  # type: ignore[operator]
+        rules |= {"order": type(dataset).__name__, **options()}  # type: ignore[operator]
     return {**found, "rules": rules} if rules else found
 
 
@@ -165,9 +165,11 @@ def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
         return ""
     if now["size"] != then["size"]:
         return f"{loader.name} has {now['size']} samples now, and had {then['size']}"
-    for name in then.get("rules", {}).keys() & now.get("rules", {}).keys():
-        if then["rules"][name] != now["rules"][name]:
-            return f"{loader.name} has {name}={now['rules'][name]!r} now, and had {then['rules'][name]!r}"
+    before, after = then.get("rules", {}), now.get("rules", {})
+    names = {"order", *(before.keys() & after.keys())}
+    for name in sorted(names, key=lambda name: (name == "lengths", name)):  # whose values say little
+        if before.get(name) != after.get(name):
+            return f"{loader.name} has {name}={after.get(name)!r} now, and had {before.get(name)!r}"
     for index, parts in then["samples"].items():
         found = now["samples"].get(index, {})
         other = [name for name, digest in parts.items() if found.get(name, digest) != digest]

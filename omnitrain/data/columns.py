@@ -6,7 +6,11 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from torch import nn
+
 from omnitrain.data.collation import LABEL_KEYS
+from omnitrain.data.grouping import GroupByLength
+from omnitrain.data.packing import PackedDataset
 
 __all__ = ["Columns", "is_of_user"]
 
@@ -18,14 +22,26 @@ class Columns:
 
     Args:
         taken: The columns that are used, including labels; None if any column may be used.
+        model: The model, which must keep the sequences of packed datasets apart.
     """
 
-    def __init__(self, taken: Collection[str] | None) -> None:
+    def __init__(self, taken: Collection[str] | None, model: nn.Module | None = None) -> None:
         self._taken = taken
+        self._model = model
         self._told: list[set[str]] = []
 
     def __call__(self, dataset: Any) -> Any:
-        """Return a Hugging Face dataset without the other columns; one with a transform, or other data, unchanged."""
+        """Return a Hugging Face dataset without the other columns; one with a transform, or other data, unchanged.
+
+        Raises:
+            ConfigError: If the dataset is packed, and the model does not take what keeps its sequences apart.
+        """
+        if isinstance(dataset, GroupByLength):
+            return dataset.over(self(dataset.dataset))
+        if isinstance(dataset, PackedDataset):
+            if self._taken is not None and self._model is not None:
+                dataset.check_model(self._model, self._taken)
+            return dataset
         columns = getattr(dataset, "column_names", None)
         if self._taken is None or not columns or not hasattr(dataset, "remove_columns"):
             return dataset

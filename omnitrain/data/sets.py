@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from omnitrain.data.collation import Collator
-from omnitrain.data.loaders import GivenLoader, Loader, end_workers, is_stream, make_loader, name_of_set
+from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, end_workers, is_stream, make_loader, name_of_set
 from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration
@@ -185,13 +185,13 @@ class Sets:
         return self._evaluation_loader(dataset, None, "dataset")
 
     def check_sizes(self, *loaders: Any) -> None:
-        """Compare the lengths of data on all ranks; for the user's own loader they may differ.
+        """Compare the lengths and orders of data on all ranks; for the user's own loader they may differ.
 
         Raises:
             DistributedError: On all ranks, if they differ.
         """
         each = [one for loader in loaders for one in (loader.values() if isinstance(loader, dict) else [loader])]
-        sizes = {one.name: one.size for one in each if one is not None and not isinstance(one, GivenLoader)}
+        sizes = {one.name: _told_size(one) for one in each if one is not None and not isinstance(one, GivenLoader)}
         self._ranks.check_alike(
             "The numbers of samples on the ranks", sizes,
             "Give every rank the same data, and each takes its share; or a loader of its own, `train_loader` for "
@@ -278,3 +278,9 @@ class Sets:
     def end_workers(self) -> None:
         """End the worker processes of the training and evaluation sets."""
         end_workers(self.train, self.eval)
+
+
+def _told_size(loader: Loader) -> int | str | None:
+    """Return the size of a loader's data, and what decides their order if they have one of their own."""
+    options = getattr(loader.dataset, "order_options", None) if isinstance(loader, MapLoader) else None
+    return f"{loader.size}, in the order of {options()}" if callable(options) else loader.size

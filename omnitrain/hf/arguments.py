@@ -149,8 +149,7 @@ class HFTrainingArguments(transformers.TrainingArguments):
 
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "train_sampling_strategy": ("random", "sequential"),
-    "group_by_length": (False,),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length"),
     "sortish_sampler": (False,),
     "eval_do_concat_batches": (True,),
     "parallelism_config": (None,),
@@ -451,12 +450,11 @@ def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
 _DEFAULT_EPOCHS = transformers.TrainingArguments.__dataclass_fields__["num_train_epochs"].default
 
 _GROUPED = (
-    "Samples come in one order, which is that of every trainer and of every number of processes. Leave it out, and "
-    "keep padding short by sorting or packing the dataset."
+    "Samples come in one order, which is the same on every number of processes. Use "
+    "train_sampling_strategy='group_by_length', which keeps padding short, and ranks as busy as each other."
 )
 _ADVICE = {
     "train_sampling_strategy": _GROUPED,
-    "group_by_length": _GROUPED,
     "sortish_sampler": _GROUPED,
     "eval_do_concat_batches": "Functions of metrics get whole arrays, filled up to one length. Leave it out; for "
     "metrics of single batches set batch_eval_metrics=True.",

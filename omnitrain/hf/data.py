@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader
+from omnitrain.data.grouping import GroupByLength, lengths_of
+from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, is_stream
 from omnitrain.data.sampling import windows
 from omnitrain.errors import ConfigError
+from omnitrain.hf.arguments import word_of
+from omnitrain.settings import Settings, is_loader
 from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["counting_loader", "shown_loader", "unprepared"]
+__all__ = ["counting_loader", "grouped_by_length", "shown_loader", "unprepared"]
 
 
 class _Requests(Sampler[Any]):
@@ -81,6 +85,34 @@ def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
         pin_memory=loader.pin_memory,
         generator=generator,
     )
+
+
+def grouped_by_length(settings: Settings, args: Any, group_size: int) -> Settings:
+    """Return the settings with the training set in an order by length, if the training arguments ask for it.
+
+    Args:
+        settings: The arguments of the trainer.
+        args: The user's TrainingArguments, or None.
+        group_size: The samples of an optimizer step.
+
+    Raises:
+        ConfigError: If the data are no dataset with a length, or have an order of their own.
+    """
+    strategy = word_of(getattr(args, "train_sampling_strategy", ""))
+    dataset: Any = settings.train_dataset if settings.train_loader is None else settings.train_loader
+    if dataset is None or (strategy != "group_by_length" and getattr(args, "group_by_length", None) is not True):
+        return settings
+    if dataset is settings.train_loader or hasattr(dataset, "epoch_order") or is_loader(dataset) or is_stream(dataset):
+        raise ConfigError(
+            "`training_args.train_sampling_strategy='group_by_length'` needs a dataset with a length and items, and "
+            f"without an order of its own, got {type(dataset).__name__}. Leave it out."
+        )
+    if args.length_column_name in (getattr(dataset, "column_names", None) or ()):
+        lengths = dataset[args.length_column_name]
+    else:
+        column = next(iter(getattr(settings.processing_class, "model_input_names", ())), "input_ids")
+        lengths = lengths_of(dataset, column=column)
+    return replace(settings, train_dataset=GroupByLength(dataset, group_size, lengths))
 
 
 class _Batches(Sampler[Any]):

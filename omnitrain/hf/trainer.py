@@ -48,6 +48,7 @@ from omnitrain.hf.arguments import (
     word_of,
 )
 from omnitrain.hf.calls import CALLED, Calls
+from omnitrain.hf.data import grouped_by_length
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
 from omnitrain.hf.files import check_stock_checkpoints
@@ -507,8 +508,9 @@ class HFTrainer(Calls):
             sampling["whole"] = self.batch_size * self.world_size
         keeps_all = type(unit) is not ModelUnit or (args is not None and not args.remove_unused_columns)
         self._engine_args.remove_unused_columns = not keeps_all
-        columns = Columns(None if keeps_all else unit.columns)
-        sets = Sets(self.settings, self.device, self.ranks, columns, **sampling)
+        columns = Columns(None if keeps_all else unit.columns, self.get_model())
+        step = self.batch_size * self.world_size * self.gradient_accumulation_steps
+        sets = Sets(grouped_by_length(self.settings, args, step), self.device, self.ranks, columns, **sampling)
         if self.settings.microbatch_size == "auto" and self.world_size > 1 and syncs_each_batch(args):
             raise ConfigError(
                 "`accelerator_config` with sync_each_batch=True exchanges gradients in each backward pass, and with "

@@ -402,7 +402,7 @@ class BaseTrainer(Hooks, ABC):
         handlers = [settings.data_collator, *settings.algorithms]
         is_seen = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_of_user, handlers))
         taken = None if is_seen or type(self.unit) is not ModelUnit else self.unit.columns
-        return Sets(settings, self.device, self.ranks, Columns(taken))
+        return Sets(settings, self.device, self.ranks, Columns(taken, self.get_model()))
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] = Backend) -> Backend:
         """Return the backend; `_setup_training_components` puts the model in place.

@@ -22,14 +22,14 @@ from tiny import Short, Tokens, bert, gpt, t5  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import DataCollatorWithFlattening  # noqa: E402
 
-from omnitrain import DistributedError  # noqa: E402
+from omnitrain import DistributedError, GroupByLength, PackedDataset  # noqa: E402
 from omnitrain.checkpoint.tensors import whole  # noqa: E402
 from omnitrain.data.sampling import EpochSampler  # noqa: E402
 
 pytestmark = pytest.mark.distributed
 
 HERE = "test_models"
-KINDS = ("gpt", "bert", "t5", "unit", "packed", "heads")
+KINDS = ("gpt", "bert", "t5", "unit", "packed", "heads", "rows", "by length")
 REFUSED = {"fsdp": ("t5",), "hf_fsdp": ("t5", "bert")}
 """PyTorch's FSDP 2 with accelerate's policy takes no model of tied weights such as T5. The policy of HFTrainer's
 arguments has it cut BERT's word embeddings up twice, by themselves and in `BertEmbeddings`, which PyTorch refuses."""
@@ -82,6 +82,11 @@ def learn(backend: str, kind: str, dtype: str) -> dict[str, Any]:
     elif kind == "packed":
         model, data, evaluation = gpt(), Short(21), Short(7)
         options = {"data_collator": DataCollatorWithFlattening()}
+    elif kind == "rows":
+        model, data, evaluation = gpt(), PackedDataset(Short(60), 16), PackedDataset(Short(20), 16)
+    elif kind == "by length":
+        texts = [{**one, "labels": one["input_ids"]} for one in Short(28)]
+        model, data, evaluation = gpt(), GroupByLength(texts[:21], 8), texts[21:]
     else:
         made = {"gpt": ("tokens", gpt), "bert": ("classes", bert), "t5": ("pairs", t5)}[kind]
         model, data, evaluation = made[1](), Tokens(21, made[0]), Tokens(7, made[0])
@@ -189,6 +194,7 @@ LEARNT = [(backend, kind) for backend in SPREAD for kind in models_of(backend)]
 KEPT = [
     *(("ddp", kind) for kind in KINDS),
     *(("fsdp", "gpt"), ("zero2", "t5"), ("zero3", "unit"), ("zero3", "heads"), ("hf2", "packed")),
+    *(("zero3", "rows"), ("hf2", "by length")),
 ]
 
 

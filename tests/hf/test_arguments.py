@@ -533,11 +533,6 @@ def test_sharding_that_cannot_be_as_it_is_said_is_refused(
         build(arguments(**said), **given)
 
 
-def test_grouping_by_length_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="group_by_length"):
-        build(HFTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", group_by_length=True))
-
-
 # --- without them
 
 

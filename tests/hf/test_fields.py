@@ -55,10 +55,11 @@ HONOURED = """
     remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
     ddp_static_graph ddp_backend ddp_timeout debug skip_memory_metrics predict_with_generate generation_max_length
     generation_num_beams generation_config warmup_ratio logging_dir restore_callback_states_from_checkpoint
+    length_column_name
 """
 WITHOUT_EFFECT = """
     eval_accumulation_steps eval_use_gather_object dataloader_persistent_workers enable_jit_checkpoint
-    logging_nan_inf_filter length_column_name do_train do_eval do_predict
+    logging_nan_inf_filter do_train do_eval do_predict
     resume_from_checkpoint local_rank fsdp_config
 """
 """What they set always happens here, or never; or scripts alone read it, as they do with a stock trainer."""
@@ -74,7 +75,7 @@ def test_of_every_field_it_is_known_what_becomes_of_it() -> None:
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_honoured_is_refused_with_a_reason_and_what_to_do(arguments: Any, name: str) -> None:
     args = arguments()
-    values = {"train_sampling_strategy": "group_by_length", "dataloader_multiprocessing_context": "spawn"}
+    values = {"train_sampling_strategy": "batch_rebalance", "dataloader_multiprocessing_context": "spawn"}
     setattr(args, name, values.get(name, not UNSUPPORTED[name][0]))
     with pytest.raises(ConfigError) as caught:
         HFTrainer(bert(), args, Tokens(8, "classes"))

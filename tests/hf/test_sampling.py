@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from datasets import Dataset as Table
 from recipes import Noisy, StopAt, distance, rows, same, t16, weights
-from tiny import Tokens, bert
+from tiny import Tokens, bert, gpt
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
-from omnitrain import HFTrainer
+from omnitrain import GroupByLength, HFTrainer, HFTrainingArguments, MultiTask, Trainer
 from omnitrain.errors import ConfigError, DataError
 
 
@@ -144,3 +145,63 @@ def test_a_resume_with_another_order_is_told(arguments: Any) -> None:
     other = HFTrainer(t16(), arguments(**options), rows(9), loss_fn=F.mse_loss)
     with pytest.raises(RuntimeError, match=r"order_seed.*7.*None"):
         other.train(resume_from="auto")
+
+
+# --- group_by_length
+
+
+def ragged() -> list[dict[str, list[int]]]:
+    return [{"input_ids": [3 + i] * (1 + i * 7 % 9), "labels": [3 + i] * (1 + i * 7 % 9)} for i in range(30)]
+
+
+def order_of(trainer: Any) -> list[int]:
+    return trainer.train_loader.sampler.order(0).tolist()
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, HFTrainingArguments])
+def test_samples_of_alike_length_come_together_if_the_arguments_say_so(kind: Any, tmp_path: Path) -> None:
+    has_strategy = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+    says = {"train_sampling_strategy": "group_by_length"}
+    if kind is HFTrainingArguments or not has_strategy:
+        says = {"group_by_length": True}  # type: ignore[dict-item]
+    options = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "num_train_epochs": 1}
+    data = ragged()
+    args = kind(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=3, save_steps=2, **options, **says
+    )
+    trainer = HFTrainer(gpt(), args, train_dataset=data)
+    assert trainer.train_dataset is data
+    assert order_of(trainer) == GroupByLength(data, 6).epoch_order(0, args.seed).tolist()
+    trainer.train()
+    assert trainer.state.global_step == 5
+    ours = Trainer(
+        gpt(), GroupByLength(data, 6), batch_size=6, epochs=1, learning_rate=args.learning_rate, device="cpu",
+        lr_scheduler="linear", progress_bar=False,
+    )  # fmt: skip
+    ours.train()
+    assert distance(weights(trainer.model), weights(ours.model)) < 1e-6
+
+
+def test_a_column_of_lengths_is_used_and_need_not_be_an_input(arguments: Any) -> None:
+    table = Table.from_list([{**one, "n": 30 - i} for i, one in enumerate(ragged())])
+    args = arguments(length_column_name="n")
+    args.train_sampling_strategy = "group_by_length"
+    trainer = HFTrainer(gpt(), args, train_dataset=table)
+    assert order_of(trainer) == GroupByLength(table, 4, [30 - i for i in range(30)]).epoch_order(0, 42).tolist()
+    assert set(next(iter(trainer.train_loader))) == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("given", ["stream", "loader", "mix"])
+def test_grouping_is_refused_where_there_is_nothing_to_group(arguments: Any, given: str) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(ragged())
+
+    args = arguments(max_steps=2)
+    args.train_sampling_strategy = "group_by_length"
+    data: dict[str, Any] = {
+        "stream": {"train_dataset": Stream()}, "loader": {"train_loader": DataLoader(Tokens(8))},
+        "mix": {"train_dataset": MultiTask({"a": ragged()})},
+    }[given]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"group_by_length.*needs a dataset with a length"):
+        HFTrainer(gpt(), args, **data)

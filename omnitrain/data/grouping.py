@@ -1,0 +1,185 @@
+"""Samples of alike length one after another, so that little of a batch is padding; and the lengths of samples."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from omnitrain.data.loaders import count_rows, is_stream
+from omnitrain.data.sampling import Collate, tensor_columns
+from omnitrain.errors import ConfigError, DataError
+from omnitrain.reproducibility import derive_seed, isolated_rng
+
+__all__ = ["GroupByLength", "Lengths", "lengths_of"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+Lengths = Sequence[int] | np.ndarray | Callable[[Any], int] | None
+"""The length of each sample, or a function that returns it, or None to find it."""
+_SLICE = 10_000
+_SLOW_S = 10.0
+
+
+class GroupByLength(Dataset[Any]):
+    """A dataset whose samples come in groups of alike length, in an order that is random otherwise.
+
+    In each epoch the samples are shuffled, each `pool` of groups is sorted by length, and the groups are shuffled. The
+    first group has the longest sample, so that memory that does not suffice runs out at once. The order depends only
+    on the seed, the epoch and the lengths: a run resumes in mid-epoch as any other does, and the samples of a step are
+    the same for every split and number of processes.
+
+    Args:
+        dataset: The dataset, with a length and items.
+        group_size: Samples in a group. Padding is least if it is the samples of an optimizer step, or a multiple of the
+            micro-batch on all processes.
+        lengths: The length of each sample, such as a column of the dataset, or a function of a sample that returns it.
+            None takes that of "input_ids", or else of the first sequence in a sample; unless they are those of a
+            dataset of Hugging Face, each sample is read once for it.
+        pool: Groups that are sorted together: the more, the less padding, and the less random the groups.
+
+    Raises:
+        ConfigError: If an argument is wrong.
+        DataError: If the dataset is a stream, or samples have no length.
+
+    >>> words = GroupByLength([{"input_ids": [0] * size} for size in (5, 1, 4, 2, 3, 6)], group_size=2)
+    >>> [len(words[i]["input_ids"]) for i in words.epoch_order(epoch=0, seed=0)]
+    [6, 5, 2, 1, 4, 3]
+    """
+
+    def __init__(self, dataset: Any, group_size: int = 64, lengths: Lengths = None, pool: int = 50) -> None:
+        for name, value in (("group_size", group_size), ("pool", pool)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"`{name}` must be a positive integer, got {value!r}.")
+        self.dataset = dataset
+        self.group_size = group_size
+        self.pool = pool
+        self.lengths: np.ndarray = lengths_of(dataset, lengths)
+        self.epoch_size: int = len(self.lengths)
+        if callable(getattr(dataset, "__getitems__", None)):
+            self.__getitems__ = dataset.__getitems__
+
+    def over(self, dataset: Any) -> GroupByLength:
+        """Return the same order of another dataset, whose samples have the same lengths."""
+        return GroupByLength(dataset, self.group_size, self.lengths, self.pool)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.epoch_size
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample, as it is in the dataset."""
+        return self.dataset[index]
+
+    def epoch_order(self, epoch: int, seed: int) -> np.ndarray:
+        """Return the samples of an epoch in their order, as int64 of shape (epoch_size,)."""
+        generator, size = np.random.default_rng(derive_seed(seed, epoch)), self.group_size
+        order = generator.permutation(self.epoch_size)
+        pools = np.arange(self.epoch_size) // (size * self.pool)
+        order = order[np.lexsort((-self.lengths[order], pools))]
+        whole = self.epoch_size // size  # a short group stays at the end
+        if not whole:
+            return order
+        groups = generator.permutation(whole)
+        longest = np.argmax(self.lengths[order[::size]][groups])
+        groups[[0, longest]] = groups[[longest, 0]]
+        return np.concatenate([order[: whole * size].reshape(whole, size)[groups].reshape(-1), order[whole * size :]])
+
+    def order_options(self) -> dict[str, Any]:
+        """Return what decides the order besides the samples, as JSON types."""
+        digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
+        return {"group_size": self.group_size, "pool": self.pool, "lengths": digest}
+
+    def collate_with(self, collate: Collate) -> Collate:
+        """Return the collator of the dataset itself, if it has one, or this one."""
+        own = getattr(self.dataset, "collate_with", None)
+        return cast(Collate, own(collate)) if callable(own) else collate
+
+
+def lengths_of(dataset: Any, lengths: Lengths = None, column: str = "input_ids") -> np.ndarray:
+    """Return the length of each sample, as int64 of shape (samples,).
+
+    Args:
+        dataset: A dataset with a length and items.
+        lengths: The lengths, or a function of a sample; None takes that of a column, or of the first sequence.
+        column: The column of samples that are dicts.
+
+    Raises:
+        ConfigError: If `lengths` are none.
+        DataError: If the dataset is a stream or empty, or a sample has no length.
+    """
+    if is_stream(dataset) or tensor_columns(dataset)[0] is not None:
+        raise DataError(
+            "The dataset must have a length, and items of different lengths, got "
+            f"{type(dataset).__name__}. Read a stream into a list, or into a dataset of Hugging Face; tensors have one "
+            "length."
+        )
+    size = count_rows(dataset)
+    if not size:
+        raise DataError("The dataset has no samples. Give it at least one.")
+    if lengths is None:
+        found = _of_table(dataset, column)
+        if found is None:
+            found = _of_samples(dataset, lambda sample: _length(sample, column), size)
+    elif callable(lengths):
+        found = _of_samples(dataset, lengths, size)
+    else:
+        found = np.asarray(lengths[:])
+    if found.shape != (size,) or found.dtype.kind not in "iu" or found.min() < 0:
+        raise ConfigError(
+            f"`lengths` must be {size} integers of 0 or more, one for each sample, got {found.dtype} of shape "
+            f"{found.shape}" + (f" with {found.min()}." if found.size and found.dtype.kind in "iu" else ".")
+        )
+    return found.astype(np.int64)
+
+
+def _of_samples(dataset: Any, length: Callable[[Any], Any], size: int) -> np.ndarray:
+    start, told, found = time.monotonic(), False, []
+    with isolated_rng():
+        for index in range(size):
+            try:
+                found.append(length(dataset[index]))
+            except Exception as error:
+                error.add_note(f"Raised for the length of sample {index}.")
+                raise
+            if not told and time.monotonic() - start > _SLOW_S:
+                told = True
+                logger.warning("Reading %d samples for their lengths, which takes long; `lengths=` says them.", size)
+    return np.asarray(found)
+
+
+def _of_table(dataset: Any, column: str) -> np.ndarray | None:
+    """Return the lengths of a column of a Hugging Face dataset, of which no sample is read; None for other data."""
+    if column not in (getattr(dataset, "column_names", None) or ()) or not hasattr(dataset, "with_format"):
+        return None
+    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        return None  # its `set_transform` decides
+    table, found = dataset.select_columns([column]).with_format("arrow"), []
+    for first in range(0, len(dataset), _SLICE):
+        values = table[first : first + _SLICE][column]
+        try:
+            found.append(values.combine_chunks().value_lengths().to_numpy(zero_copy_only=False))
+        except AttributeError:
+            return None  # no lists
+    return np.concatenate(found)
+
+
+def _length(sample: Any, column: str) -> int:
+    """Return the length of a column of a sample, or else of its first sequence."""
+    if isinstance(sample, Mapping):
+        values = [sample[column]] if column in sample else list(sample.values())
+    else:
+        values = list(sample) if isinstance(sample, tuple) else [sample]
+    for value in values:
+        if hasattr(value, "__len__") and getattr(value, "ndim", 1):
+            return len(value)
+    raise DataError(
+        f"A sample has no length: it is a {type(sample).__name__}"
+        + (f" with the keys {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else "")
+        + ". Pass `lengths=`, a list with the length of each sample or a function of a sample."
+    )

@@ -1,0 +1,284 @@
+"""Packed rows: how they are filled, and that training on them is training on the sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset as Table
+from hypothesis import given
+from hypothesis import strategies as st
+from recipes import distance, weights
+from tiny import VOCABULARY, Tokens, bert, gpt, llama
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import default_data_collator
+
+from omnitrain import (
+    CheckpointError,
+    Collator,
+    ConfigError,
+    CrossEntropy,
+    DataError,
+    MultiTask,
+    NonFiniteError,
+    PackedDataset,
+    Trainer,
+)
+from omnitrain.data.packing import best_fit_decreasing
+
+Sample = dict[str, Any]
+
+
+def texts(size: int, longest: int = 9) -> list[Sample]:
+    """Sequences of 1 to `longest` tokens, all different."""
+    ids = Tokens(size).ids
+    return [{"input_ids": ids[i][: 1 + i * 7 % longest].tolist()} for i in range(size)]
+
+
+def quiet(model: nn.Module, data: Any, **options: Any) -> Trainer:
+    options = {"epochs": 1, "batch_size": 4, "learning_rate": 0.05, "device": "cpu", "progress_bar": False, **options}
+    return Trainer(model, data, **options)
+
+
+def flash() -> nn.Module:
+    model = llama()
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+class Reader(nn.Module):
+    """A small model of plain PyTorch, which predicts the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 8), nn.Embedding(32, 8)
+        self.mix, self.head = nn.Linear(8, 24), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(self.tokens(input_ids) + self.places(position_ids)).chunk(3, -1)
+        mask = (sequence_ids[:, :, None] == sequence_ids[:, None, :]).tril()
+        return self.head(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+# How rows are filled
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=60), st.integers(12, 20))
+def test_rows_are_those_of_best_fit_decreasing_and_have_each_sequence_once(sizes: list[int], length: int) -> None:
+    rooms: list[int] = []  # the same, sequence by sequence
+    for size in sorted(sizes, reverse=True):
+        fitting = [room for room in rooms if room >= size]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append(min(fitting, default=length) - size)
+    order, starts = best_fit_decreasing(np.array(sizes), length)
+    found = np.add.reduceat(np.array(sizes)[order], starts[:-1])
+    assert Counter((length - found).tolist()) == Counter(rooms)
+    assert sorted(order.tolist()) == list(range(len(sizes))) and starts[-1] == len(sizes)
+
+
+def test_a_row_has_positions_borders_and_labels_by_sequence_and_is_filled_up() -> None:
+    data = [{"input_ids": [5, 6, 7], "labels": [-100, 1, 2], "token_type_ids": [1, 1, 1]}]
+    data.append({"input_ids": [8, 9], "labels": [3, 4], "token_type_ids": [1, 0]})
+    packed = PackedDataset(data, 7, borders=("position_ids", "sequence_ids"))
+    (row,) = (packed[i] for i in range(len(packed)))
+    found = {name: value.tolist() for name, value in row.items()}
+    assert found == {
+        "input_ids": [5, 6, 7, 8, 9, 0, 0],
+        "labels": [-100, 1, 2, -100, 4, -100, -100],
+        "token_type_ids": [1, 1, 1, 1, 0, 0, 0],
+        "position_ids": [0, 1, 2, 0, 1, 0, 1],
+        "sequence_ids": [0, 0, 0, 1, 1, 2, 2],
+    }
+    assert packed.sequences(0) == [(0, 0, 3), (1, 0, 2)] and packed.padding == pytest.approx(2 / 7)
+    kept = PackedDataset(data, 7, shift=False)[-1]
+    assert kept["labels"].tolist() == [-100, 1, 2, 3, 4, -100, -100] and "sequence_ids" not in kept
+
+
+@pytest.mark.parametrize(("overlong", "kept"), [("truncate", 4), ("split", 10)])
+def test_sequences_that_are_too_long_are_cut_as_told(overlong: Any, kept: int) -> None:
+    packed = PackedDataset([{"input_ids": list(range(10))}], 4, overlong=overlong)
+    parts = sorted(part for i in range(len(packed)) for part in packed.sequences(i))
+    assert [token for _, first, stop in parts for token in range(first, stop)] == list(range(kept))
+    rows = [packed[i] for i in range(len(packed))]
+    assert sorted(t for row in rows for t in row["input_ids"].tolist()) == sorted([*range(kept), *[0] * (-kept % 4)])
+    assert sum(int((row["labels"] != -100).sum()) for row in rows) == kept - len(parts)
+
+
+def test_a_table_is_measured_without_reading_its_samples_and_gives_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = texts(30)
+    table = Table.from_list([{**one, "text": "?"} for one in data]).shuffle(seed=1)
+    plain = PackedDataset([data[i] for i in table._indices.column(0).to_pylist()], 16)  # type: ignore[union-attr]
+    read: list[int] = []
+    get = Table.__getitem__
+
+    def reading(self: Table, key: Any) -> Any:
+        read.extend([key] if type(key) is int else [])
+        return get(self, key)
+
+    monkeypatch.setattr(Table, "__getitem__", reading)
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        packed = PackedDataset(table, 16)
+    assert len(read) == 1 and "'text'" in caplog.text
+    for i in range(len(plain)):
+        assert {key: value.tolist() for key, value in packed[i].items()} == {
+            key: value.tolist() for key, value in plain[i].items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "told"),
+    [
+        (lambda: PackedDataset(texts(3), 0), ConfigError, "`length` must be a positive number of tokens, got 0"),
+        (lambda: PackedDataset(texts(9), 5), DataError, "4 of 9 samples have more than length=5 .*the longest has 9"),
+        (lambda: PackedDataset(texts(3), 9, overlong=cast("Any", "cut")), ConfigError, "`overlong`.*got 'cut'"),
+        (lambda: PackedDataset(texts(3), 9, borders=cast("Any", "positions")), ConfigError, "'position_ids'.*got 'pos"),
+        (lambda: PackedDataset(texts(3), 9, lengths=[1, 2]), ConfigError, "`lengths` must be 3 integers"),
+        (lambda: PackedDataset(texts(3), 9, lengths=[1, 2, 3]), DataError, "'input_ids' of sample 2 has the shape"),
+        (lambda: PackedDataset([([1], [2])], 9), DataError, "dicts with 'input_ids', .*got tuple"),
+        (lambda: PackedDataset([{"tokens": [1]}], 9), DataError, "name the column"),
+        (lambda: PackedDataset([{"input_ids": []}], 9), DataError, "All 1 samples are empty"),
+        (lambda: PackedDataset([], 9), DataError, "no samples"),
+        (lambda: PackedDataset((x for x in texts(3)), 9), DataError, "must have a length"),
+        (lambda: PackedDataset([{"input_ids": [1], "position_ids": [0]}], 9), DataError, "'position_ids' already"),
+        (lambda: PackedDataset(texts(3), 9, pad_values={"mask": 0}), ConfigError, "'mask', which samples do not have"),
+        (
+            lambda: PackedDataset([{"input_ids": [1, 0], "attention_mask": [1, 0]}], 9),
+            DataError,
+            "Sample 0 is padded",
+        ),
+        (
+            lambda: quiet(gpt(), PackedDataset(texts(9), 9), data_collator=default_data_collator),
+            ConfigError,
+            "`data_collator` .default_data_collator. has nothing to do",
+        ),
+        (
+            lambda: quiet(gpt(), PackedDataset(texts(9), 9, borders="sequence_ids")),
+            ConfigError,
+            r"forward\(\) names no argument 'sequence_ids'",
+        ),
+        (lambda: quiet(bert(), PackedDataset(texts(9), 9)), ConfigError, "attention to both sides"),
+        (lambda: quiet(flash(), PackedDataset(texts(9), 9)), ConfigError, "='flash_attention_2'.*'cu_seq_lens'"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(make: Any, error: Any, told: str) -> None:
+    with pytest.raises(error, match=told):
+        list(make())
+
+
+def test_streams_are_refused_before_they_are_read() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError
+
+    with pytest.raises(DataError, match="must have a length"):
+        PackedDataset(Stream(), 8)
+
+
+# Training
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+@pytest.mark.parametrize("borders", ["position_ids", ("position_ids", "cu_seq_lens")])
+def test_the_loss_and_the_step_are_those_without_packing(make: Any, borders: Any) -> None:
+    data, model = texts(23), make()
+    packed = PackedDataset(data, 16, borders=borders)
+    unpacked = [{**one, "labels": one["input_ids"], "attention_mask": [1] * len(one["input_ids"])} for one in data]
+    losses, ends = [], []
+    for one in (packed, unpacked):
+        trainer = quiet(
+            make(), one, batch_size=len(one), optimizer=torch.optim.SGD, eval_dataset=one, eval_batch_size=3
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+        assert trainer.progress.step == 1
+        ends.append(weights(trainer.model))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # transformers computes losses in fp32
+    assert distance(*ends) < 1e-7 < distance(ends[0], weights(model))
+
+
+def test_a_model_of_plain_pytorch_keeps_sequences_apart_by_their_numbers() -> None:
+    torch.manual_seed(0)
+    data, model = texts(23), Reader().double().requires_grad_(False)
+    loss = 0.0
+    for one in data:
+        ids = torch.tensor([one["input_ids"]])
+        scores = model(ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids))[:, :-1]
+        loss += float(F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+    packed = PackedDataset(data, 16, borders=("position_ids", "sequence_ids"))
+    trainer = quiet(model.requires_grad_(), packed, loss_fn=CrossEntropy(shift=True))
+    labels = sum(len(one["input_ids"]) - 1 for one in data)
+    assert trainer.evaluate(packed)["eval_loss"] == pytest.approx(loss / labels, rel=1e-12)
+
+
+def test_variable_length_attention_gets_one_row_and_the_places_between_sequences() -> None:
+    packed = PackedDataset(texts(9), 12, borders=("position_ids", "sequence_ids", "cu_seq_lens"))
+    trainer = quiet(gpt(), PackedDataset(texts(9), 12, borders=("position_ids", "cu_seq_lens")), batch_size=2)
+    batch = next(iter(trainer.train_loader))
+    assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["cu_seq_lens_q"] is batch["cu_seq_lens_k"]
+    (starts,) = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
+    assert [*starts.tolist(), batch["input_ids"].shape[1]] == batch["cu_seq_lens_q"].tolist()
+    assert batch["max_length_q"] == int(batch["cu_seq_lens_q"].diff().max()) and batch["input_ids"].shape[0] == 1
+    rows = [packed[i] for i in range(len(packed))]
+    whole = packed.collate_with(Collator())(rows)
+    assert whole["sequence_ids"][0].tolist() == (whole["position_ids"][0] == 0).cumsum(0).sub(1).tolist()
+
+
+def test_rows_of_a_task_are_collated_as_they_say() -> None:
+    packed = PackedDataset(texts(9), 12, borders=("position_ids", "cu_seq_lens"))
+    collate = MultiTask({"a": packed}).collate_with(Collator())
+    batch = collate([("a", packed[0]), ("a", packed[1])])
+    assert batch.parts["a"]["input_ids"].shape[0] == 1 and "cu_seq_lens_q" in batch.parts["a"]
+
+
+def test_a_resume_with_other_rows_is_refused(tmp_path: Path) -> None:
+    data = texts(40)
+    options: dict[str, Any] = {"save_dir": tmp_path, "save_steps": 1}
+    quiet(gpt(), PackedDataset(data, 16), **options, max_steps=1, epochs=None).train()
+    with pytest.raises(CheckpointError, match=r"training set has (borders=\[\]|.*sample \d+)"):
+        quiet(gpt(), PackedDataset(data, 16, borders=()), **options).train(resume_from="auto")
+
+
+def test_an_error_names_the_row_and_the_samples_in_it() -> None:
+    class Broken(list[Sample]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 5 and self.is_broken:
+                raise OSError("unreadable")
+            return super().__getitem__(index)
+
+        is_broken = False
+
+    data = Broken(texts(9))
+    packed = PackedDataset(data, 12)
+    data.is_broken = True
+    (row,) = [i for i in range(len(packed)) if any(part[0] == 5 for part in packed.sequences(i))]
+    with pytest.raises(OSError) as caught:
+        quiet(gpt(), packed).train()
+    assert any(
+        note.startswith(f"Row {row} is packed from the samples") and "5" in note for note in caught.value.__notes__
+    )
+
+
+def test_a_nan_is_traced_to_its_row() -> None:
+    class Spoilt(Reader):
+        def forward(
+            self, input_ids: torch.Tensor, position_ids: torch.Tensor, sequence_ids: torch.Tensor
+        ) -> torch.Tensor:
+            scores = super().forward(input_ids, position_ids, sequence_ids)
+            return scores / (input_ids != 39).all(1)[:, None, None]
+
+    data = [{"input_ids": [1 + i % 7] * 4} for i in range(12)]
+    data[7] = {"input_ids": [39] * 4}
+    packed = PackedDataset(data, 8, borders=("position_ids", "sequence_ids"))
+    (row,) = [i for i in range(len(packed)) if any(part[0] == 7 for part in packed.sequences(i))]
+    with pytest.raises(NonFiniteError, match=rf"\b{row}\b"):
+        quiet(Spoilt(), packed, loss_fn=CrossEntropy(shift=True), batch_size=3).train()
