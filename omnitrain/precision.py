@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.errors import ConfigError, did_you_mean
+from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
 
 __all__ = [
     "Dtypes",
@@ -33,8 +33,12 @@ _NAMES = {
     "half": "fp16",
     "bf16": "bf16",
     "bfloat16": "bf16",
+    "fp8": "fp8",
+    "float8": "fp8",
 }
-_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+_FP8_FROM = (8, 9)
+"""The compute capability of NVIDIA GPUs from which on they multiply in fp8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,10 @@ class Dtypes:
                 raise ConfigError(
                     f"`dtypes` sets {name!r}. It may set {', '.join(known)}.{did_you_mean(str(name), known)}"
                 )
-            found[name] = None if dtype is None else _DTYPES[_name_of(dtype, f"dtypes[{name!r}]")] or torch.float32
+            word = "fp32" if dtype is None else _name_of(dtype, f"dtypes[{name!r}]")
+            if word == "fp8":
+                raise ConfigError(f"`dtypes` sets {name!r} to fp8, which is for products alone: autocast='fp8'.")
+            found[name] = None if dtype is None else _DTYPES[word] or torch.float32
         if found.get("parameters") is torch.float16:
             raise ConfigError(
                 f"`dtypes` sets parameters to {given['parameters']!r}: they would not train, as fp16 holds neither "
@@ -113,12 +120,18 @@ class Precision:
         """Read the arguments `autocast`, `matmul_precision` and `dtypes`.
 
         Raises:
-            ConfigError: If the name is unknown, or it is fp16 on a CPU, which has no fp16 autocast.
+            ConfigError: If the name is unknown, or it is fp16 on a CPU, which has no fp16 autocast, or fp8 on a device
+                that cannot multiply in it.
         """
         name = _name_of(autocast)
         if name == "fp16" and device.type == "cpu":
             raise ConfigError(
                 f"`autocast={autocast!r}` is not available on a CPU. Use `autocast='bf16'` there, or a GPU device."
+            )
+        if name == "fp8" and (lacking := _lacks_fp8(device)):
+            raise ConfigError(
+                f"`autocast={autocast!r}` needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper), and "
+                f"{lacking}. Use autocast='bf16'."
             )
         return cls(name, device.type, matmul, Dtypes.parse(dtypes))
 
@@ -126,6 +139,31 @@ class Precision:
         """Return the context for the forward pass and the loss."""
         dtype = _DTYPES[self.name]
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
+
+    def convert(self, model: nn.Module) -> None:
+        """Have the linear layers of a model multiply in fp8, by torchao, if that is the precision.
+
+        Their parameters stay the same objects under the same names. A layer needs sizes that are multiples of 16.
+
+        Raises:
+            ConfigError: If no layer can.
+            MissingExtraError: If torchao is not installed.
+        """
+        if self.name != "fp8":
+            return
+        try:
+            from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise MissingExtraError("autocast='fp8'", "torchao") from None
+        fit = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not model]
+        fit = [one for one in fit if not (one.in_features % 16 or one.out_features % 16)]
+        if not fit:
+            raise ConfigError(
+                "`autocast='fp8'`: the model holds no linear layer whose sizes are both multiples of 16, so nothing "
+                "would be computed in fp8. Use autocast='bf16'."
+            )
+        plain = {id(one) for one in fit if type(one) is nn.Linear}  # another trainer may have converted the others
+        convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in plain)
 
     @contextlib.contextmanager
     def of_products(self) -> Iterator[None]:
@@ -148,6 +186,14 @@ class Precision:
         """
         interval, is_on = growth_interval(scale), self.name == "fp16"
         return torch.amp.GradScaler(self.device_type, init_scale=scale[0], growth_interval=interval, enabled=is_on)
+
+
+def _lacks_fp8(device: torch.device) -> str:
+    """Return what is wrong with a device for fp8; nothing if it can multiply in it."""
+    if device.type != "cuda":
+        return f"the device is {device}"
+    found = torch.cuda.get_device_capability(device)
+    return "" if found >= _FP8_FROM else f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
 
 
 def growth_interval(scale: Sequence[float]) -> int:
@@ -176,13 +222,13 @@ def _name_of(autocast: str | torch.dtype | None, argument: str = "autocast") -> 
 
 
 def precision_name(autocast: str | torch.dtype | None) -> str:
-    """Return accelerate's name for the precision: "no", "fp16" or "bf16".
+    """Return accelerate's name for the precision: "no", "fp16" or "bf16", which fp8 is beside the products.
 
     Raises:
         ConfigError: If the name is unknown.
     """
     name = _name_of(autocast)
-    return "no" if name == "fp32" else name
+    return {"fp32": "no", "fp8": "bf16"}.get(name, name)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

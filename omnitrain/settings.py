@@ -73,7 +73,7 @@ ScheduleName = Literal[
 ]
 """Schedules that `lr_scheduler` knows by name; transformers makes those from the thirteenth to the fifteenth."""
 
-PrecisionName = Literal["fp32", "fp16", "bf16", "float32", "float16", "half", "bfloat16"]
+PrecisionName = Literal["fp32", "fp16", "bf16", "fp8", "float32", "float16", "half", "bfloat16", "float8"]
 """The names for `autocast`."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import eighths
 import numpy as np
 import pytest
 import torch
@@ -981,6 +982,42 @@ def test_the_loss_scale_doubles_after_its_window_and_is_resumed_in_the_middle_of
         trainer_class, 2, save_dir=tmp_path / "2", resume_from=tmp_path / "last", allow_change={"fp16_loss_scale"}
     )
     assert [row["loss_scale"] for row in other.logs] == [2048, 2048, 4096, 4096, 8192]
+
+
+# --- fp8
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def test_layers_of_fitting_sizes_multiply_in_fp8_and_a_run_is_resumed_so(
+    trainer_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eighths.install(monkeypatch)
+
+    def trained(precision: str, resume: str | None = None, cut: int = 0, **options: Any) -> Any:
+        data = rows(12, torch.float32)
+        model, options = wide(), {"epochs": 2, "batch_size": 4, "autocast": precision, **options}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # of the layers as they were
+        trainer = run(
+            trainer_class, model, data, StopAt(cut), train=False, optimizer=optimizer, learning_rate=2e-5, **options
+        )
+        trainer.train(resume)
+        return trainer
+
+    straight = trained("fp8")
+    kinds = [type(layer).__name__ for layer in straight.model if isinstance(layer, nn.Linear)]
+    assert kinds == ["Linear", "Float8Linear", "Linear"] and straight.precision.name == "fp8"
+    assert distance(weights(straight.model), weights(trained("bf16").model)) > 1e-6
+    trained("fp8", cut=4, save_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="autocast: 'fp8' -> 'bf16'"):
+        trained("bf16", "auto", save_dir=tmp_path)
+    assert same(weights(straight.model), weights(trained("fp8", "auto", save_dir=tmp_path).model))
+    assert load_tensors(tmp_path / "last" / "model.safetensors").keys() == wide().state_dict().keys()
+    with pytest.raises(ConfigError, match="no linear layer whose sizes are both multiples of 16"):
+        run(trainer_class, t16(), rows(8), autocast="fp8")
 
 
 # --- dtypes

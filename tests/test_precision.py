@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import eighths
 import pytest
 import torch
 
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, MissingExtraError
 from omnitrain.precision import Precision, choose_device, matmul_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
@@ -31,11 +33,36 @@ def test_fp16_on_a_cpu_is_refused_and_bf16_named(name: Any) -> None:
         Precision.parse(name, CPU)
 
 
-@pytest.mark.parametrize("name", ["fp15", "amp", "fp8", "int8", "", True, False, 16, torch.float64])
+@pytest.mark.parametrize("name", ["fp15", "amp", "fp4", "int8", "", True, False, 16, torch.float64])
 def test_an_unknown_precision_is_refused_with_all_that_are_known(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"`autocast` must be one of 'fp32'.*'bfloat16'.* or None, got ") as caught:
         Precision.parse(name, CPU)
     assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0)])
+def test_fp8_is_refused_where_nothing_multiplies_in_it(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    device, words = (CPU, "the device is cpu") if capability is None else (CUDA, r"A100 has 8\.0")
+    with pytest.raises(ConfigError, match=rf"`autocast='float8'` needs an NVIDIA GPU .*8\.9.*{words}\. Use .*bf16"):
+        Precision.parse("float8", device)
+
+
+def test_fp8_without_torchao_is_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingExtraError, match="autocast='fp8' needs torchao"):
+        Precision("fp8", "cuda").convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+
+
+def test_layers_are_converted_once_with_their_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    eighths.install(monkeypatch)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 3))
+    before = dict(model.named_parameters())
+    for _ in range(2):  # by one trainer after the other
+        Precision("fp8", "cuda").convert(model)
+    assert [type(one).__name__ for one in model] == ["Float8Linear", "Linear"]
+    assert all(one is before[name] for name, one in model.named_parameters())
 
 
 def test_a_misspelt_precision_is_answered_with_the_nearest() -> None:

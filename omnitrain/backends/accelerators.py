@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.ddp import DDP
@@ -152,6 +153,11 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     if kind == "FSDP":
         return FSDP(accelerator, *parts)
     if kind == "DEEPSPEED":
+        if str(settings.autocast) in ("fp8", "float8"):
+            raise ConfigError(
+                f"`autocast={settings.autocast!r}` does not work with DeepSpeed ZeRO, which casts and flattens the "
+                "weights that the fp8 layers scale. Use FSDP or DDP, or autocast='bf16'."
+            )
         rates = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
         model, device, _, *rest = parts
         scaler = LossScale(settings.fp16_loss_scale)
@@ -176,6 +182,11 @@ def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:
     """
     from accelerate.utils import DistributedType
 
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ConfigError(
+            "The FSDP plugin has `cpu_offload`, which keeps in host memory what trains on a GPU, and there is none. "
+            "Leave it out on a CPU."
+        )
     if accelerator.num_processes == 1:
         return
     plugin.cpu_ram_efficient_loading = False  # it moves the model through the meta device, onto a GPU

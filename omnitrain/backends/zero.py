@@ -272,6 +272,11 @@ class Zero(DDP):
         norm, self._was_applied = engine.get_global_grad_norm(), engine.was_step_applied()
         return torch.tensor(float("nan") if norm is None else float(norm), dtype=torch.float64)
 
+    def clear_gradients(self) -> None:
+        """Free the gradients of the model; DeepSpeed keeps those of the optimizer, in host memory if it offloads."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
     def has_gradients(self) -> bool:
         return True  # gradients are in DeepSpeed's buffers
 

@@ -329,7 +329,7 @@ class HFTrainer(Calls):
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
-            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
+            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
             fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
             matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.

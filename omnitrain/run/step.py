@@ -161,11 +161,11 @@ class Step:
                 f"`fp16_loss_scale={settings.fp16_loss_scale!r}` has no effect, as the loss is not scaled. Leave it "
                 "out, or set autocast='fp16'."
             )
-        optimizer.zero_grad()
         self._list_transforms()
         self._is_first = True
         self._is_in_training = False
         self._backend.collect_parameters()
+        self._backend.clear_gradients()
         self._tell_of_left_out()
         self._tell_of_low_precision()
         if self._memory is not None:

@@ -221,7 +221,7 @@ class AccelerateTrainer(BaseTrainer):
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
-            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
+            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
             fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
             matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
@@ -283,6 +283,11 @@ class AccelerateTrainer(BaseTrainer):
                 timeout=timeout,
             )
         elif given.get("autocast") is None and accelerator.mixed_precision != "no":
+            if accelerator.mixed_precision == "fp8":
+                raise ConfigError(
+                    "`accelerator` has mixed_precision='fp8', by which accelerate changes the layers of the model when "
+                    "it prepares that. Make it without, and pass autocast='fp8'."
+                )
             given["autocast"] = accelerator.mixed_precision
         self.accelerator = accelerator
         self._own_settings = {**ways, "find_unused_parameters": unused}

@@ -275,7 +275,7 @@ class BaseTrainer(Hooks, ABC):
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
-            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16" or "fp16".
+            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
             fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
             matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
@@ -390,6 +390,7 @@ class BaseTrainer(Hooks, ABC):
         self.backend: Backend = self._make_backend(model)
         self.backend.take_dtypes(dtypes)
         dtypes.cast(state.unwrap(model))
+        self.precision.convert(state.unwrap(model))
         self.backend.compile_by(settings.compile)
         self._sets = self._make_sets()
         self._assemble()

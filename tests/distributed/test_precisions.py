@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import eighths
 import pytest
 import torch
 import torch.nn.functional as F
 from backends import PROCESSES, Job, launch_all, make_trainer
-from recipes import Overflowing, StopAt, Trace, rows
+from recipes import Overflowing, StopAt, Trace, rows, t16
 from torch import nn
 
-from omnitrain import Callback
+from omnitrain import AccelerateTrainer, Callback, Trainer
 from omnitrain.checkpoint.tensors import whole
 from omnitrain.precision import Precision
 
@@ -97,7 +99,69 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for backend in ("ddp", "fsdp", "zero2", "hf2"):
         for name, part in SUMS.items():
             jobs.append(Job(f"{backend}-{name}", backend, "test_precisions:summed", part))
+    for backend in OFFLOADED:
+        place = folder / f"{backend}-offloaded"
+        cut, resume = {"cut": 3}, {"resume": str(place / "cut" / "checkpoint-3")}
+        for name, part in {"whole": {}, "cut": cut, "rest": resume}.items():
+            options = {"folder": str(place / name), **part}
+            jobs.append(Job(f"{backend}-offloaded-{name}", backend, "test_precisions:offloaded", options))
+    for backend in ("ddp", "fsdp", "zero2"):
+        jobs.append(Job(f"{backend}-fp8", backend, "test_precisions:in_eighths"))
+    jobs.append(Job("fsdp-offloaded", "fsdp", "test_precisions:plugin_offloads"))
     return launch_all(jobs, folder / "launches")
+
+
+OFFLOAD = {"device": "cpu"}
+OFFLOADED: dict[str, Any] = {  # with an Adam of PyTorch's, so that DeepSpeed has nothing to compile
+    "zero2": {"stage": 2, "offload_optimizer": OFFLOAD},
+    "zero3": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD},
+}
+
+
+def offloaded(backend: str, folder: str, cut: int = 0, resume: str | None = None) -> dict[str, Any]:
+    """Take 6 steps, in windows of two micro-batches and clipped, with what ZeRO keeps in host memory kept there."""
+    how: dict[str, Any] = {}
+    if backend in OFFLOADED:
+        how["deepspeed_config"] = {"zero_optimization": OFFLOADED[backend], "zero_force_ds_cpu_optimizer": False}
+    make = AccelerateTrainer if how else Trainer
+    trace = Trace()
+    trainer = make(
+        t16(dtype=torch.float32), rows(25, torch.float32), rows(7, torch.float32), loss_fn=F.mse_loss,
+        batch_size=4 // PROCESSES[backend], gradient_accumulation_steps=2, max_grad_norm=0.1, max_steps=6,
+        learning_rate=0.05, log_steps=1, progress_bar=False, save_dir=folder, load_best_at_end=False,
+        callbacks=[trace, StopAt(cut)], **how,
+    )  # fmt: skip
+    trainer.train(resume_from=resume)
+    return {
+        "losses": [row["loss"] for row in trace.logs],
+        "norms": [row["grad_norm"] for row in trace.logs],
+        "places": sorted({str(one.device) for one in trainer.optimizer.param_groups[0]["params"]}),
+        "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
+    }
+
+
+def in_eighths(backend: str) -> dict[str, Any]:
+    """Take 3 steps in fp8."""
+    with pytest.MonkeyPatch.context() as patch:
+        eighths.install(patch)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+        trainer = make_trainer(
+            backend, model, rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=8 // PROCESSES[backend], epochs=1,
+            learning_rate=0.01, autocast="fp8",
+        )  # fmt: skip
+        trainer.train()
+    kinds = [type(layer).__name__ for layer in trainer.get_model().children()]
+    return {"kinds": kinds, "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()}}
+
+
+def plugin_offloads(backend: str) -> dict[str, Any]:
+    """Train under FSDP with its weights in host memory."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+    make_trainer(backend, t16(), rows(8), loss_fn=F.mse_loss, max_steps=1, fsdp_plugin=plugin).train()
+    return {}
 
 
 def apart(one: Any, other: Any) -> float:
@@ -134,3 +198,32 @@ def test_the_loss_scale_of_zero_follows_its_settings_and_is_resumed(results: Any
     assert all(
         one["error"] == "NonFiniteError" and "fell to 4, below its minimum 8" in one["message"] for one in sinking
     )
+
+
+@pytest.mark.parametrize("backend", OFFLOADED)
+def test_what_zero_keeps_in_host_memory_trains_is_clipped_and_resumed(
+    results: Any, backend: str, tmp_path: Path
+) -> None:
+    (straight, _), (rest, _) = (results[f"{backend}-offloaded-{name}"] for name in ("whole", "rest"))
+    assert rest["losses"] == straight["losses"][3:] and apart(straight, rest) == 0.0
+    expected = offloaded("native", str(tmp_path))
+    assert min(expected["norms"]) > 0.1, "each step is clipped"
+    for name in ("losses", "norms"):
+        assert straight[name] == pytest.approx(expected[name], abs=1e-5)
+    assert apart(straight, expected) < 1e-5
+
+
+def test_weights_are_not_kept_in_host_memory_by_fsdp_without_a_gpu(results: Any) -> None:
+    found = results["fsdp-offloaded"]
+    assert all(one["error"] == "ConfigError" and "`cpu_offload`" in one["message"] for one in found)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero2"])
+def test_layers_multiply_in_fp8_on_two_processes_or_it_is_refused(results: Any, backend: str) -> None:
+    first, second = results[f"{backend}-fp8"]
+    if backend == "zero2":
+        assert first["error"] == "ConfigError" and "does not work with DeepSpeed ZeRO" in first["message"]
+        return
+    assert "error" not in first, first
+    assert any("Float8Linear" in kind for kind in first["kinds"]) and apart(first, second) == 0.0
+    assert apart(first, in_eighths("native")) < 1e-2
