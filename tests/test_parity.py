@@ -185,7 +185,8 @@ def test_compiling_ahead_leaves_no_trace_and_the_run_compiles_nothing_more(train
         other = made(folder, compile=compiled)
         other.train()
         assert same(weights(trainer.get_model()), weights(other.get_model()))
-        assert trainer.metrics["valid"] == other.metrics["valid"]
+        for rows_of in ("valid", "train_metrics_history"):
+            assert trainer.metrics[rows_of] == other.metrics[rows_of]
     torch.compiler.reset()
 
 

@@ -83,8 +83,8 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
         for start in overriding(hooks.algorithms, "begin_epoch"):
             start(hooks)
         with loop.sets.train.untouched():
-            for window in _of_new_shapes(loop, steps):
-                shapes.setdefault("train", []).extend(map(_shape_of, window.batches))
+            for window, found in _of_new_shapes(loop, steps):
+                shapes.setdefault("train", []).extend(found)
                 loop.step.rehearse(window)
         if loop.lifecycle.evaluates:
             named = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
@@ -98,19 +98,21 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
                 forget(hooks)
             if type(algorithm).state_dict is not Algorithm.state_dict:
                 algorithm.load_state_dict(state)
-    found = Compiled(
+    compiled = Compiled(
         time.perf_counter() - begin,
         counters["stats"]["unique_graphs"] - graphs,
         {_brief(why): count - breaks.get(why, 0) for why, count in counters["graph_break"].items()
          if count > breaks.get(why, 0)},
         shapes,
     )  # fmt: skip
-    _tell(loop, found)
-    return found
+    _tell(loop, compiled)
+    return compiled
 
 
-def _of_new_shapes(loop: Loop, steps: int) -> Iterator[Window]:
+def _of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]:
     """Yield the first steps of a run, and the last one of its first epoch, without batches of shapes that were there.
+
+    With each window come the shapes of its batches, as the model sees them.
 
     All ranks take the same batches, as they wait for each other in them: those of which some rank has seen none alike.
     """
@@ -124,7 +126,7 @@ def _of_new_shapes(loop: Loop, steps: int) -> Iterator[Window]:
         lifecycle.progress = replace(lifecycle.progress, samples_in_epoch=position, step=done, step_in_epoch=done)
         windows = loop.feed.windows(loader, 0, lifecycle.progress)
         for _, window in zip(range(limit), windows, strict=False):
-            shapes = [_shape_of(batch) for batch in window.batches]
+            shapes = [_shape_of(_transformed(loop, batch)) for batch in window.batches]
             own = [shape not in seen and shape not in shapes[:turn] for turn, shape in enumerate(shapes)]
             marks = loop.ranks.gather("the shapes of a step", own)
             turns = [turn for turn, each in enumerate(zip(*marks, strict=True)) if any(each)]
@@ -132,9 +134,19 @@ def _of_new_shapes(loop: Loop, steps: int) -> Iterator[Window]:
             if turns and window.weight:
                 batches, weights = ([of[turn] for turn in turns] for of in (window.batches, window.weights))
                 origins = turns if window.origins is None else [window.origins[turn] for turn in turns]
-                yield replace(window, batches=batches, weights=weights, origins=origins)
+                yield replace(window, batches=batches, weights=weights, origins=origins), [shapes[one] for one in turns]
             lifecycle.progress.advance(window.samples, window.tokens, batches=window.micro_batches)
         loader.close()
+
+
+def _transformed(loop: Loop, batch: Any) -> Any:
+    """Return a training batch as algorithms make it, which may be longer or larger in later steps."""
+    transforms = overriding(loop.hooks.algorithms, "transform_batch")
+    if transforms:
+        batch = loop.hooks._prepare_batch(batch)
+    for transform in transforms:
+        batch = transform(loop.hooks, batch)
+    return batch
 
 
 def _shape_of(batch: Any) -> str:

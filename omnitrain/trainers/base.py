@@ -615,7 +615,7 @@ class BaseTrainer(Hooks, ABC):
         (`TORCHINDUCTOR_CACHE_DIR`). With `compile=False`, what you have compiled in the model yourself is.
 
         Args:
-            steps: From how many of the first steps batches are taken, for data of many lengths.
+            steps: From how many of the first steps of an epoch batches are taken, for data of many lengths.
 
         Raises:
             ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.

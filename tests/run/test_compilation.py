@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import StopAt, rows, same, t16, weights
+from recipes import Sentences, StopAt, Tagger, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -23,6 +23,7 @@ from omnitrain import (
     GradualUnfreezing,
     LayerFreezing,
     ProgressiveResizing,
+    SeqLengthWarmup,
     Trainer,
 )
 
@@ -156,6 +157,21 @@ def test_compiling_asks_for_shapes_of_the_first_steps_the_last_one_and_evaluatio
     assert graphs.count == 6
     with pytest.raises(ConfigError, match="before a run, and this trainer is at step 16"):
         trainer.compile()
+
+
+def test_sequences_that_grow_are_compiled_for_ahead_and_give_the_numbers_of_a_plain_model() -> None:
+    def made(compiles: Any) -> Trainer:
+        growing = SeqLengthWarmup(6, min_length=2, duration=0.4, step_size=2)
+        options = {"loss_fn": None, "batch_size": 4, "learning_rate": 0.05, "compile": compiles}
+        return make(Tagger(), Sentences(32), algorithms=[growing], shuffle=False, **options)
+
+    graphs = Graphs()
+    trainer, plain = made({"backend": graphs, "dynamic": False}), made(False)
+    found = trainer.compile(steps=8)
+    assert found.shapes == {"train": [f"ids [4, {length}], labels [4, {length}]" for length in (2, 4, 6)]}
+    plain.train()
+    trainer.train()
+    assert graphs.count == found.graphs and same(weights(plain.get_model()), weights(trainer.get_model()))
 
 
 def test_what_cuts_a_graph_is_told_with_its_reason() -> None:
