@@ -26,7 +26,7 @@ from recipes import rows  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
-from omnitrain import HFTrainer  # noqa: E402
+from omnitrain import GradualUnfreezing, HFTrainer  # noqa: E402
 from omnitrain.checkpoint.tensors import whole  # noqa: E402
 
 pytestmark = pytest.mark.distributed
@@ -81,6 +81,24 @@ def train_blocks(backend: str, recomputes: bool, compiles: bool, ahead: bool = F
     return {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}
 
 
+def thaw(backend: str) -> dict[str, Any]:
+    """Train a plain model and a compiled one, whose layers are frozen at first."""
+    ends: dict[str, torch.Tensor] = {}
+    for word, compiles in (("plain", False), ("compiled", {"backend": Counting()})):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Blocks(nn.Linear(4, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 1))
+        trainer = make_trainer(
+            backend, model.to(DTYPES[dtype_of(backend)]), rows(32, DTYPES[dtype_of(backend)]), loss_fn=F.mse_loss,
+            batch_size=4, epochs=4, learning_rate=0.05, algorithms=[GradualUnfreezing()], compile=compiles,
+        )  # fmt: skip
+        if compiles:
+            assert trainer.compile().graphs
+        trainer.train()
+        ends |= {f"{word} {name}": whole(one) for name, one in trainer.backend.model_tensors().items()}
+    return {"tensors": ends}
+
+
 def learn_by_their_arguments(backend: str, compiles: bool) -> dict[str, Any]:
     """Train as `torch_compile` of transformers' arguments says."""
     torch.compiler.reset()
@@ -116,6 +134,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for backend in sorted(asked_for(request, "theirs"))
         for compiles in (False, True)
     ]
+    jobs += [Job(f"thawed {one}", one, "test_recomputed:thaw", {}) for one in sorted(asked_for(request, "thawed"))]
     return launch_all(jobs, tmp_path_factory.mktemp("runs"))
 
 
@@ -136,6 +155,16 @@ def test_a_compiled_model_takes_the_steps_of_a_plain_one_on_several_processes(re
     assert compiled_one.keys() == plain.keys() | {f"ahead {name}" for name in plain} and len(plain) == 18
     for name, one in plain.items():
         assert torch.equal(one, compiled_one[name]) and torch.equal(one, compiled_one[f"ahead {name}"]), name
+
+
+@pytest.mark.parametrize("thawed", thinned(("ddp", "fsdp"), ["ddp"]))
+def test_layers_of_a_compiled_model_thaw_as_those_of_a_plain_one(results: Any, thawed: str) -> None:
+    (one, *_) = results[f"thawed {thawed}"]
+    assert "error" not in one, one
+    tensors = one["tensors"]
+    names = {name.partition(" ")[2] for name in tensors}
+    assert len(names) == 6 and len(tensors) == 12
+    assert all(torch.equal(tensors[f"plain {name}"], tensors[f"compiled {name}"]) for name in names)
 
 
 @pytest.mark.parametrize("theirs", thinned(("hf_fsdp", "hf_zero2", "hf_zero3"), []))
