@@ -170,6 +170,10 @@ def test_a_language_model_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert main(epochs=1, size=600)["perplexity"] < 6  # of 30 words
 
 
+def test_characters_are_learnt_from_packed_functions() -> None:
+    assert names_of("character_model.py")["main"](modules=8)["eval_loss"] < 4  # 4.9 before training
+
+
 def test_numbers_are_spelled_as_they_are_said() -> None:
     spell = names_of("causal_lm.py")["spell"]
     assert [" ".join(spell(number)) for number in (7, 40, 113, 600, 999)] == [
