@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.progressive_resizing import ProgressiveResizing
     from omnitrain.algorithms.sam import SAM
     from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup
+    from omnitrain.algorithms.stochastic_depth import StochasticDepth
     from omnitrain.algorithms.straight_through import StraightThrough
     from omnitrain.algorithms.swa import SWA
     from omnitrain.callbacks.early_stopping import EarlyStopping
@@ -132,6 +133,7 @@ _HOMES = {
     "ShardedStream": "data.shards",
     "StepOutput": "units",
     "StepScheduler": "schedules",
+    "StochasticDepth": "algorithms.stochastic_depth",
     "StraightThrough": "algorithms.straight_through",
     "TensorBoardLogger": "callbacks.tensorboard",
     "TrainUnit": "units",
@@ -205,6 +207,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "ShardedStream",
     "StepOutput",
     "StepScheduler",
+    "StochasticDepth",
     "StraightThrough",
     "TensorBoardLogger",
     "TrainUnit",

@@ -62,7 +62,7 @@ class Event(StrEnum):
                 if requested: save     -> SAVE_END       # may delete old checkpoints
             [algorithms: end_epoch], EPOCH_END  # once per EPOCH_START; counts if the data ran out
             if requested: log, evaluate, save, as above
-        TRAIN_END                           # always, even after EXCEPTION
+        [algorithms: end_run], TRAIN_END    # always, even after EXCEPTION
 
     CHECKPOINT_LOADED also follows each call of `load_checkpoint()`.
     With `eval_on_start=True`, one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.
@@ -439,6 +439,9 @@ class Algorithm:
 
     def end_epoch(self, trainer: TrainerLike) -> None:
         """After the last window of an epoch that is complete, before it is counted and before its evaluation."""
+
+    def end_run(self, trainer: TrainerLike) -> None:
+        """After a run, even one that failed: take off what was put on the model. A longer run may follow."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""

@@ -30,7 +30,7 @@ from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
 from omnitrain.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
-from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms
+from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, overriding
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
@@ -573,6 +573,8 @@ class BaseTrainer(Hooks, ABC):
                 raise
             finally:
                 try:
+                    for end in overriding(self.algorithms, "end_run"):
+                        end(self)
                     self._step.guard.release(self.optimizer)
                     self._sets.end_workers()
                 finally:  # after a second signal, too
@@ -627,6 +629,8 @@ class BaseTrainer(Hooks, ABC):
                 with _kernels(self.settings, self.precision):
                     return compile_ahead(self._loop, steps)
             finally:
+                for end in overriding(self.algorithms, "end_run"):
+                    end(self)
                 self._step.guard.release(self.optimizer)
                 self._sets.end_workers()
 

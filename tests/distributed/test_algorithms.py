@@ -23,6 +23,7 @@ from omnitrain import (
     MagnitudePruning,
     MixUp,
     SeqLengthWarmup,
+    StochasticDepth,
     StraightThrough,
 )
 from omnitrain.checkpoint.state import load_tensors
@@ -39,6 +40,7 @@ KINDS: dict[str, Any] = {
     "smoothing": lambda: LabelSmoothing(5, 0.2),
     "lengths": lambda: SeqLengthWarmup(6, 2, 0.9, 1),
     "sam": lambda: SAM(0.5),
+    "depth": lambda: StochasticDepth(["[13]"], 0.5),
     "rounding": lambda: StraightThrough(lambda weight: (weight * 8 / weight.max()).round() * weight.max() / 8),
     "pruning": lambda: MagnitudePruning(0.7, end=5, every=2, scope="global"),
 }
