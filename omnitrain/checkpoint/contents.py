@@ -34,7 +34,7 @@ from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
-from omnitrain.data.streams import Mark, can_seek, check_state
+from omnitrain.data.streams import Mark, check_state, has_state
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 from omnitrain.events import Algorithm, give_back
@@ -246,8 +246,9 @@ class Contents:
     def capture_rest(self) -> dict[str, Any]:
         """Return what the live objects of a run do not keep beyond its end, for a run that goes on in this process."""
         run, lifecycle, loader = self._run, self._lifecycle, self._sets.train
-        if isinstance(loader, StreamLoader) and can_seek(loader.dataset) and lifecycle.progress.samples_in_epoch:
-            raise CheckpointError("the place of a stream with a `state_dict()` inside of an epoch needs a `save_dir`")
+        read = getattr(loader, "loader", getattr(loader, "dataset", None))
+        if lifecycle.progress.samples_in_epoch and not isinstance(loader, MapLoader) and has_state(read):
+            raise CheckpointError("the place of data with a `state_dict()` inside of an epoch needs a `save_dir`")
         loop = self._capture_history(lifecycle.state_dict())  # all ranks take part in it
         return {
             **loop,
