@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,6 +33,7 @@ __all__ = [
     "Control",
     "Event",
     "TrainerLike",
+    "arguments_of",
     "check_algorithms",
     "overriding",
     "share_of_run",
@@ -262,6 +265,44 @@ class LifecycleLike(Protocol):
     """Whether the run is writing its last rows, which a longer run would not have had."""
 
 
+def _note_arguments(cls: Any) -> None:
+    """Have the constructor of a class note in each object what it was given, for `arguments_of`."""
+    init = vars(cls).get("__init__")
+    if init is None:
+        return
+
+    @functools.wraps(init)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _GIVEN not in vars(self):  # or a derived class has noted its own
+            with contextlib.suppress(TypeError):  # which the call itself raises
+                bound = inspect.signature(init).bind(self, *args, **kwargs)
+                bound.apply_defaults()
+                given = dict(list(bound.arguments.items())[1:])
+                vars(self)[_GIVEN] = {name: _kept(value) for name, value in given.items()}
+        init(self, *args, **kwargs)
+
+    cls.__init__ = noting
+
+
+_GIVEN = "_arguments_given"
+
+
+def _kept(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def arguments_of(part: Any) -> dict[str, Any]:
+    """Return what a callback or algorithm was made with, by name, defaults included; nothing if it is not known.
+
+    >>> class Every(Callback):
+    ...     def __init__(self, steps, scale=1.0):
+    ...         self.turns = steps
+    >>> arguments_of(Every(3))
+    {'steps': 3, 'scale': 1.0}
+    """
+    return dict(vars(part).get(_GIVEN, {}))
+
+
 class Callback:
     """Watches a run, and can request a log, an evaluation, a checkpoint or the end.
 
@@ -287,6 +328,7 @@ class Callback:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _note_arguments(cls)
         known = [f"on_{event}" for event in Event]
         for name in vars(cls):
             if name.startswith("on_") and name not in known and callable(getattr(cls, name)):
@@ -370,6 +412,7 @@ class Algorithm:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _note_arguments(cls)
         known = [name for name in vars(Algorithm) if name.startswith(_PLACES)]
         for name in vars(cls):
             if name.startswith(_PLACES) and name not in known and callable(getattr(cls, name)):

@@ -744,8 +744,8 @@ def _describe_data(data: Any) -> Any:
     return None if data is None else describe(type(data))
 
 
-OF_ONE_RANK = ("callbacks", "device", "num_workers", "pin_memory", "prefetch_factor", "progress_bar", "timeout",
-               "trial_name")  # fmt: skip
+OF_ONE_RANK = ("callbacks", "callback_options", "device", "num_workers", "pin_memory", "prefetch_factor",
+               "progress_bar", "timeout", "trial_name")  # fmt: skip
 """Arguments that may differ between ranks: they affect neither the numbers nor what the ranks do together."""
 
 

@@ -46,6 +46,7 @@ from omnitrain import (
     SAM,
     SWA,
     AccelerateTrainer,
+    Algorithm,
     Callback,
     CheckpointError,
     ConfigError,
@@ -1961,6 +1962,49 @@ def images(size: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
     return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).double()[:, None])
+
+
+class Shrinking(Algorithm):
+    """Keeps nothing of what it was made with under the argument's name."""
+
+    def __init__(self, rates: list[float], shape: str = "line") -> None:
+        self._left = rates
+        self._shape = shape
+
+    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * (self._left.pop() if self._left else 1.0)
+
+
+class Quiet(Callback):
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+
+def test_another_option_of_an_algorithm_is_refused_on_a_resume_and_that_of_a_callback_told(
+    trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(decay: float, rate: float, level: int, steps: int = 4) -> Any:
+        algorithms = [EMA(decay), Shrinking([0.9, rate])]
+        return run(
+            trainer_class, t16(), rows(12), Quiet(level), algorithms=algorithms, max_steps=steps, batch_size=4,
+            save_dir=tmp_path, train=False,
+        )  # fmt: skip
+
+    made(0.9, 0.5, 1, steps=2).train()
+    with caplog.at_level("INFO", "omnitrain"):
+        made(0.9, 0.5, 2, steps=3).train(resume_from="auto")  # though the list was emptied
+    assert (
+        "Callbacks have other options than in the checkpoint: {'Quiet.level': 1} -> {'Quiet.level': 2}." in caplog.text
+    )
+    words = (
+        r"algorithm_options: \{'EMA\.decay': 0\.9, 'Shrinking\.rates': \[0\.9, 0\.5\]\} -> "
+        r"\{'EMA\.decay': 0\.5, 'Shrinking\.rates': \[0\.9, 0\.1\]\}\."
+    )
+    with pytest.raises(CheckpointError, match=words):
+        made(0.5, 0.1, 2).train(resume_from="auto")
+    other = made(0.5, 0.1, 2)
+    other.train(resume_from="auto", allow_change={"algorithm_options"})
+    assert other.progress.step == 4 and other.algorithms[0].count == 4  # the average went on
 
 
 @pytest.mark.parametrize("saves", [False, True])

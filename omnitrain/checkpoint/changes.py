@@ -13,9 +13,18 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint.state import IMPLEMENTATION
+from omnitrain.events import arguments_of
 from omnitrain.settings import describe
 
-__all__ = ["DECIDING", "GROUPING", "InitialOptions", "changed_settings", "options_of"]
+__all__ = [
+    "DECIDING",
+    "GROUPING",
+    "InitialOptions",
+    "changed_options",
+    "changed_settings",
+    "made_with",
+    "options_of",
+]
 
 DECIDING = (
     "model",
@@ -37,6 +46,7 @@ DECIDING = (
     "unit",
     "label_names",
     "algorithms",
+    "algorithm_options",
     "optimization_metric",
     "optimization_direction",
     "autocast",
@@ -97,7 +107,26 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
             changed.pop(name, None)
     if "lr_scheduler" in changed:
         changed.pop("lr_scheduler_options", None)
+    changed.pop("algorithm_options", None)
+    differ = changed_options(then, now, "algorithm_options")
+    if differ[0] and "algorithms" not in changed:
+        changed["algorithm_options"] = differ
     return changed
+
+
+def changed_options(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """Return the options of algorithms or callbacks that differ, then and now: {"EMA.decay": 0.9}.
+
+    Those that only one side has are left out: another version may have other ones.
+
+    Args:
+        then: The resolved settings of a checkpoint.
+        now: The settings of the run that resumes from it.
+        name: "algorithm_options" or "callback_options".
+    """
+    before, after = then.get(name) or {}, now.get(name) or {}
+    differ = [key for key in before if key in after and before[key] != after[key]]
+    return {key: before[key] for key in differ}, {key: after[key] for key in differ}
 
 
 def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
@@ -114,6 +143,18 @@ def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> di
     if rest[0] != rest[1]:
         changed["optimizer_groups"] = (rest[0], rest[1])
     return changed
+
+
+def made_with(parts: Iterable[Any]) -> dict[str, Any]:
+    """Return what algorithms or callbacks were made with, as JSON types by "<class>.<argument>"."""
+    found: dict[str, Any] = {}
+    turns: dict[str, int] = {}
+    for one in parts:
+        name = type(one).__qualname__
+        turn = turns[name] = turns.get(name, 0) + 1
+        prefix = name if turn == 1 else f"{name} {turn}"
+        found |= {f"{prefix}.{option}": _plain(value) for option, value in arguments_of(one).items()}
+    return found
 
 
 @dataclass(slots=True)

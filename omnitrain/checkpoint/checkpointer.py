@@ -19,7 +19,7 @@ import torch
 
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import write_model_files
-from omnitrain.checkpoint.changes import DECIDING, changed_settings
+from omnitrain.checkpoint.changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot, group_options
 from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.frozen import FROZEN
@@ -436,7 +436,8 @@ class Checkpointer:
         Raises:
             CheckpointError: If a setting, the data or a function differs, or it is from another model or optimizer.
         """
-        changed = changed_settings(content["settings"], self._run.resolved_config())
+        settings = self._run.resolved_config()
+        changed = changed_settings(content["settings"], settings)
         refused = {name: pair for name, pair in changed.items() if name not in allow_change}
         others = [
             one for one in self._contents.differences(content)
@@ -459,6 +460,9 @@ class Checkpointer:
         self._lifecycle.loaded()
         if self._run.settings.init_from is not None:
             logger.info("The weights are those of the checkpoint, and no longer those of `init_from`.")
+        before, after = changed_options(content["settings"], settings, "callback_options")
+        if before:
+            logger.info("Callbacks have other options than in the checkpoint: %s -> %s.", before, after)
         logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:

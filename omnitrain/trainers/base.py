@@ -18,7 +18,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.defaults import default_callbacks
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import save_model
-from omnitrain.checkpoint.changes import InitialOptions, options_of
+from omnitrain.checkpoint.changes import InitialOptions, made_with, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
 from omnitrain.checkpoint.contents import Contents, group_options
 from omnitrain.checkpoint.initial import load_initial
@@ -740,9 +740,11 @@ class BaseTrainer(Hooks, ABC):
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting in force, as JSON types."""
         resolved = {
+            "algorithm_options": made_with(self.algorithms),
             "autocast": self.precision.name,
             "batch_size": self.batch_size,
             "dtypes": self.precision.dtypes.described,
+            "callback_options": made_with(self._callbacks),
             "device": str(self.device),
             "eval_batch_size": self.eval_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
