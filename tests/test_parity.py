@@ -1964,6 +1964,41 @@ def images(size: int) -> TensorDataset:
     return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).double()[:, None])
 
 
+class Drifting(Callback):
+    """Holds tensors, which every step changes, and sees them as they are once a checkpoint is back."""
+
+    def __init__(self) -> None:
+        self.drift = {"sum": torch.zeros(2, dtype=torch.bfloat16), "steps": [torch.zeros((), dtype=torch.int64)]}
+        self.seen: list[Any] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.drift["sum"] += trainer.progress.step
+        self.drift["steps"][0] += 1
+
+    def on_checkpoint_loaded(self, trainer: Any) -> None:
+        self.seen.append((trainer.progress.step, self.drift["sum"].tolist()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.drift
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drift = state
+
+
+def test_tensors_in_the_state_of_a_callback_are_back_before_it_hears_of_the_checkpoint(
+    trainer_class: Any, tmp_path: Path
+) -> None:
+    run(trainer_class, t16(), rows(12), Drifting(), max_steps=3, batch_size=4, save_dir=tmp_path)
+    drifting = Drifting()
+    trainer = run(
+        trainer_class, t16(), rows(12), drifting, max_steps=5, batch_size=4, save_dir=tmp_path, train=False
+    )  # fmt: skip
+    trainer.train(resume_from="last")
+    assert drifting.seen == [(3, [6.0, 6.0])]
+    assert drifting.drift["sum"].dtype is torch.bfloat16 and drifting.drift["sum"].tolist() == [15.0, 15.0]
+    assert drifting.drift["steps"][0].item() == 5
+
+
 class Shrinking(Algorithm):
     """Keeps nothing of what it was made with under the argument's name."""
 

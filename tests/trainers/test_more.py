@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,20 @@ def test_a_stopped_run_goes_on_in_the_middle_of_an_epoch(folder: Path | None) ->
     metrics = trainer.train(more="1ep")
     assert trainer.epochs == pytest.approx(7 / 3) and trainer.progress.step == 7
     assert metrics["train_metrics_history"] == whole.train()["train_metrics_history"]
+    assert same(weights(trainer.model), weights(whole.model))
+
+
+def test_a_run_that_a_signal_has_ended_goes_on(folder: Path | None) -> None:
+    class Interrupting(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    trainer, whole = made(folder, max_steps=9, callbacks=[Interrupting()]), made(max_steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.train(more="4ba")["stop_reason"] == "max_steps"
+    whole.train()
     assert same(weights(trainer.model), weights(whole.model))
 
 
