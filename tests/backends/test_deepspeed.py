@@ -1,4 +1,4 @@
-"""What is told of DeepSpeed before it begins."""
+"""What is told of DeepSpeed before it begins, and what it and accelerate say besides our arguments."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from omnitrain import ConfigError
-from omnitrain.backends.deepspeed import adopt_config, tell_of_locks
+from omnitrain import AccelerateTrainer, ConfigError
+from omnitrain.backends.deepspeed import adopt_config, fill_config, tell_of_locks
+from omnitrain.backends.zero import LossScale
 
 
 @pytest.mark.parametrize("folder", ["op", "py311_cpu/op"])
@@ -45,3 +50,40 @@ def test_entries_that_deepspeed_has_are_taken() -> None:
     pytest.importorskip("deepspeed")
     known = ["zero_optimization", "train_batch_size", "wall_clock_breakdown", "flops_profiler", "bf16", "my_own_notes"]
     adopt_config(SimpleNamespace(deepspeed_config={name: {} for name in known if name != "train_batch_size"}), {})
+
+
+def test_a_loss_scale_of_the_configuration_is_left_alone_and_contradicts_the_argument() -> None:
+    def own() -> Any:
+        counts = {"cur_iter": 7, "last_overflow_iter": 1, "cur_hysteresis": 2, "delayed_shift": 2}
+        return SimpleNamespace(cur_scale=256.0, scale_window=4, scale_factor=2.0, min_scale=1, dynamic=True, **counts)
+
+    config = {"enabled": True, "loss_scale_window": 4, "hysteresis": "auto"}
+    with pytest.raises(ConfigError, match=r"`fp16_loss_scale=.* sets 'loss_scale_window' of 'fp16'"):
+        LossScale((8.0, 1.0)).take(own(), config)
+    left, made = own(), own()
+    scale = LossScale((65536.0, 1e-4))
+    assert not scale.is_enabled() and scale.get_scale() == 1.0 and scale.state_dict() == {}
+    scale.take(left, config)
+    assert scale.is_enabled() and vars(left) == vars(own())
+    LossScale((8.0, 1.0, 3)).take(made, {"enabled": True})
+    assert (made.cur_scale, made.scale_window, made.min_scale, made.delayed_shift) == (8.0, 3, 0.0, 1)
+    native = torch.amp.GradScaler("cpu")
+    native.load_state_dict(scale.state_dict())  # DeepSpeed has doubled in the fifth step, PyTorch in the fourth
+    assert (native.get_scale(), native.state_dict()["_growth_tracker"]) == (256.0, 0)
+    scale.load_state_dict({**native.state_dict(), "_growth_tracker": 2})
+    assert left.cur_iter - left.last_overflow_iter - 1 == 3
+
+
+def test_sums_of_gradients_in_two_dtypes_are_refused() -> None:
+    plugin = SimpleNamespace(deepspeed_config={"communication_data_type": "fp16"})
+    with pytest.raises(ConfigError, match=r"communication_data_type='fp16', and `dtypes` sets 'reductions' to 'bf16'"):
+        fill_config(plugin, 8, None, 1, "bf16")
+    fill_config(plugin, 8, None, 1, "fp16")
+    assert plugin.deepspeed_config["communication_data_type"] == "fp16"
+
+
+def test_sums_of_gradients_beside_a_policy_of_the_fsdp_plugin_are_refused() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
+    with pytest.raises(ConfigError, match="'reductions' to 'bf16', and `fsdp_plugin` has a mixed_precision_policy"):
+        AccelerateTrainer(torch.nn.Linear(2, 1), fsdp_plugin=plugin, dtypes={"reductions": "bf16"})
