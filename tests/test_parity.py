@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +50,7 @@ from omnitrain import (
     Algorithm,
     Callback,
     CheckpointError,
+    Collator,
     ConfigError,
     CrossEntropy,
     CutMix,
@@ -605,6 +607,83 @@ def test_a_stream_of_shards_is_the_same_in_every_split_and_resumed_bit_for_bit(
         trained(stop=stop, save_dir=tmp_path / f"{stop}")
         resumed = trained(save_dir=tmp_path / f"{stop}")
         assert same(weights(resumed.get_model()), weights(straight.get_model())), stop
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch of a class that names its labels."""
+
+    x: torch.Tensor
+    labels: torch.Tensor
+
+
+class Graph:
+    """A batch of which nothing is known, not even its length."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: Any) -> Graph:
+        return type(self)(self.x.to(device), self.y.to(device))
+
+
+class LongGraph(Graph):
+    """The same with a length, so that a part can be weighed."""
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+class OnGraphs:
+    """Makes such batches, splits them, and computes their loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def collate(self, samples: Any) -> Graph:
+        return Graph(*(torch.stack(column) for column in zip(*samples, strict=True)))
+
+    def split_batch(self, batch: Graph, size: int) -> list[LongGraph]:
+        return list(map(LongGraph, batch.x.split(size), batch.y.split(size)))
+
+    def __call__(self, batch: Graph) -> Any:
+        return F.mse_loss(self.model(batch.x), batch.y, reduction="sum"), batch.y.numel()
+
+    def evaluate(self, batch: Graph) -> StepOutput:
+        loss, count = self(batch)
+        return StepOutput(loss, num_targets=count)
+
+
+class OnPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = t16()
+
+    def forward(self, batch: Pair) -> torch.Tensor:
+        return self.body(batch.x)
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "object"])
+def test_a_batch_of_any_class_trains_is_split_and_evaluated_as_one_of_tensors(trainer_class: Any, kind: str) -> None:
+    data, common = rows(21), {"batch_size": 8, "epochs": 2, "eval_dataset": rows(5), "load_best_at_end": False}
+    plain = run(trainer_class, t16(), data, loss_fn=F.mse_loss, **common)
+    for options in ({}, {"microbatch_size": 3}):
+        if kind == "dataclass":
+            own: dict[str, Any] = {"loss_fn": F.mse_loss, "data_collator": lambda batch: Pair(*Collator()(batch))}
+            model: Any = OnPairs()
+        else:
+            model = t16()
+            unit = OnGraphs(model)
+            collate: Any = lambda samples, unit=unit: unit.collate(samples)  # noqa: E731
+            collate.split_batch = unit.split_batch
+            own = {"unit": unit, "data_collator": collate}
+        found = trainer_class(
+            model, data, progress_bar=False, log_steps=1, learning_rate=0.05, **placed_on_cpu(trainer_class), **common,
+            **own, **options,
+        )  # fmt: skip
+        found.train()
+        assert distance(weights(found.get_model()), weights(plain.get_model())) <= 1e-12
+        assert found.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-12)
 
 
 def test_a_nan_among_packed_samples_is_traced_to_the_sample(trainer_class: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -233,14 +233,21 @@ def _named(key: str) -> str:
 
 
 def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:
-    """Return the labels of a batch: the entry of a dict with such a name, the last entry of a tuple, or None.
+    """Return the labels of a batch: the last entry of a tuple, what a dict or an object has by such a name, or None.
 
     Args:
         batch: The batch.
-        names: The keys of a dict's labels, if it has all of them; for several, a tuple is returned.
+        names: The names of its labels, if it has all of them; for several, a tuple is returned.
     """
     if isinstance(batch, (tuple, list)):
         return batch[-1] if len(batch) > 1 else None
+    if isinstance(batch, torch.Tensor):
+        return None
+    if not isinstance(batch, Mapping):
+        found: list[Any] = [getattr(batch, name, None) for name in names or LABEL_KEYS]
+        if names and len(found) > 1:
+            return None if any(one is None for one in found) else tuple(found)
+        return next((one for one in found if one is not None), None)
     keys = _label_keys_of(batch, names)
     return None if not keys else batch[keys[0]] if len(keys) == 1 else tuple(batch[key] for key in keys)
 
@@ -306,14 +313,23 @@ def with_labels(batch: Any, labels: Any, names: Sequence[str]) -> Any:
 def count_samples(batch: Any) -> int:
     """Return how many samples a batch holds: the length of its first tensor or array, or otherwise of its first list.
 
+    Of any other object it is `num_graphs`, or `batch_size`, or its length.
+
     Raises:
         DataError: If nothing in the batch has a length.
     """
     count = _count(batch)
     if count is None:
+        named = [getattr(batch, name, None) for name in ("num_graphs", "batch_size")]
+        count = next((one for one in named if type(one) is int), None)
+    known = (torch.Tensor, np.ndarray, str, bytes, tuple, list, Mapping)
+    if count is None and hasattr(type(batch), "__len__") and not isinstance(batch, known):
+        count = len(batch)
+    if count is None:
         raise DataError(
             f"Cannot tell how many samples are in a batch of type {type(batch).__name__}. "
-            "Expected a tensor, or a dict or tuple whose tensors have the samples as their first dimension."
+            "Expected a tensor, or a dict, tuple or dataclass whose tensors have the samples as their first dimension, "
+            "or an object with a length: give its class __len__(), or override `_weigh(batch)`."
         )
     return count
 
@@ -330,6 +346,7 @@ def _count(batch: Any) -> int | None:
             return None
         # No tensors: columns of objects, such as images of different sizes, or the samples themselves, such as text
         return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
+    batch = _opened(batch)
     if isinstance(batch, Mapping) or hasattr(batch, "values"):
         for value in batch.values():
             # A list in a dict has one entry for each sample, whatever the entries are.
@@ -348,6 +365,24 @@ def first_row(batch: Any) -> Any:
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch[0] if batch.ndim and len(batch) else batch
     return batch[0] if isinstance(batch, list) and batch else batch
+
+
+def _fields_of(batch: Any) -> dict[str, Any]:
+    """Return the fields of an instance of a dataclass."""
+    return {one.name: getattr(batch, one.name) for one in fields(batch)}
+
+
+def _opened(value: Any) -> Any:
+    """Return the fields of an instance of a dataclass as a dict, and anything else as it is."""
+    return _fields_of(value) if is_dataclass(value) and not isinstance(value, (type, Mapping)) else value
+
+
+def _with_fields(batch: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of an instance of a dataclass, which may be frozen, with other values in its fields."""
+    made = copy.copy(batch)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
@@ -418,6 +453,9 @@ class _Cut:
             if not is_record and len(value) == self.rows:
                 return value[self.start : self.stop]
             raise _unsplittable(value, f" of {len(value)} entries{name} beside {self.rows} rows")
+        if is_dataclass(value):
+            entries = {key: self.of(entry, f" under {key!r}") for key, entry in _fields_of(value).items()}
+            return _with_fields(value, entries)
         raise _unsplittable(value, name)
 
     def of_columns(self, value: Any) -> Any:
@@ -454,6 +492,9 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
         return type(batch)(move_to_device(value, device, non_blocking) for value in batch)
     if isinstance(batch, Mapping):
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        moved = {key: move_to_device(value, device, non_blocking) for key, value in _fields_of(batch).items()}
+        return _with_fields(batch, moved)
     return batch
 
 
@@ -477,6 +518,8 @@ def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> A
         cut = len(batch) - 1 if len(batch) > 1 else 1  # the last of several are the labels
         entries = [*(_cast(one, dtype) for one in batch[:cut]), *batch[cut:]]
         return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return _with_fields(batch, cast_inputs(_fields_of(batch), dtype, label_names))
     raise DataError(
         f"`dtypes` sets the inputs, and a batch is of {type(batch).__name__}, whose tensors are unknown. Leave it out, "
         "and cast them in the `data_collator`."
@@ -503,6 +546,10 @@ def pinned(batch: Any) -> Any:
     if isinstance(batch, tuple):
         entries = (pinned(value) for value in batch)
         return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
+    if callable(getattr(batch, "pin_memory", None)):
+        return batch.pin_memory()
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return _with_fields(batch, {key: pinned(value) for key, value in _fields_of(batch).items()})
     return batch
 
 
@@ -514,6 +561,8 @@ def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple
     stream = torch.cuda.Stream(device)
 
     def copy(batch: Any) -> tuple[Any, Any]:
+        if _hides_tensors(batch):  # whose memory would be reused while it is in use
+            return batch, move_to_device(batch, device)
         with torch.cuda.stream(stream):
             return batch, move_to_device(batch, device, non_blocking=True)
 
@@ -533,8 +582,22 @@ def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple
         yield hand_over(waiting)
 
 
+def _hides_tensors(batch: Any) -> bool:
+    """Whether an object in a batch moves its tensors itself, so that `tensors_in` does not know them."""
+    if isinstance(batch, (torch.Tensor, str, int, float, np.ndarray, type(None))):
+        return False
+    if isinstance(batch, Mapping):
+        return any(map(_hides_tensors, batch.values()))
+    if isinstance(batch, (tuple, list)):
+        return hasattr(batch, "to") or any(map(_hides_tensors, batch))
+    if is_dataclass(batch) and not hasattr(batch, "to"):
+        return any(map(_hides_tensors, _fields_of(batch).values()))
+    return callable(getattr(batch, "to", None))
+
+
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch."""
+    batch = _opened(batch)
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import default_convert
 
 from omnitrain.checkpoint.shown import ShownWeights
-from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples, tensors_in
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader
 from omnitrain.errors import DataError, ObjectiveError, OmnitrainError
 from omnitrain.objective import Objective
@@ -284,7 +284,8 @@ class Evaluation:
                 if is_interrupted(number):
                     return None
                 counts = samples > 0  # otherwise it is a stand-in
-                weight = hooks._weigh(batch) if self._unit is None else count_samples(batch)
+                self.feed.samples = samples or None
+                weight = hooks._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
                 output = self._run_batch(batch, loader, number)
                 if counts:
                     counted = _add_loss(total, output, weight, needs_loss)

@@ -79,6 +79,8 @@ class Feed:
         self.accumulation = accumulation
         wanted = settings.microbatch_size
         self.microbatch_size: int | None = None if wanted == "auto" else wanted
+        self.samples: int | None = None
+        """The samples of the batch that is weighed, if they are known."""
         self._may_split = wanted is not None
         self._split: Callable[[Any, int], list[Any]] = split_batch
         self._hooks = hooks
@@ -261,6 +263,7 @@ class Feed:
             if self.microbatch_size is not None:
                 yield from self._parts(batch, ready, samples, self.microbatch_size)
             elif samples:
+                self.samples = samples
                 yield ready, hooks._weigh(batch), samples, count_tokens(batch), 1
             else:
                 yield ready, 0, 0, 0, 1
@@ -274,6 +277,7 @@ class Feed:
             samples: The samples that it counts.
             size: The most rows of a part.
         """
+        self.samples = None  # of a part they are not known
         parts = self._split(batch, size)
         if not isinstance(parts, list) or not parts:
             raise DataError(
@@ -305,7 +309,16 @@ class Feed:
                 divisor = labels if divisor is None else divisor
             if divisor is not None:
                 return divisor
-        return count_samples(batch)
+        return self.rows_of(batch)
+
+    def rows_of(self, batch: Any) -> int:
+        """Return the rows of a batch; of an object that has no length, the samples that it was made of."""
+        if self.samples is None:
+            return count_samples(batch)
+        try:
+            return count_samples(batch)
+        except DataError:
+            return self.samples
 
     @cached_property
     def shifts_labels(self) -> bool:
