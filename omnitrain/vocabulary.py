@@ -290,6 +290,7 @@ _EASYDEL: dict[str, Meaning] = {
     "scheduler": Meaning("lr_scheduler"),
     "loss_config": Meaning("loss_fn", "`CrossEntropy(ignore_index, label_smoothing, z_loss)`"),
     "frozen_parameters": Meaning("freeze", "a list of regular expressions"),
+    "pruning_module": Meaning("algorithms", "`[MagnitudePruning(0.5)]`"),
     "use_wandb": Meaning("callbacks", "`[WandbLogger(...)]`"),
     "clip_grad": Meaning("max_grad_norm"),
     "shuffle_train_dataset": Meaning("shuffle"),
