@@ -34,9 +34,6 @@ class Muon(Optimizer):
         lr: The learning rate of both.
         weight_decay: The same.
 
-    Raises:
-        ConfigError: If this version of PyTorch has no Muon.
-
     >>> layer = nn.Linear(4, 4)
     >>> optimizer = Muon([layer.weight], [layer.bias], lr=0.1)
     >>> layer(torch.ones(1, 4)).sum().backward()
@@ -52,11 +49,9 @@ class Muon(Optimizer):
         lr: float = 1e-3,
         weight_decay: float = 0.0,
     ) -> None:
-        make: Any = getattr(torch.optim, "Muon", None)
-        if make is None:
-            raise ConfigError(f"optimizer='muon' needs PyTorch 2.9 or newer, and this is {torch.__version__}.")
         held, rest = list(matrices), list(others)
-        groups = make(held, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw").param_groups
+        muon = torch.optim.Muon(held, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        groups = muon.param_groups
         if rest:
             fused = has_fused_kernel(rest) or None
             groups = [

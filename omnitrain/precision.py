@@ -266,5 +266,4 @@ def free_memory() -> None:
 
 def is_device_lost(error: BaseException) -> bool:
     """Return whether an error leaves the device unusable, such as an assertion in a CUDA kernel."""
-    lost = getattr(torch, "AcceleratorError", ())  # in torch 2.8 and later
-    return isinstance(error, lost) or "CUDA error" in str(error) or "device-side assert" in str(error)
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "device-side assert" in str(error)

@@ -132,12 +132,6 @@ def test_moments_of_another_shape_are_refused_before_a_fused_kernel_reads_them()
             state.restore_optimizer(empty, fresh, wrong, rest, "it")
 
 
-def test_an_older_pytorch_is_told_of_the_version_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ConfigError, match=r"optimizer='muon' needs PyTorch 2\.9 or newer, and this is"):
-        build_optimizer("muon", deep(), 1e-3, 0.0)
-
-
 # --- other packages
 
 

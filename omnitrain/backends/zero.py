@@ -182,7 +182,7 @@ class Zero(DDP):
             plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size, (reductions or {}).get("reductions")
         )
         optimizer: Any = self._placeholder() if "optimizer" in plugin.deepspeed_config else self._build_optimizer()
-        if isinstance(optimizer, (Muon, getattr(torch.optim, "Muon", Muon))):
+        if isinstance(optimizer, (Muon, torch.optim.Muon)):
             raise ConfigError(
                 "`optimizer='muon'` does not work with DeepSpeed ZeRO, which updates flat parts of many parameters, "
                 "where Muon needs whole matrices. Use FSDP or DDP, or another optimizer."

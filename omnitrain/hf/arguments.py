@@ -562,7 +562,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
                 f"`training_args.fsdp_config` asks for FSDP {options['fsdp_version']}, explicitly or by default; "
                 "PyTorch has replaced it. Pass fsdp_config={'version': 2}."
             )
-        settings: Any = args.fsdp_config  # transformers 5.0 does not pass all of it to the plugin
+        settings: Any = args.fsdp_config  # transformers 5.4 does not pass all of it to the plugin
         kept = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
         fsdp = FullyShardedDataParallelPlugin(**{**options, **kept})
     precision = precision_name(given.get("autocast"))
