@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
@@ -204,7 +205,9 @@ def growth_interval(scale: Sequence[float]) -> int:
 def matmul_precision() -> str:
     """Return in what precision PyTorch computes products of fp32 matrices: "highest", "high" or "medium"."""
     try:
-        return torch.get_float32_matmul_precision()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Please use the new API settings")  # PyTorch 2.9 says so of this function
+            return torch.get_float32_matmul_precision()
     except RuntimeError:  # the program has used PyTorch's newer switches, such as torch.backends.fp32_precision
         backends: Any = torch.backends
         on_gpu, on_cpu = backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
