@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils
 import pytest
 import torch
 import torch.nn.functional as F
@@ -408,8 +409,11 @@ def test_training_arguments_under_both_names_are_refused(tmp_path: Path) -> None
         quiet(HFTrainer, args=args, training_args=args)
 
 
-def test_a_parallelism_that_accelerate_refuses_here_is_an_error_of_ours() -> None:
-    from accelerate.utils import ParallelismConfig
-
-    with pytest.raises(ConfigError, match="`parallelism_config` cannot be used here"):
-        quiet(AccelerateTrainer, parallelism_config=ParallelismConfig(dp_replicate_size=2))
+def test_a_parallelism_that_accelerate_refuses_here_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(accelerate.utils, "ParallelismConfig", None)
+    if kind is not None:
+        with pytest.raises(ConfigError, match="`parallelism_config` cannot be used here"):
+            quiet(AccelerateTrainer, parallelism_config=kind(dp_replicate_size=2))
+        monkeypatch.delattr(accelerate.utils, "ParallelismConfig")
+    with pytest.raises(ConfigError, match=r"`parallelism_config` needs accelerate 1\.10 or newer, and this is"):
+        quiet(AccelerateTrainer, parallelism_config=object())

@@ -210,9 +210,14 @@ def is_set(name: str) -> bool:
 
 def _check_dimensions(parallelism_config: Any) -> None:
     if parallelism_config is not None:
-        from accelerate.utils import ParallelismConfig  # from accelerate 1.10 on
+        import accelerate.utils
 
-        check_type("parallelism_config", parallelism_config, ParallelismConfig)
+        kind = getattr(accelerate.utils, "ParallelismConfig", None)
+        if kind is None:
+            raise ConfigError(
+                f"`parallelism_config` needs accelerate 1.10 or newer, and this is {accelerate.__version__}."
+            )
+        check_type("parallelism_config", parallelism_config, kind)
     for name in ("tp_size", "cp_size", "sp_size"):
         size = getattr(parallelism_config, name, 1) or 1
         if size > 1:
