@@ -175,3 +175,10 @@ def test_shards_of_hugging_face_are_all_read_once() -> None:
     split = pytest.importorskip("datasets.distributed").split_dataset_by_node(stream, 0, 2)
     with pytest.raises(ConfigError, match="split_dataset_by_node"):
         ShardedStream(split)
+
+
+def test_workers_keep_the_order_and_empty_shards_their_turns() -> None:
+    assert values(loader(num_workers=3).counted(0)) == values(loader().counted(0))
+    one = loader(sizes=(0, 0, 2, 1), batch_size=1)
+    counts = [count for _, count in one.counted(0)]
+    assert counts[:7] == [0, 0, 1, 1, 0, 0, 1] and not any(counts[7:])
