@@ -8,7 +8,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -1982,6 +1982,32 @@ def test_a_loss_with_everything_takes_the_same_steps_in_every_split(trainer_clas
         found, seen = trained(*split)
         assert distance(found, whole) <= 1e-12
         np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-12)
+
+
+class Looking(Algorithm):
+    """Names what it sees of batches and outputs, beside what others have named."""
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        self.seen = batch[0].mean()
+        return batch
+
+    def transform_output(self, trainer: Any, output: StepOutput) -> StepOutput:
+        named = {"inputs": self.seen, "outputs": output.outputs.mean()}
+        return replace(output, metrics={**(output.metrics or {}), **named})
+
+
+def test_an_algorithm_names_training_metrics_which_every_split_averages_alike(trainer_class: Any) -> None:
+    data, found = rows(20), {}
+    for batch in (8, 2, 1):
+        trace = Trace()
+        run(
+            trainer_class, t16(), data, trace, algorithms=[Looking()], batch_size=batch, epochs=1,
+            gradient_accumulation_steps=8 // batch,
+        )  # fmt: skip
+        found[batch] = [[row["inputs"], row["outputs"]] for row in trace.logs]
+        np.testing.assert_allclose(found[batch], found[8], rtol=0, atol=1e-12)
+    expected = [data.tensors[0][indices].mean() for indices in EpochSampler(20, 8).batches(0)]
+    np.testing.assert_allclose([one for one, _ in found[8]], expected, rtol=0, atol=1e-12)
 
 
 # --- optimizers that take loss and gradients several times in a step
