@@ -40,16 +40,16 @@ class ShownWeights:
         return overriding(self._run.algorithms, "transform_weights")
 
     def check(self) -> None:
-        """Refuse averages of weights whose dtype cannot hold them, before the first step."""
+        """Refuse weights whose dtype cannot hold what one step adds, before the first step."""
         backend = self._run.backend
         kinds = {one.dtype for one in backend.model.parameters() if one.requires_grad}
         kinds &= {torch.float16, torch.bfloat16}
         if self._made_by and kinds and not backend.keeps_masters:
             name = type(self._made_by[0].__self__).__name__
             raise ConfigError(
-                f"`algorithms` holds {name}, and the weights are of {min(map(str, kinds))}, which cannot hold an "
-                "average: what one step adds is lost. Load the model in float32 (dtype=torch.float32), and pass "
-                "autocast='bf16' to compute in 16 bits."
+                f"`algorithms` holds {name}, and the weights are of {min(map(str, kinds))}, in which what one "
+                "step adds is lost. Load the model in float32 (dtype=torch.float32), and pass autocast='bf16' to "
+                "compute in 16 bits."
             )
 
     def of(self, trained: Mapping[str, Any]) -> dict[str, Any]:

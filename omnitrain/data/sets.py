@@ -194,8 +194,8 @@ class Sets:
         sizes = {one.name: _told_size(one) for one in each if one is not None and not isinstance(one, GivenLoader)}
         self._ranks.check_alike(
             "The numbers of samples on the ranks", sizes,
-            "Give every rank the same data, and each takes its share; or a loader of its own, `train_loader` for "
-            "instance, whose batches are used as they are.",
+            "Give every rank the same data, and each takes its share; or pass a DataLoader with a "
+            "DistributedSampler, as `train_loader` for instance.",
         )  # fmt: skip
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
