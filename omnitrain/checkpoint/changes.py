@@ -153,8 +153,15 @@ def made_with(parts: Iterable[Any]) -> dict[str, Any]:
         name = type(one).__qualname__
         turn = turns[name] = turns.get(name, 0) + 1
         prefix = name if turn == 1 else f"{name} {turn}"
-        found |= {f"{prefix}.{option}": _plain(value) for option, value in arguments_of(one).items()}
+        found |= {f"{prefix}.{option}": _without_module(value) for option, value in arguments_of(one).items()}
     return found
+
+
+def _without_module(value: Any) -> Any:
+    """Return an option as JSON types; an object by a name without its module, which is another one in a script."""
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    plain = _plain(value)
+    return named.__qualname__ if plain == f"{named.__module__}.{named.__qualname__}" else plain
 
 
 @dataclass(slots=True)
