@@ -62,7 +62,7 @@ class GroupByLength(Dataset[Any]):
         self.lengths: np.ndarray = lengths_of(dataset, lengths)
         self.epoch_size: int = len(self.lengths)
         if callable(getattr(dataset, "__getitems__", None)):
-            self.__getitems__ = dataset.__getitems__
+            self.__getitems__: Callable[[list[int]], Any] = dataset.__getitems__
 
     def over(self, dataset: Any) -> GroupByLength:
         """Return the same order of another dataset, whose samples have the same lengths."""

@@ -317,6 +317,7 @@ class StreamLoader(Loader):
         self._iterator: Any = None
         self._marks: deque[Mark] = deque(maxlen=_MARKS)
         self._start: Mark | None = None
+        self.first: Any = None
 
     def __len__(self) -> int:
         if self.size is None:
@@ -443,7 +444,8 @@ class GivenLoader(Loader):
         self._own_rank = rank
         self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
         self._shares = world_size if shared else 1
-        self.is_split = bool(shared)
+        self.is_split: bool = bool(shared)
+        self.first: Any = None
         self._turns: int | None = None
         is_plain = _is_exactly(batch_sampler, torch.utils.data.BatchSampler)
         if shared and type(shared[0]) is DistributedSampler and batch_sampler is not None and is_plain:

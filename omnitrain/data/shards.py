@@ -274,8 +274,14 @@ class ShardedLoader(Loader):
                 "ShardedStream: then each rank reads all of it, and takes its share of the samples."
             )
         self.dataset: Any = stream
-        self.batch_size, self.collate, self.seed = batch_size, collate, seed
-        self.rank, self.world_size, self.marks, self.name = rank, world_size, marks, name
+        self.turn: int = 0
+        self.batch_size: int = batch_size
+        self.collate: Collate = collate
+        self.seed: int = seed
+        self.rank: int = rank
+        self.world_size: int = world_size
+        self.marks: bool = marks
+        self.name: str = name
         self.own: list[Any] = stream.shards[rank::world_size]
         self.size: int | None = len(stream) if has_length(stream) else None
         self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor

@@ -63,7 +63,7 @@ class HFEvaluation(Evaluation):
         self._training_args = training_args
         self.is_predicting: bool = False
         """Whether this is a prediction, for which there may be no labels."""
-        self.is_told = True
+        self.is_told: bool = True
         """Whether transformers' callbacks are called for each batch."""
         self.speeds: dict[str, float] = {}
         """The timings of the latest evaluation or prediction, as transformers adds them to the metrics."""
