@@ -10,6 +10,7 @@ import functools
 import math
 import numbers
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, overload
@@ -17,7 +18,7 @@ from typing import Any, overload
 from omnitrain.errors import ConfigError
 from omnitrain.progress import Progress
 
-__all__ = ["Duration", "Every", "Limits"]
+__all__ = ["Duration", "Every", "Limits", "Stages", "check_stages"]
 
 _COUNTERS = {"ep": "epochs", "ba": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
 _WORDS = {"ep": "epochs", "ba": "steps", "sp": "samples", "tok": "tokens", "s": "seconds", "dur": "run"}
@@ -329,6 +330,84 @@ class Limits:
             elif duration.unit == "sp" and steps_per_epoch and samples_per_epoch:
                 totals.append(math.ceil(length / samples_per_epoch * steps_per_epoch))
         return min(totals, default=None)
+
+
+class Stages:
+    """A whole number that changes as a run goes on, at places that follow from the samples it has consumed.
+
+    >>> sizes = Stages({0: 32, "0.5dur": 64}, Limits(epochs=4))
+    >>> [sizes.at(Progress(epoch=epoch)) for epoch in range(4)]
+    [32, 32, 64, 64]
+    """
+
+    def __init__(self, numbers: Mapping[Any, int], limits: Limits) -> None:
+        """Read the places; `check_stages` has looked at them.
+
+        Args:
+            numbers: The first number under 0, and each other one under the Duration from which on it holds.
+            limits: The end of the run, for shares of it.
+
+        Raises:
+            ConfigError: A place is a share of a run that ends after so many steps or so much time.
+        """
+        self._stages: list[tuple[int, list[tuple[str, int, int]]]] = []
+        for place, number in numbers.items():
+            length = None if place == 0 else Duration.parse(place)
+            if length is not None and length.unit == "dur":
+                for limit in limits.durations:
+                    if limit.unit in ("ba", "s"):
+                        raise ConfigError(
+                            f"'{length}' is a share of a run that ends after '{limit}', and where that is depends on "
+                            "the number that is to change there. Give samples ('4e4sp'), tokens or epochs."
+                        )
+                lengths = [(limit.unit, limit.exact * length.exact) for limit in limits.durations]
+            else:
+                lengths = [] if length is None else [(length.unit, length.exact)]
+            self._stages.append((number, [(unit, one.numerator, one.denominator) for unit, one in lengths]))
+
+    def at(self, progress: Progress) -> int:
+        """Return the number that holds where a run is."""
+        found = self._stages[0][0]
+        for number, lengths in self._stages[1:]:
+            if not any(_multiples(progress, *length) for length in lengths):
+                break
+            found = number
+        return found
+
+
+def check_stages(name: str, numbers: Mapping[Any, int]) -> None:
+    """Refuse what is no number that changes as a run goes on.
+
+    Args:
+        name: The argument.
+        numbers: Its value.
+
+    Raises:
+        ConfigError: Naming what is wrong.
+    """
+    example = f"{name}={{0: 64, '0.2dur': 128, '0.5dur': 256}}"
+    if 0 not in numbers or next(iter(numbers)) != 0:
+        raise ConfigError(f"`{name}` must begin with the number at 0, as in {example}, got {dict(numbers)!r:.200}.")
+    latest: Duration | None = None
+    for place, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigError(f"`{name}` must have positive integers, as in {example}, got {number!r} at {place!r}.")
+        if place == 0:
+            continue
+        if not isinstance(place, (str, Duration)):
+            raise ConfigError(f"`{name}` must name each place with its unit, as in {example}, got {place!r}.")
+        length = Duration.parse(place, "sp", name)
+        if length.unit in ("ba", "s"):
+            raise ConfigError(
+                f"`{name}` must change after so many samples, tokens or epochs, or a share of the run, as in {example},"
+                f" got {str(length)!r}."
+            )
+        if latest is not None and (length.unit != latest.unit or length <= latest):
+            raise ConfigError(
+                f"`{name}` must have its places in one unit and in their order, as in {example}, got {str(length)!r} "
+                f"after {str(latest)!r}."
+            )
+        latest = length
 
 
 def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) -> int:

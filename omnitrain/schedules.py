@@ -90,7 +90,8 @@ class Course:
             interval: "step" or "epoch": when the schedule moves.
         """
         total = limits.total_steps(steps_per_epoch, samples_per_epoch)
-        counted = [one for one in limits.durations if one.unit in ("sp", "tok", "s")]
+        units = ("sp", "tok", "s", "ep") if samples_per_epoch else ("sp", "tok", "s")
+        counted = [one for one in limits.durations if one.unit in units]
         rest = limits if total is None and counted else None
         if interval == "epoch":
             whole = None if total is None or not steps_per_epoch else -(-total // steps_per_epoch)

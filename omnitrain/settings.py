@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
-from omnitrain.duration import Duration
+from omnitrain.duration import Duration, Limits, Stages, check_stages
 from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
 from omnitrain.schedules import Schedule, warmup_length
@@ -32,6 +32,7 @@ __all__ = [
     "ScheduleName",
     "Settings",
     "change_setting",
+    "changes_in_size",
     "check_list",
     "check_same_on_ranks",
     "check_settings",
@@ -47,6 +48,7 @@ __all__ = [
     "resolve_accumulation",
     "seconds_of",
     "source_of",
+    "stages_of",
     "takes_arguments",
 ]
 
@@ -178,7 +180,7 @@ class Settings:
     batch_size: int = 8
     microbatch_size: int | Literal["auto"] | None = None
     eval_batch_size: int | None = None
-    global_batch_size: int | None = None
+    global_batch_size: int | Mapping[Any, int] | None = None
     shuffle: bool = True
     drop_last: bool = False
     num_workers: int = 0
@@ -277,8 +279,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "optimization_direction": ("max", "min", None),
     "matmul_precision": ("highest", "high", "medium", None),
 }
-POSITIVE = ("batch_size", "eval_batch_size", "global_batch_size", "gradient_accumulation_steps", "prefetch_factor",
-            "keep_every")  # fmt: skip
+POSITIVE = ("batch_size", "eval_batch_size", "gradient_accumulation_steps", "prefetch_factor", "keep_every")
 NOT_NEGATIVE = ("num_workers", "seed", "keep_best", "save_total_limit")
 MOST = {"seed": 2**64 - 1}
 """The largest allowed integers, by argument, if there is a limit."""
@@ -427,6 +428,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def _check_integer(name: str, value: Any, least: int, words: str) -> None:
+    most = MOST.get(name, sys.maxsize)
+    if not _is_integer(value) or value < least:
+        raise ConfigError(f"`{name}` must be {words}, got {_shown(value)}.")
+    if value > most:
+        raise ConfigError(f"`{name}` must be {words}, at most {most}, got {_shown(value)}.")
+
+
 def _check_each(given: Mapping[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if not isinstance(given[name], (str, type(None))) or given[name] not in choices:
@@ -436,13 +445,12 @@ def _check_each(given: Mapping[str, Any]) -> None:
             )
     for names, least, words in ((POSITIVE, 1, "a positive integer"), (NOT_NEGATIVE, 0, "an integer of at least 0")):
         for name in names:
-            value = given[name]
-            if value is not None and (not _is_integer(value) or value < least):
-                raise ConfigError(f"`{name}` must be {words}, got {_shown(value)}.")
-            if value is not None and value > MOST.get(name, sys.maxsize):
-                raise ConfigError(
-                    f"`{name}` must be {words}, at most {MOST.get(name, sys.maxsize)}, got {_shown(value)}."
-                )
+            if given[name] is not None:
+                _check_integer(name, given[name], least, words)
+    if isinstance(given["global_batch_size"], Mapping):
+        check_stages("global_batch_size", given["global_batch_size"])
+    elif given["global_batch_size"] is not None:
+        _check_integer("global_batch_size", given["global_batch_size"], 1, "a positive integer")
     _check_warmup(given["warmup_steps"])
     _check_split(given["microbatch_size"])
     for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
@@ -693,21 +701,63 @@ def seconds_of(name: str, value: Any) -> float:
         ) from None
 
 
+def changes_in_size(settings: Settings) -> bool:
+    """Return whether the samples of a step change as the run goes on."""
+    return isinstance(settings.global_batch_size, Mapping)
+
+
+def stages_of(settings: Settings, limits: Limits, world_size: int) -> Stages | None:
+    """Return the micro-batches per window and process as the run goes on; None if they stay the same.
+
+    Raises:
+        ConfigError: If a size is not divisible, or its place is not known in a run of these limits.
+    """
+    sizes = settings.global_batch_size
+    return (
+        Stages(_accumulations(sizes, settings.batch_size, world_size), limits) if isinstance(sizes, Mapping) else None
+    )
+
+
+def _accumulations(sizes: Mapping[Any, int], batch_size: int, world_size: int) -> dict[Any, int]:
+    """Return the micro-batches per window and process for each stage of a `global_batch_size` that changes.
+
+    Raises:
+        ConfigError: If one of the sizes is not divisible.
+    """
+    share = batch_size * world_size
+    for size in sizes.values():
+        if size % share:
+            raise _indivisible(size, batch_size, world_size)
+    return {place: size // share for place, size in sizes.items()}
+
+
+def _indivisible(whole: int, batch_size: int, world_size: int) -> ConfigError:
+    return ConfigError(
+        f"`global_batch_size={whole}` must be a multiple of batch_size x processes = "
+        f"{batch_size} x {world_size} = {batch_size * world_size}."
+    )
+
+
 def resolve_accumulation(settings: Settings, world_size: int) -> int:
-    """Return the micro-batches per window and process, from `global_batch_size` if that is given.
+    """Return the micro-batches per window and process at the start, from `global_batch_size` if that is given.
 
     Raises:
         ConfigError: If the global batch size is not divisible, or contradicts `gradient_accumulation_steps`.
     """
-    accumulation, whole, size = settings.gradient_accumulation_steps, settings.global_batch_size, settings.batch_size
+    accumulation, whole = settings.gradient_accumulation_steps, settings.global_batch_size
     if whole is None:
         return accumulation
+    if isinstance(whole, Mapping):
+        if accumulation != 1:
+            raise ConfigError(
+                f"`gradient_accumulation_steps={accumulation}` contradicts a `global_batch_size` that changes, which "
+                "sets it in each step. Leave one of them out."
+            )
+        return _accumulations(whole, settings.batch_size, world_size)[0]
+    size = settings.batch_size
     share = size * world_size
     if whole % share:
-        raise ConfigError(
-            f"`global_batch_size={whole}` must be a multiple of batch_size x processes = "
-            f"{size} x {world_size} = {share}."
-        )
+        raise _indivisible(whole, size, world_size)
     if accumulation not in (1, whole // share):
         raise ConfigError(
             f"`gradient_accumulation_steps={accumulation}` contradicts `global_batch_size={whole}`, which makes it "

@@ -208,6 +208,8 @@ _ACCELERATE: dict[str, Meaning] = {
     "deepspeed_plugin": Meaning(_A + "deepspeed_config", "a path or a dict"),
     "fsdp_plugin": Meaning(_A + "fsdp_plugin"),
     "split_batches": Meaning("global_batch_size", "`batch_size` is that of each process"),
+    "rampup_batch_size": Meaning("global_batch_size", 'it grows: {0: 64, "1e6sp": 128}'),
+    "batch_size_schedule": Meaning("global_batch_size", 'it grows: {0: 64, "0.2dur": 128}'),
     "cpu": Meaning("device", 'device="cpu"'),
     "step_scheduler_with_optimizer": Meaning("scheduler_interval", '"step" or "epoch"'),
     "log_with": Meaning("callbacks", "`[TensorBoardLogger()]` or `[WandbLogger(...)]`"),

@@ -55,6 +55,7 @@ from omnitrain import (
     CrossEntropy,
     CutMix,
     DataError,
+    Duration,
     GradientClipping,
     GradualUnfreezing,
     GroupByLength,
@@ -2008,6 +2009,44 @@ def test_an_algorithm_names_training_metrics_which_every_split_averages_alike(tr
         np.testing.assert_allclose(found[batch], found[8], rtol=0, atol=1e-12)
     expected = [data.tensors[0][indices].mean() for indices in EpochSampler(20, 8).batches(0)]
     np.testing.assert_allclose([one for one, _ in found[8]], expected, rtol=0, atol=1e-12)
+
+
+# --- a batch size that grows
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_a_batch_that_grows_takes_the_steps_of_a_loop_by_hand_and_resumes_in_each_stage(
+    trainer_class: Any, tmp_path: Path, batch_size: int
+) -> None:
+    """50 rows in steps of 4 up to the half of the first epoch, of 8 up to its end, and then of 16."""
+    (x, y), model = rows(50).tensors, t16()
+    optimizer, sizes = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for epoch in range(2):
+        order, at = EpochSampler(50, 1).order(epoch), 0
+        while at < 50:
+            size = 16 if epoch else 8 if at >= 25 else 4
+            indices = order[at : at + size]
+            at += len(indices)
+            sizes.append(len(indices))
+            optimizer.zero_grad()
+            F.mse_loss(model(x[indices]), y[indices]).backward()
+            optimizer.step()
+
+    def trained(*guests: Callback, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+        found, resume = t16(), options.pop("resume_from", None)
+        trainer = run(
+            trainer_class, found, rows(50), *guests, optimizer="torch.optim.SGD", batch_size=batch_size, epochs=2,
+            max_grad_norm=None, global_batch_size={0: 4, "0.5ep": 8, Duration(1, "ep"): 16}, train=False, **options,
+        )  # fmt: skip
+        trainer.train(resume_from=resume)
+        return trainer, weights(found)
+
+    trainer, found = trained()
+    assert trainer.progress.step == len(sizes) and distance(found, weights(model)) <= 1e-12
+    for stop in (3, 8, 12) if batch_size == 2 else (8,):
+        trained(StopAt(stop), save_dir=tmp_path / str(stop), save_steps=1)
+        resumed, last = trained(save_dir=tmp_path / str(stop), resume_from="auto")
+        assert resumed.progress.step == len(sizes) and same(last, found)
 
 
 # --- optimizers that take loss and gradients several times in a step

@@ -78,6 +78,37 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
     "a model that is none": ({"model": "bert"}, ConfigError, "model.*str"),
     "a model without parameters": ({"model": torch.nn.ReLU()}, ConfigError, "nothing to train"),
     "global batch that does not divide": ({"global_batch_size": 30}, ConfigError, "30.*8.*1"),
+    "global batch that changes, not divisible": ({"global_batch_size": {0: 8, "1ep": 12}}, ConfigError, "12.*8 x 1"),
+    "global batch that changes, without a start": ({"global_batch_size": {"1ep": 8}}, ConfigError, "begin with.* at 0"),
+    "global batch that changes, empty": ({"global_batch_size": {}}, ConfigError, "begin with the number at 0"),
+    "global batch that changes, no size": ({"global_batch_size": {0: 8, "1ep": "x"}}, ConfigError, "'x' at '1ep'"),
+    "global batch that changes, no unit": ({"global_batch_size": {0: 8, 5: 16}}, ConfigError, "with its unit.*got 5"),
+    "global batch that changes, in steps": ({"global_batch_size": {0: 8, "5ba": 16}}, ConfigError, "got '5ba'"),
+    "global batch that changes, backwards": (
+        {"global_batch_size": {0: 8, "2ep": 16, "1ep": 32}},
+        ConfigError,
+        "'1ep' after '2ep'",
+    ),
+    "global batch that changes, in two units": (
+        {"global_batch_size": {0: 8, "2ep": 16, "90sp": 32}},
+        ConfigError,
+        "one unit.*'90sp' after '2ep'",
+    ),
+    "global batch that changes, at a share of steps": (
+        {"global_batch_size": {0: 8, "0.5dur": 16}, "max_steps": 5, "epochs": None},
+        ConfigError,
+        "ends after '5ba'",
+    ),
+    "global batch that changes, and drop_last": (
+        {"global_batch_size": {0: 8, "1ep": 16}, "drop_last": True},
+        ConfigError,
+        "drop_last=True.*several sizes",
+    ),
+    "global batch that changes, against accumulation": (
+        {"global_batch_size": {0: 8, "1ep": 16}, "gradient_accumulation_steps": 2},
+        ConfigError,
+        "gradient_accumulation_steps=2.*global_batch_size",
+    ),
     "global batch against accumulation": (
         {"global_batch_size": 32, "gradient_accumulation_steps": 3},
         ConfigError,

@@ -15,7 +15,7 @@ from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.settings import Settings, describe, is_loader, resolve_accumulation
+from omnitrain.settings import Settings, changes_in_size, describe, is_loader, resolve_accumulation
 
 __all__ = ["EvalSet", "Sets", "is_named_sets"]
 
@@ -121,6 +121,11 @@ class Sets:
         self._ranks = ranks
         self._transform = transform
         self._sampling = sampling
+        if settings.drop_last and changes_in_size(settings):
+            raise ConfigError(
+                "`drop_last=True` leaves out a step that is shorter than the others, and `global_batch_size` has steps "
+                "of several sizes. Leave one of them out."
+            )
         if settings.drop_last:
             accumulation = resolve_accumulation(settings, ranks.world_size)
             self._sampling["whole"] = settings.batch_size * ranks.world_size * accumulation

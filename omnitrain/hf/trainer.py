@@ -66,6 +66,7 @@ from omnitrain.settings import (
     Nothing,
     PrecisionName,
     ScheduleName,
+    changes_in_size,
     check_list,
     check_type,
     folder_path,
@@ -189,7 +190,7 @@ class HFTrainer(Calls):
         batch_size: int = 8,
         microbatch_size: int | Literal["auto"] | None = None,
         eval_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | Mapping[Any, int] | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         num_workers: int = 0,
@@ -282,7 +283,7 @@ class HFTrainer(Calls):
             batch_size: Samples per forward pass on each process; default 8.
             microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
-            global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
+            global_batch_size: Samples per step over all ranks, or {0: 64, "0.2dur": 128}; sets the accumulation.
             shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
             drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
@@ -489,7 +490,8 @@ class HFTrainer(Calls):
     def _by_window(self) -> bool:
         """Whether transformers' loop gets whole windows, because the length of the data is unknown or may change."""
         is_own = "get_train_dataloader" in self._overridden
-        return is_own or self._splits or not isinstance(self.train_loader, MapLoader)
+        varies = self._splits or changes_in_size(self.settings)
+        return is_own or varies or not isinstance(self.train_loader, MapLoader)
 
     @property
     def _splits(self) -> bool:

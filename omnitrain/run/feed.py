@@ -5,6 +5,7 @@ Batches come from `data/loaders.py`; windows go to `step.py`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
 from omnitrain.data.sampling import Counted, Window, windows
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
+from omnitrain.duration import Stages
 from omnitrain.errors import DataError, DistributedError, add_place
 from omnitrain.losses import divisor_of
 from omnitrain.progress import Progress
@@ -48,15 +50,16 @@ def _part(group: list[Weighed]) -> tuple[float, ...]:
     return weight, samples, tokens, batches, len(group), len(group) ** 2
 
 
-def _in_steps(parts: Iterable[Weighed], size: int) -> Iterator[list[Weighed]]:
-    """Group the micro-batches of so many batches, as `windows` does where none is split."""
-    group, left = list[Weighed](), size
+def _in_steps(parts: Iterable[Weighed], size: Callable[[], int]) -> Iterator[list[Weighed]]:
+    """Group the micro-batches of so many batches, as `windows` does where none is split; each group asks for `size`."""
+    group, left = list[Weighed](), 0
     for one in parts:
+        left = left or size()
         group.append(one)
         left -= one[4]
         if not left:
             yield group
-            group, left = [], size
+            group = []
     if group:
         yield group
 
@@ -69,14 +72,27 @@ class Feed:
         lifecycle: Knows whether a signal has arrived.
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
-        accumulation: Batches of a window on each rank.
+        accumulation: Batches of a window on each rank; where that changes, of the first ones.
+        stages: What it changes to as the run goes on.
 
     Attributes:
+        accumulation: Batches of the latest window that was read.
         microbatch_size: The most rows of a micro-batch; None splits no batch.
     """
 
-    def __init__(self, hooks: Hooks, lifecycle: Lifecycle, ranks: Ranks, settings: Settings, accumulation: int) -> None:
-        self.accumulation = accumulation
+    def __init__(
+        self,
+        hooks: Hooks,
+        lifecycle: Lifecycle,
+        ranks: Ranks,
+        settings: Settings,
+        accumulation: int,
+        stages: Stages | None = None,
+    ) -> None:
+        self.accumulation: int = accumulation
+        self._stages = stages
+        self._given: tuple[int, Window] | None = None
+        """The latest window, and how many samples the run had consumed before it."""
         wanted = settings.microbatch_size
         self.microbatch_size: int | None = None if wanted == "auto" else wanted
         self.samples: int | None = None
@@ -110,8 +126,9 @@ class Feed:
         """
         done, size = progress.samples_in_epoch, self._size_of(loader)
         self._split = _splitter(loader, self._collate)
-        group_by = _in_steps if self._may_split else windows
-        groups, last = group_by(self.weighed(loader.rest(epoch, progress)), self.accumulation), None
+        parts, last, self._given = self.weighed(loader.rest(epoch, progress)), None, None
+        is_plain = not self._may_split and self._stages is None
+        groups = windows(parts, self.accumulation) if is_plain else _in_steps(parts, self._size_of_next)
         # only data by index may be read early: there each sample has random numbers of its own
         self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
         self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
@@ -137,10 +154,21 @@ class Feed:
                 if size not in (None, done):
                     raise _other_count(done, size)
                 return
-            loader.turn += self.accumulation
+            loader.turn += sum(one[4] for one in group)
             if window.samples:  # otherwise all ranks have only stand-ins
                 done += window.samples
+                self._given = progress.samples, window
                 yield window
+
+    def _size_of_next(self) -> int:
+        """Return the batches on each rank of the window that is read next, which may be read during the one before."""
+        if self._stages is not None:
+            progress = self._lifecycle.progress
+            if self._given is not None and progress.samples == self._given[0]:  # it is not counted yet
+                window, progress = self._given[1], copy.copy(progress)
+                progress.advance(window.samples, window.tokens)
+            self.accumulation = self._stages.at(progress)
+        return self.accumulation
 
     def _compare_first(self, loader: Loader) -> None:
         """Compare the first sample on all ranks, once in a run, where each reads all data and takes its share.

@@ -81,7 +81,7 @@ class AccelerateTrainer(BaseTrainer):
         batch_size: int = 8,
         microbatch_size: int | Literal["auto"] | None = None,
         eval_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | Mapping[Any, int] | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         num_workers: int = 0,
@@ -173,7 +173,7 @@ class AccelerateTrainer(BaseTrainer):
             batch_size: Samples per forward pass on each process; default 8.
             microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
-            global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
+            global_batch_size: Samples per step over all ranks, or {0: 64, "0.2dur": 128}; sets the accumulation.
             shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
             drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.

@@ -56,6 +56,7 @@ from omnitrain.settings import (
     ScheduleName,
     Settings,
     change_setting,
+    changes_in_size,
     check_same_on_ranks,
     check_settings,
     describe,
@@ -67,6 +68,7 @@ from omnitrain.settings import (
     resolve_accumulation,
     seconds_of,
     source_of,
+    stages_of,
     takes_arguments,
 )
 from omnitrain.signals import error_of
@@ -140,7 +142,7 @@ class BaseTrainer(Hooks, ABC):
         batch_size: int = 8,
         microbatch_size: int | Literal["auto"] | None = None,
         eval_batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | Mapping[Any, int] | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         num_workers: int = 0,
@@ -227,7 +229,7 @@ class BaseTrainer(Hooks, ABC):
             batch_size: Samples per forward pass on each process; default 8.
             microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
-            global_batch_size: Samples per step over all ranks, a multiple of batch_size x ranks; sets the accumulation.
+            global_batch_size: Samples per step over all ranks, or {0: 64, "0.2dur": 128}; sets the accumulation.
             shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
             drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
@@ -455,7 +457,8 @@ class BaseTrainer(Hooks, ABC):
         lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
         former = vars(self).get("_feed")
-        self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps)
+        stages = stages_of(settings, self.limits, ranks.world_size)
+        self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
         if former is not None:  # of an earlier run
             self._feed.microbatch_size = former.microbatch_size
         self._step = Step(
@@ -758,6 +761,8 @@ class BaseTrainer(Hooks, ABC):
             "total_steps": self.total_steps,
             "unit": self.unit,
         }
+        if changes_in_size(self.settings):
+            resolved["global_batch_size"] = self.settings.global_batch_size
         plain = describe_all({**self.settings.to_dict(), **resolved})
         return {"trainer": describe(type(self)), "model": describe(state.class_of(self.model)), **plain}
 
@@ -866,7 +871,9 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps in an epoch, or None for data without length."""
+        """Optimizer steps in an epoch; None for data without length, and where `global_batch_size` changes."""
+        if changes_in_size(self.settings):
+            return None
         try:
             batches = len(self.train_loader)
         except TypeError:
