@@ -243,7 +243,7 @@ def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:
         return batch[-1] if len(batch) > 1 else None
     if isinstance(batch, torch.Tensor):
         return None
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, (dict, Mapping)):
         found: list[Any] = [getattr(batch, name, None) for name in names or LABEL_KEYS]
         if names and len(found) > 1:
             return None if any(one is None for one in found) else tuple(found)
@@ -319,9 +319,10 @@ def count_samples(batch: Any) -> int:
         DataError: If nothing in the batch has a length.
     """
     count = _count(batch)
-    if count is None:
-        named = [getattr(batch, name, None) for name in ("num_graphs", "batch_size")]
-        count = next((one for one in named if type(one) is int), None)
+    if count is not None:
+        return count
+    named = [getattr(batch, name, None) for name in ("num_graphs", "batch_size")]
+    count = next((one for one in named if type(one) is int), None)
     known = (torch.Tensor, np.ndarray, str, bytes, tuple, list, Mapping)
     if count is None and hasattr(type(batch), "__len__") and not isinstance(batch, known):
         count = len(batch)
@@ -346,8 +347,9 @@ def _count(batch: Any) -> int | None:
             return None
         # No tensors: columns of objects, such as images of different sizes, or the samples themselves, such as text
         return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
-    batch = _opened(batch)
-    if isinstance(batch, Mapping) or hasattr(batch, "values"):
+    if not isinstance(batch, dict):  # which most are
+        batch = _opened(batch)
+    if isinstance(batch, (dict, Mapping)) or hasattr(batch, "values"):
         for value in batch.values():
             # A list in a dict has one entry for each sample, whatever the entries are.
             count = len(value) if isinstance(value, (list, tuple)) else _count(value)

@@ -154,7 +154,7 @@ class Feed:
                 if size not in (None, done):
                     raise _other_count(done, size)
                 return
-            loader.turn += sum(one[4] for one in group)
+            loader.turn += len(group) if is_plain else sum(one[4] for one in group)
             if window.samples:  # otherwise all ranks have only stand-ins
                 done += window.samples
                 self._given = progress.samples, window
