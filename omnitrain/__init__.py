@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from omnitrain.data.packing import PackedDataset
     from omnitrain.data.sets import EvalSet
     from omnitrain.data.shards import ShardedStream
+    from omnitrain.descriptors import MetricDescriptor, describe_metric
     from omnitrain.duration import Duration
     from omnitrain.errors import (
         CheckpointError,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         ObjectiveError,
         OmnitrainError,
     )
-    from omnitrain.events import Algorithm, Callback, Event
+    from omnitrain.events import Algorithm, Callback, Event, Histogram
     from omnitrain.hf.arguments import HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer
     from omnitrain.losses import CrossEntropy, WeightedLosses, chunked_cross_entropy
@@ -101,6 +102,7 @@ _HOMES = {
     "GradientClipping": "algorithms.gradient_clipping",
     "GradualUnfreezing": "algorithms.gradual_unfreezing",
     "GroupByLength": "data.grouping",
+    "Histogram": "events",
     "HFTrainer": "hf.trainer",
     "HFTrainingArguments": "hf.arguments",
     "InverseSqrtScheduler": "schedules",
@@ -108,6 +110,7 @@ _HOMES = {
     "LinearScheduler": "schedules",
     "LayerFreezing": "algorithms.layer_freezing",
     "MagnitudePruning": "algorithms.magnitude_pruning",
+    "MetricDescriptor": "descriptors",
     "MetricsDict": "metrics",
     "MissingExtraError": "errors",
     "MixUp": "algorithms.mixup",
@@ -140,6 +143,7 @@ _HOMES = {
     "Trainer": "trainers.native",
     "WSDScheduler": "schedules",
     "WandbLogger": "callbacks.wandb",
+    "describe_metric": "descriptors",
     "preview_schedule": "preview",
     "layerwise_decay": "param_groups",
     "WeightedLosses": "losses",
@@ -175,6 +179,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "GradientClipping",
     "GradualUnfreezing",
     "GroupByLength",
+    "Histogram",
     "HFTrainer",
     "HFTrainingArguments",
     "InverseSqrtScheduler",
@@ -182,6 +187,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "LinearScheduler",
     "LayerFreezing",
     "MagnitudePruning",
+    "MetricDescriptor",
     "MetricsDict",
     "MissingExtraError",
     "MixUp",
@@ -216,6 +222,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "WandbLogger",
     "WeightedLosses",
     "chunked_cross_entropy",
+    "describe_metric",
     "layerwise_decay",
     "preview_schedule",
 ]

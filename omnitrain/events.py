@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +32,7 @@ __all__ = [
     "Callback",
     "Control",
     "Event",
+    "Histogram",
     "TrainerLike",
     "arguments_of",
     "check_algorithms",
@@ -68,6 +69,7 @@ class Event(StrEnum):
         [algorithms: end_run], TRAIN_END    # always, even after EXCEPTION
 
     CHECKPOINT_LOADED also follows each call of `load_checkpoint()`.
+    REPORT comes whenever a callback reports a text or a histogram.
     With `eval_on_start=True`, one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.
     EXCEPTION comes as soon as anything in between raises; the exception is re-raised to the caller after TRAIN_END.
     """
@@ -79,12 +81,34 @@ class Event(StrEnum):
     BEFORE_OPTIMIZER_STEP = "before_optimizer_step"
     STEP_END = "step_end"
     LOG = "log"
+    REPORT = "report"
     EVAL_START = "eval_start"
     EVAL_END = "eval_end"
     SAVE_END = "save_end"
     EPOCH_END = "epoch_end"
     EXCEPTION = "exception"
     TRAIN_END = "train_end"
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many values lie between neighbouring edges: what a callback reports of many values, such as weights.
+
+    Args:
+        edges: Limits of the bins in ascending order, one more than there are bins.
+        counts: Values in each bin.
+        low: The smallest value.
+        high: The largest value.
+        total: The sum of all values.
+        squares: The sum of their squares.
+    """
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+    low: float
+    high: float
+    total: float
+    squares: float
 
 
 STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal", "requested")
@@ -264,6 +288,10 @@ class LifecycleLike(Protocol):
     is_closing: bool
     """Whether the run is writing its last rows, which a longer run would not have had."""
 
+    def report(self, values: Mapping[str, str | Histogram]) -> None:
+        """Send texts and histograms to every callback that shows them, on the ranks that call it."""
+        ...
+
 
 def _note_arguments(cls: Any) -> None:
     """Have the constructor of a class note in each object what it was given, for `arguments_of`."""
@@ -361,6 +389,9 @@ class Callback:
         The row of a `test()` has `step, epoch, test_loss, test_<metric>, ...` instead.
         """
 
+    def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
+        """A callback reports texts or histograms, by names such as "preview/0" or "weights/head.bias"."""
+
     def on_eval_start(self, trainer: TrainerLike) -> None:
         """Before an evaluation that belongs to the run."""
 
@@ -378,6 +409,13 @@ class Callback:
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """After everything else in `train()`, even if it failed."""
+
+    def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
+        """Return what the row of logs that is being made shows beside the rest; called once a row, on every rank.
+
+        Names that the row has already are refused. The time it takes is no part of the rates in a row.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Callback, Control, Event, TrainerLike, give_back
+from omnitrain.events import Callback, Control, Event, Histogram, TrainerLike, give_back
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.progress import Progress
@@ -80,6 +80,7 @@ class Lifecycle:
         self._skipped_in_a_row = 0
         self._clock = time.perf_counter()
         self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
+        self._with_values: list[Callback] = []
         self.register(callbacks)
 
     def register(self, callbacks: Iterable[Callback]) -> None:
@@ -93,6 +94,7 @@ class Lifecycle:
                 )
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
         # Only overridden methods are called: an event without listeners costs one dict look-up.
+        self._with_values = [one for one in self.callbacks if type(one).log_values is not Callback.log_values]
         self._listeners = {event: [] for event in Event}
         for event in Event:
             name = f"on_{event}"
@@ -232,6 +234,25 @@ class Lifecycle:
     def logged(self, logs: Mapping[str, float]) -> None:
         """A row of logs is ready."""
         self.emit(Event.LOG, logs)
+
+    def add_values(self, logs: dict[str, Any]) -> None:
+        """Add to a row of logs what callbacks show in it.
+
+        Raises:
+            ConfigError: If the row has a value of that name already.
+        """
+        for callback in self._with_values:
+            values = callback.log_values(self.trainer)
+            if twice := logs.keys() & values.keys():
+                raise ConfigError(
+                    f"{type(callback).__name__}.log_values returns {min(twice)!r}, which the row of logs has already. "
+                    "Rename it."
+                )
+            logs.update(values)
+
+    def report(self, values: Mapping[str, str | Histogram]) -> None:
+        """Send texts and histograms to every callback that shows them, on the ranks that call it."""
+        self.emit(Event.REPORT, values)
 
     def begin_evaluation(self) -> None:
         """An evaluation that belongs to the run starts."""

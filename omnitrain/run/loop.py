@@ -478,6 +478,8 @@ class Loop:
                 "Rename one of them."
             )
         logs.update(added)
+        lifecycle.add_values(logs)
+        lifecycle.tick()
         lifecycle.logged_at = (progress.step, progress.seconds, progress.samples, progress.tokens)
         lifecycle.logged(logs)
 

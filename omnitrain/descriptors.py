@@ -1,0 +1,88 @@
+"""How the values of a row are shown to people: their title, unit, format and place.
+
+Console, tables, CSV columns and pictures read it here. What a value means, and whether a higher one is better, is not
+decided here: `objective.py` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from omnitrain.errors import ConfigError
+from omnitrain.metrics import bare_name
+
+__all__ = ["MetricDescriptor", "describe_metric", "descriptor_of", "in_order", "worded"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDescriptor:
+    """How a value is shown.
+
+    Args:
+        title: Its name on the console; None is its name in the row, "" leaves it out, where the unit says enough.
+        unit: Written after the value, such as "tok/s".
+        format: A format of Python for the value, such as ".4g" or ".1%".
+        order: Values are shown in ascending order, then as they come; those without a descriptor have 50.
+    """
+
+    title: str | None = None
+    unit: str = ""
+    format: str = ".4g"
+    order: int = 50
+
+
+_PLAIN = MetricDescriptor()
+_KNOWN: dict[str, MetricDescriptor] = {
+    "step": MetricDescriptor(format=".0f", order=0),
+    "epoch": MetricDescriptor(format=".2f", order=1),
+    "loss": MetricDescriptor(order=10),
+    "learning_rate": MetricDescriptor("lr", format=".2e", order=60),
+    "grad_norm": MetricDescriptor(format=".3g", order=61),
+}
+
+
+def describe_metric(name: str, descriptor: MetricDescriptor) -> None:
+    """Say how values of a name are shown, with or without `eval_`, `test_` or `train_` before it, in this process.
+
+    Raises:
+        ConfigError: If the format is not one of Python for numbers.
+
+    >>> describe_metric("wer", MetricDescriptor("WER", unit="%", format=".1f", order=11))
+    >>> worded("eval_wer", 12.34)
+    'eval WER 12.3 %'
+    """
+    try:
+        format(1.0, descriptor.format)
+    except ValueError as error:
+        raise ConfigError(
+            f"{descriptor.format!r} is no format for a number, such as '.4g', '.2e' or '.1%': {error}."
+        ) from error
+    _KNOWN[bare_name(name)] = descriptor
+
+
+def descriptor_of(name: str) -> MetricDescriptor:
+    """Return how values of a name are shown."""
+    known = _KNOWN.get(bare_name(name))
+    if known is None and name.endswith("_per_second"):
+        known = MetricDescriptor("", name.removesuffix("_per_second") + "/s", order=70)
+    return known or _PLAIN
+
+
+def in_order(values: Mapping[str, float]) -> dict[str, float]:
+    """Return values in the order in which they are shown."""
+    names: Iterable[str] = sorted(values, key=lambda name: descriptor_of(name).order)
+    return {name: values[name] for name in names}
+
+
+def worded(name: str, value: float) -> str:
+    """Return a value with its title and unit.
+
+    >>> worded("loss", 0.51234), worded("samples_per_second", 1234.5)
+    ('loss 0.5123', '1234 samples/s')
+    """
+    descriptor = descriptor_of(name)
+    bare = bare_name(name)
+    title = bare if descriptor.title is None else descriptor.title
+    before = name.removesuffix(bare) if title == bare else name.removesuffix(bare).replace("_", " ")
+    return " ".join(f"{before}{title} {format(value, descriptor.format)} {descriptor.unit}".split())

@@ -1,0 +1,50 @@
+"""What callbacks add to rows of logs, and report beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from recipes import rows, t16
+
+from omnitrain import Callback, ConfigError, Trainer
+
+
+class Adds(Callback):
+    """Adds a value to each row, and keeps the rows and reports that it is shown."""
+
+    def __init__(self, name: str = "weights_seen") -> None:
+        self.name = name
+        self.rows: list[dict[str, float]] = []
+        self.reports: list[Mapping[str, Any]] = []
+
+    def log_values(self, trainer: Any) -> Mapping[str, float]:
+        trainer.lifecycle.report({"note": f"step {trainer.progress.step}"})
+        return {self.name: 3.0}
+
+    def on_log(self, trainer: Any, logs: Mapping[str, float]) -> None:
+        self.rows.append(dict(logs))
+
+    def on_report(self, trainer: Any, values: Mapping[str, Any]) -> None:
+        self.reports.append(values)
+
+
+def run(callback: Callback) -> None:
+    Trainer(
+        t16(), rows(12), batch_size=4, epochs=1, log_steps=1, loss_fn=F.mse_loss, callbacks=[callback],
+        progress_bar=False,
+    ).train()  # fmt: skip
+
+
+def test_a_row_has_what_callbacks_add_and_reports_reach_them() -> None:
+    callback = Adds()
+    run(callback)
+    assert [row["weights_seen"] for row in callback.rows] == [3.0] * 3
+    assert callback.reports == [{"note": f"step {step}"} for step in (1, 2, 3)]
+
+
+def test_a_name_that_the_row_has_already_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Adds\.log_values returns 'loss', which the row of logs has already"):
+        run(Adds("loss"))
