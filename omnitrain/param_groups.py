@@ -17,7 +17,7 @@ from omnitrain.errors import ConfigError, did_you_mean, listed
 from omnitrain.muon import Muon
 from omnitrain.recomputation import blocks_in
 
-__all__ = ["freeze_parameters", "group_parameters", "layerwise_decay"]
+__all__ = ["freeze_parameters", "group_parameters", "layerwise_decay", "not_found"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -39,7 +39,7 @@ def freeze_parameters(named: Named, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         found = {id(one): one for name, one in named if re.search(pattern, name)}
         if not found:
-            raise _not_found("`freeze`", pattern, named)
+            raise not_found("`freeze`", pattern, named)
         frozen |= found
     trains = any(one.requires_grad for _, one in named)
     if trains and not any(one.requires_grad and id(one) not in frozen for _, one in named):
@@ -175,7 +175,14 @@ def _options(
     return options
 
 
-def _not_found(where: str, pattern: str, named: Named) -> ConfigError:
+def not_found(where: str, pattern: str, named: Iterable[tuple[str, Any]]) -> ConfigError:
+    """Return the error for a pattern that no parameter's name holds.
+
+    Args:
+        where: What the pattern was given in.
+        pattern: The regular expression.
+        named: The parameters that there are, with their names.
+    """
     names = listed(name for name, _ in named)
     return ConfigError(f"{where}: {pattern!r} is found in no parameter's name. They are called {names}.")
 
@@ -184,7 +191,7 @@ def _check_frozen(where: str, pattern: str, named: Named) -> None:
     """Raise ConfigError for a pattern that no parameter is left for, unless all that it matches is frozen."""
     found = [one for name, one in named if re.search(pattern, name)]
     if not found:
-        raise _not_found(where, pattern, named)
+        raise not_found(where, pattern, named)
     if any(one.requires_grad for one in found):
         raise ConfigError(
             f"{where}: {pattern!r} is left without a parameter, since earlier entries have taken all that it matches, "

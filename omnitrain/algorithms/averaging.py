@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from omnitrain.algorithms.weights import local_part
 from omnitrain.checkpoint.state import bare_name
 from omnitrain.checkpoint.tensors import whole
 from omnitrain.errors import ConfigError
@@ -62,14 +63,14 @@ class WeightAverage(Algorithm):
         """List averages and weights side by side, each as this rank has it."""
         live = {bare_name(name): one for name, one in trainer.model.named_parameters()}
         names = [name for name in self._averages if name in live]
-        self._pairs = [_local(self._averages[name]) for name in names], [live[name] for name in names]
+        self._pairs = [local_part(self._averages[name]) for name in names], [live[name] for name in names]
 
     def _add(self) -> None:
         """Bring the averages up to the present weights."""
         averages, weights = self._pairs
         pairs = zip(averages, weights, strict=True)
         if averages:
-            self._update(averages, [_local(one).to(average.dtype) for average, one in pairs], self.count)
+            self._update(averages, [local_part(one).to(average.dtype) for average, one in pairs], self.count)
         self.count += 1
 
     def transform_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,12 +90,6 @@ class WeightAverage(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self.count = int(state["count"])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor; another one as it is."""
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
 
 
 def _copied(tensor: Any, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from omnitrain.algorithms.weights import local_part
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, TrainerLike
+from omnitrain.param_groups import not_found
 
 __all__ = ["GradientClipping"]
 
@@ -64,12 +66,10 @@ class GradientClipping(Algorithm):
                 f"`algorithms` holds GradientClipping, and `max_grad_norm={norm}` clips as well. "
                 "Pass max_grad_norm=None; the norm is logged all the same."
             )
-        names = [name for name, _ in trainer.model.named_parameters()]
+        named = list(trainer.model.named_parameters())
         for pattern in self.exclude:
-            if not any(re.search(pattern, name) for name in names):
-                raise ConfigError(
-                    f"`exclude`: no parameter's name matches {pattern!r}; there are {', '.join(names[:20])}."
-                )
+            if not any(re.search(pattern, name) for name, _ in named):
+                raise not_found("`exclude`", pattern, named)
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
         """List the parameters."""
@@ -82,7 +82,7 @@ class GradientClipping(Algorithm):
         held = [one for one in self._clipped if one.grad is not None]
         if self.kind == "value":
             for one in held:
-                _local(one.grad).clamp_(-self.limit, self.limit)
+                local_part(one.grad).clamp_(-self.limit, self.limit)
             return
         for one in held:
             most = _unit_norms(one).clamp(min=_LEAST) * self.limit
@@ -92,10 +92,6 @@ class GradientClipping(Algorithm):
                 one.grad.mul_(factors)
             else:  # sharded; in place it cannot be multiplied by what lies in another way
                 one.grad = (one.grad * factors).redistribute(placements=one.grad.placements)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _unit_norms(tensor: torch.Tensor) -> torch.Tensor:

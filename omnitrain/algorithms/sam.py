@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from omnitrain.algorithms.weights import local_part
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, TrainerLike
 
@@ -58,17 +59,12 @@ class SAM(Algorithm):
         norm: Any = nn.utils.get_total_norm([one.grad for one in held])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         factor = self.rho / norm.clamp(min=1e-12)
-        self._kept = [(own := _local(one), own.clone()) for one in held]
+        self._kept = [(own := local_part(one), own.clone()) for one in held]
         for (own, _), one in zip(self._kept, held, strict=True):
-            own.add_(_local(one.grad) * factor.to(own.dtype))
+            own.add_(local_part(one.grad) * factor.to(own.dtype))
 
     def after_second_pass(self, trainer: TrainerLike) -> None:
         """Put the weights back."""
         for own, kept in self._kept:
             own.copy_(kept)
         self._kept = []
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

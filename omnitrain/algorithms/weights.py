@@ -11,6 +11,7 @@ from torch import nn
 
 from omnitrain.checkpoint.state import bare_name
 from omnitrain.errors import ConfigError
+from omnitrain.param_groups import not_found
 
 __all__ = ["local_part", "matching", "parameters_by_name", "patterns_of", "whole_tensor"]
 
@@ -49,10 +50,7 @@ def matching(model: nn.Module, match: Sequence[str] | None, who: str, held: Coll
     else:
         for pattern in match:
             if not any(re.search(pattern, name) for name in own):
-                raise ConfigError(
-                    f"`match` of {who}: {pattern!r} is found in no parameter's name. Those of the model are "
-                    f"{', '.join(list(own)[:20])}."
-                )
+                raise not_found(f"`match` of {who}", pattern, own.items())
         found = [name for name in own if any(re.search(pattern, name) for pattern in match)]
     if not found:
         raise ConfigError(f"{who} found no parameter that trains and has two dimensions. Name them in `match`.")

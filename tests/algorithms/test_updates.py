@@ -133,7 +133,7 @@ def test_clipping_that_cannot_be_is_refused() -> None:
         GradientClipping("value", 0)
     with pytest.raises(ConfigError, match=r"max_grad_norm=1\.0` clips as well"):
         clipped(GradientClipping("value", 1.0), max_grad_norm=1.0)
-    with pytest.raises(ConfigError, match="no parameter's name matches 'head'"):
+    with pytest.raises(ConfigError, match="`exclude`: 'head' is found in no parameter's name"):
         clipped(GradientClipping("value", 1.0, exclude=["head"]))
 
 
