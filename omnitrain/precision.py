@@ -18,6 +18,7 @@ __all__ = [
     "Dtypes",
     "Precision",
     "choose_device",
+    "computes_in_fp8",
     "free_memory",
     "growth_interval",
     "is_device_lost",
@@ -232,6 +233,15 @@ def precision_name(autocast: str | torch.dtype | None) -> str:
     """
     name = _name_of(autocast)
     return {"fp32": "no", "fp8": "bf16"}.get(name, name)
+
+
+def computes_in_fp8(autocast: str | torch.dtype | None) -> bool:
+    """Return whether the argument `autocast` asks for products in fp8, in any of its spellings.
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
+    return _name_of(autocast) == "fp8"
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

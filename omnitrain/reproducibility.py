@@ -26,6 +26,7 @@ __all__ = [
     "isolated_rng",
     "restore_rng",
     "seed_everything",
+    "seed_generators",
     "snapshot_rng",
 ]
 
@@ -190,6 +191,12 @@ class _NumpyGenerator:
 
 GENERATORS: tuple[Generator, ...] = (_TorchGenerator(), _NumpyGenerator(), _PythonGenerator())
 """The global generators of the CPU: torch, numpy, random."""
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of the CPU with a 64-bit integer, as `derive_seed` returns it."""
+    for generator in GENERATORS:
+        generator.seed(seed)
 
 
 def snapshot_rng(device: torch.device | None = None) -> dict[str, Any]:

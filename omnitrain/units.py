@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, labels_of, where_labels_are
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, labels_of, tensors_in, where_labels_are
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.losses import CrossEntropy, count_of, parts_of, total_of
 
@@ -327,7 +327,7 @@ def without_effect(output: StepOutput, loss: Tensor) -> Tensor:
         return loss * 0
     used = _computed_from(loss)
     outputs = output.outputs if output._returned is None else output._returned
-    nothing = [one.float().sum() * 0 for one in _tensors_in(outputs) if one is not loss and one.grad_fn in used]
+    nothing = [one.float().sum() * 0 for one in tensors_in(outputs) if one is not loss and one.grad_fn in used]
     return torch.stack(nothing).sum() if nothing else loss * 0
 
 
@@ -341,14 +341,6 @@ def _computed_from(loss: Tensor) -> set[Any]:
             found.add(node)
             ahead += [one for one, _ in node.next_functions]
     return found
-
-
-def _tensors_in(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, (Mapping, tuple, list)):
-        for one in outputs.values() if isinstance(outputs, Mapping) else outputs:
-            yield from _tensors_in(one)
 
 
 def _loss_in(outputs: Any) -> Any:

@@ -23,6 +23,7 @@ from counting import COLLATORS, SIZE, SOURCES, Resumable, made
 from marks import thinned
 from recipes import (
     Blank,
+    Graphs,
     Holding,
     Noisy,
     Overflowing,
@@ -145,18 +146,6 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 
 
 # --- compiled models
-
-
-class Graphs:
-    """A compiler that leaves graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        torch.compiler.reset()
-        self.count = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.count += 1
-        return graph
 
 
 def test_compiling_ahead_leaves_no_trace_and_the_run_compiles_nothing_more(trainer_class: Any, tmp_path: Path) -> None:

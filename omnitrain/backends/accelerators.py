@@ -18,7 +18,7 @@ from omnitrain.backends.fsdp import FSDP
 from omnitrain.backends.zero import LossScale, Zero
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
-from omnitrain.precision import choose_device
+from omnitrain.precision import choose_device, computes_in_fp8
 from omnitrain.rendezvous import connected_ranks, meeting
 from omnitrain.settings import Settings, check_same_on_ranks, check_type, describe
 
@@ -153,7 +153,7 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     if kind == "FSDP":
         return FSDP(accelerator, *parts)
     if kind == "DEEPSPEED":
-        if str(settings.autocast) in ("fp8", "float8"):
+        if computes_in_fp8(settings.autocast):
             raise ConfigError(
                 f"`autocast={settings.autocast!r}` does not work with DeepSpeed ZeRO, which casts and flattens the "
                 "weights that the fp8 layers scale. Use FSDP or DDP, or autocast='bf16'."

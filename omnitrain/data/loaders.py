@@ -38,13 +38,14 @@ from omnitrain.data.streams import Mark, Stream, can_seek, has_state
 from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
 from omnitrain.errors import DataError
 from omnitrain.progress import Progress
-from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
+from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
 
 __all__ = [
     "GivenLoader",
     "Loader",
     "MapLoader",
     "StreamLoader",
+    "as_is",
     "end_workers",
     "has_length",
     "is_stream",
@@ -83,6 +84,8 @@ class Loader:
     is_split: bool = False
     """Whether each rank has a share of its own, whose states differ."""
     _epoch = 0
+    _marks: deque[Mark] = deque(maxlen=0)  # noqa: RUF012 (it can hold nothing)
+    _start: Mark | None = None
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, each with its number of samples."""
@@ -140,10 +143,21 @@ class Loader:
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
         """Have the next pass begin as it would have, whatever is read inside."""
+        states = [(source, copy.deepcopy(source.state_dict())) for source in self.with_states()]
+        marks, start = list(self._marks), self._start
         try:
             yield
         finally:
             self.close()
+            for source, state in states:
+                source.load_state_dict(state)
+            self.start_from(start)
+            self._marks.clear()
+            self._marks.extend(marks)
+
+    def with_states(self) -> Sequence[Any]:
+        """Return what is read in a pass and has a state, by which it can be put back."""
+        return ()
 
     def close(self) -> None:
         """End worker processes, if there are any; the next pass starts new ones."""
@@ -186,7 +200,8 @@ class _Answers:
         return Counted(self.fetch(*request), len(request[1]))
 
 
-def _as_is(batch: Any) -> Any:
+def as_is(batch: Any) -> Any:
+    """Return a batch as it is: a `collate_fn` that worker processes can import."""
     return batch
 
 
@@ -219,7 +234,7 @@ class MapLoader(Loader):
                 _Answers(self.fetch),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._requests,
-                collate_fn=_as_is,
+                collate_fn=as_is,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 prefetch_factor=prefetch_factor,
@@ -347,14 +362,8 @@ class StreamLoader(Loader):
         stop_workers(self._iterator)
         self._iterator = None
 
-    @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
-        marks, start = self._marks.copy(), self._start
-        try:
-            with _put_back(self.dataset if can_seek(self.dataset) else None), super().untouched():
-                yield
-        finally:
-            self._marks, self._start = marks, start
+    def with_states(self) -> Sequence[Any]:
+        return [self.dataset] if can_seek(self.dataset) else []
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch; to reach `position`, the samples before it are read and dropped."""
@@ -376,7 +385,7 @@ class StreamLoader(Loader):
             loader = DataLoader(
                 self._stream,
                 batch_size=None,
-                collate_fn=_as_is,
+                collate_fn=as_is,
                 generator=torch.Generator().manual_seed(self.seed),
                 worker_init_fn=outlive_signals,
                 **self._workers,
@@ -483,14 +492,8 @@ class GivenLoader(Loader):
             return None
         return state["ranks"][self._own_rank]
 
-    @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
-        marks, start = self._marks.copy(), self._start
-        try:
-            with _put_back(self.loader), super().untouched():
-                yield
-        finally:
-            self._marks, self._start = marks, start
+    def with_states(self) -> Sequence[Any]:
+        return [self.loader] if has_state(self.loader) else []
 
     def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
@@ -576,10 +579,10 @@ class GivenLoader(Loader):
             with isolated_rng():
                 try:
                     if batches is None:  # what it draws to begin with, it has drawn for the first batch of the epoch
-                        self._seed(epoch, 0)
+                        seed_generators(derive_seed(self.seed, epoch, 0))
                         batches = iter(self.loader)
                     if number:
-                        self._seed(epoch, number)
+                        seed_generators(derive_seed(self.seed, epoch, number))
                     batch = next(batches, _END)
                 except Exception as error:
                     error.add_note(f"Raised by the loader of {self.name} for batch {number} of its epoch, from 0 on.")
@@ -605,12 +608,6 @@ class GivenLoader(Loader):
             if not told and time.monotonic() - start > 1:
                 told = True
                 logger.warning("Reading the first batches of the loader again to get to where the run was.")
-
-    def _seed(self, epoch: int, number: int) -> None:
-        """Seed the generators that a loader may draw from for a batch of an epoch."""
-        seed = derive_seed(self.seed, epoch, number)
-        for generator in GENERATORS:
-            generator.seed(seed)
 
     def _mark(self, epoch: int, samples: int, batches: int, has_ended: bool = False) -> None:
         self._marks.append(Mark(epoch, samples, self.loader.state_dict(), has_ended, batches, self._workers))
@@ -647,17 +644,6 @@ def _other_batches(number: int, rows: int, seen: int) -> DataError:
 
 
 _END = object()
-
-
-@contextlib.contextmanager
-def _put_back(source: Any) -> Iterator[None]:
-    """Put a stream or a loader that has a state back to where it is now."""
-    state = copy.deepcopy(source.state_dict()) if has_state(source) else None
-    try:
-        yield
-    finally:
-        if state is not None:
-            source.load_state_dict(state)
 
 
 def _draws_own_seed(loader: Any) -> bool:

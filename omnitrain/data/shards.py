@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from omnitrain.data.collation import pinned
-from omnitrain.data.loaders import Loader, has_length
+from omnitrain.data.loaders import Loader, as_is, has_length
 from omnitrain.data.sampling import Collate, Counted, no_end
 from omnitrain.data.streams import Mark, can_seek
 from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.progress import Progress
-from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
+from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
 
 __all__ = ["ShardedLoader", "ShardedStream"]
 
@@ -192,9 +192,7 @@ class _Reader(IterableDataset[_Part]):
             raise
 
     def _seed(self, place: int, *more: int) -> None:
-        seed = derive_seed(self.seed, self.epoch, self.rank + place * self.world_size, *more)
-        for generator in GENERATORS:
-            generator.seed(seed)
+        seed_generators(derive_seed(self.seed, self.epoch, self.rank + place * self.world_size, *more))
 
     def _states(self, live: Iterable[int], kept: dict[int, int], place: int) -> dict[int, tuple[int, Any]]:
         """Return the states of the shards of which enough was read since the last."""
@@ -312,6 +310,9 @@ class ShardedLoader(Loader):
             stop_workers(iterator)
         self._iterators = []
 
+    def with_states(self) -> Sequence[Any]:
+        return [shard for shard in self.own if can_seek(shard)]
+
     # --- the position
 
     def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
@@ -425,11 +426,7 @@ class ShardedLoader(Loader):
             return iter(reader)
         # one worker each, as a stream that shares itself out among workers takes all of its shard then
         loader = DataLoader(
-            reader, batch_size=None, collate_fn=_as_is, num_workers=1, prefetch_factor=self._prefetch_factor,
+            reader, batch_size=None, collate_fn=as_is, num_workers=1, prefetch_factor=self._prefetch_factor,
             generator=torch.Generator().manual_seed(self.seed), worker_init_fn=outlive_signals,
         )  # fmt: skip
         return start_workers(loader)
-
-
-def _as_is(part: Any) -> Any:
-    return part

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from omnitrain.data.sampling import Collate, Counted, no_end, share
 from omnitrain.errors import CheckpointError, named_samples
 from omnitrain.events import give_back
-from omnitrain.reproducibility import GENERATORS, derive_seed, isolated_rng
+from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
 
 __all__ = ["Mark", "Stream", "can_seek", "check_state", "has_state"]
 
@@ -119,9 +119,7 @@ class Stream(IterableDataset[Any]):
             self.dataset.load_state_dict(start.state)
         samples = None
         for number in itertools.count(0 if start is None else start.position):
-            seed = derive_seed(self.seed, epoch, number)
-            for generator in GENERATORS:
-                generator.seed(seed)
+            seed_generators(derive_seed(self.seed, epoch, number))
             samples = iter(self.dataset) if samples is None else samples
             try:
                 sample = next(samples)

@@ -12,7 +12,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Data
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from omnitrain.data.grouping import GroupByLength, lengths_of
-from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, is_stream
+from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, as_is, is_stream
 from omnitrain.data.sampling import windows
 from omnitrain.errors import ConfigError
 from omnitrain.hf.arguments import word_of
@@ -65,10 +65,6 @@ def _only(batches: list[Any]) -> Any:
     return batches[0]
 
 
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
 def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
     """Return a loader by which transformers' loop counts micro-batches, or windows.
 
@@ -77,7 +73,7 @@ def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
     loader = owner.train_loader
     generator = torch.Generator().manual_seed(owner.seed)  # otherwise it draws from the generator of training
     if by_window or not isinstance(loader, MapLoader):
-        return DataLoader(_Windows(owner), batch_size=None, collate_fn=_as_is, generator=generator)
+        return DataLoader(_Windows(owner), batch_size=None, collate_fn=as_is, generator=generator)
     return DataLoader(
         _Fetched(loader.fetch, loader.sampler.size),
         batch_sampler=_Requests(owner),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Sentences, StopAt, Tagger, rows, same, t16, weights
+from recipes import Graphs, Sentences, StopAt, Tagger, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -24,20 +24,9 @@ from omnitrain import (
     LayerFreezing,
     ProgressiveResizing,
     SeqLengthWarmup,
+    ShardedStream,
     Trainer,
 )
-
-
-class Graphs:
-    """A compiler that leaves graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        torch.compiler.reset()
-        self.count = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.count += 1
-        return graph
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +111,16 @@ def test_data_with_a_state_begin_where_they_would_have_after_compiling(is_loader
     assert stream.seen == list(range(8)) and stream.at == 0
     trainer.train()
     assert stream.seen[8:24] == list(range(16))
+
+
+def test_shards_with_a_state_begin_where_they_would_have_after_compiling() -> None:
+    shards = [Counter(), Counter()]
+    compiled = {"compile": {"backend": Graphs()}, "batch_size": 4, "epochs": None, "max_steps": 8}
+    trainer = make(t16(), ShardedStream(shards), **compiled)
+    trainer.compile(steps=2)
+    assert [shard.seen for shard in shards] == [list(range(4))] * 2 and [shard.at for shard in shards] == [0, 0]
+    trainer.train()
+    assert [shard.seen[4:20] for shard in shards] == [list(range(16))] * 2
 
 
 class Remembering(Algorithm):
