@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import socket
 import subprocess
 import time
 import uuid
@@ -17,6 +19,16 @@ LIMIT = 300.0
 """Seconds after which a program hangs: many times what any of them takes, also where others use the machine."""
 _NAME = "TEST_PROGRAM"
 """The variable in the environment by which the processes of a program are found, whatever session they are in."""
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on, below those that systems hand out to outgoing connections."""
+    choices = random.SystemRandom()
+    while True:
+        port = choices.randrange(15_000, 32_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("localhost", port))
+            return port
 
 
 @contextlib.contextmanager

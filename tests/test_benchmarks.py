@@ -103,6 +103,7 @@ def chaos(tmp_path: Path, *arguments: str, timeout: float = 1200) -> list[dict[s
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_runs_that_are_killed_and_stopped_at_random_end_with_the_same_bits(tmp_path: Path) -> None:
     found = chaos(tmp_path, "--trials", "2", "--backends", "native", "ddp", "--faults", "kill")
     assert sorted(one["backend"] for one in found) == ["ddp", "native"] and all(one["same"] for one in found)

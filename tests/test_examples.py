@@ -160,6 +160,7 @@ def test_the_network_for_tables_is_as_good_as_a_linear_model() -> None:
     assert results["network"] > results["linear"] - 0.05 > 0.25
 
 
+@pytest.mark.slow
 def test_ends_of_words_are_found() -> None:
     assert names_of("sequence_labelling.py")["main"](epochs=3, limit=1000)["eval_f1"] > 0.5  # an end everywhere: 0.36
 
@@ -185,10 +186,12 @@ def test_numbers_are_spelled_as_they_are_said() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_dates_are_translated() -> None:
     assert names_of("seq2seq.py")["main"](epochs=4, count=1500) > 0.3  # by chance: none
 
 
+@pytest.mark.slow
 def test_adapters_learn_what_their_base_cannot_read() -> None:
     results = names_of("lora.py")["main"](epochs=3)
     assert results["after"] > results["before"] + 0.3

@@ -17,7 +17,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -281,9 +280,7 @@ class _Running:
         self.folder.mkdir()
         self.store, port = None, 0
         if case.processes > 1 and case.hosted:
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                port = free.getsockname()[1]
+            port = programs.free_port()
         elif case.processes > 1:
             reading, writing = os.pipe()
             self.store = self._fork(lambda: _keep_store(writing))

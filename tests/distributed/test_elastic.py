@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,6 @@ OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch"]
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
 
 
 def on_two_machines(*command: str, cwd: Path) -> str:
@@ -75,7 +68,7 @@ def nodes_and_restarts(folder: Path) -> list[tuple[Any, Any]]:
 @pytest.mark.slow
 def test_two_machines_end_with_the_weights_of_one(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    endpoint = f"localhost:{free_port()}"
+    endpoint = f"localhost:{programs.free_port()}"
     on_two_machines(*TORCHRUN, *words, "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path), cwd=tmp_path)
     assert nodes_and_restarts(tmp_path) == [("0", "0"), ("1", "0")]
     assert_equal(state(tmp_path / "run"), uninterrupted)
@@ -106,7 +99,7 @@ def test_a_run_whose_worker_is_killed_is_started_anew_and_ends_with_the_same_wei
     rendezvous: list[str], tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
     if rendezvous == ["--master-port"]:  # what accelerate launch does: one store through all restarts, at a known port
-        rendezvous = ["--master-port", str(free_port())]
+        rendezvous = ["--master-port", str(programs.free_port())]
     words = ["--nproc-per-node", "2", "--max-restarts", "2", SCRIPT, str(tmp_path), "--kill", "6"]
     code, output = run(*TORCHRUN, *rendezvous, *words, cwd=tmp_path)
     assert code == 0, output
@@ -119,7 +112,7 @@ def test_a_run_whose_worker_is_killed_is_started_anew_and_ends_with_the_same_wei
 def test_a_killed_worker_takes_both_machines_back_to_the_last_checkpoint(
     tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
-    words = ["-n", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "2"]
+    words = ["-n", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{programs.free_port()}", "--max-restarts", "2"]
     on_two_machines(*OMNITRAIN, *words, SCRIPT, str(tmp_path), "--kill", "6", cwd=tmp_path)
     assert (tmp_path / "killed").exists()
     assert_equal(state(tmp_path / "run"), uninterrupted)
