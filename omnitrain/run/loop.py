@@ -19,7 +19,6 @@ from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
 from omnitrain.events import Control, overriding
-from omnitrain.precision import is_out_of_memory
 from omnitrain.run.evaluation import Evaluation, Inconclusive
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
@@ -27,6 +26,7 @@ from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.memory import has_batch_norm
 from omnitrain.run.nonfinite import evaluation_error
 from omnitrain.run.recompilations import Recompilations
+from omnitrain.run.shortage import explaining_memory
 from omnitrain.run.step import IN_STEPS, Step
 from omnitrain.settings import Settings
 from omnitrain.units import ModelUnit
@@ -89,6 +89,10 @@ class Loop:
 
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
+        with explaining_memory(self.hooks, "training"):
+            self._run()
+
+    def _run(self) -> None:
         lifecycle = self.lifecycle
         self._recompilations.begin()
         self.checkpointer.shown.check()
@@ -231,7 +235,8 @@ class Loop:
                 self.evaluate()
         with lifecycle.aside():
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
-                checkpointer.save(history)
+                with explaining_memory(self.hooks, "saving"):
+                    checkpointer.save(history)
             checkpointer.await_background()
         checkpointer.note_last_save()
 
@@ -278,7 +283,7 @@ class Loop:
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
         if is_asked or checkpointer.owes_best:
-            with lifecycle.aside():
+            with lifecycle.aside(), explaining_memory(self.hooks, "saving"):
                 checkpointer.save(for_best=not is_asked)
                 self.agree("the end of a save")
 
@@ -344,7 +349,12 @@ class Loop:
         """
         self.sets.check_sizes(loader)
         try:
-            with self.lifecycle.aside(), self.evaluation.outside_run(), self.hooks.precision.of_products():
+            with (
+                self.lifecycle.aside(),
+                self.evaluation.outside_run(),
+                self.hooks.precision.of_products(),
+                explaining_memory(self.hooks, "evaluation"),
+            ):
                 result = work(self.is_interrupted)
         finally:
             end_workers(loader)
@@ -359,9 +369,9 @@ class Loop:
         self.is_evaluating = True
         self.evaluation.left_out = self._sets_not_due()
         try:
-            metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
+            with explaining_memory(hooks, "evaluation"):
+                metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
-            _note_memory(error)
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
             add_place(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
             raise
@@ -408,17 +418,17 @@ class Loop:
         """
         evaluation, loader = self.evaluation, self.sets.eval
         try:
-            try:
-                self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
-            except (Inconclusive, ObjectiveError) as error:
-                reason = error.__cause__ or error
-                logger.warning(
-                    "Before step 1 all of the evaluation set is evaluated, since its first batch cannot be scored by "
-                    "itself (%s: %s). `sanity=False` leaves that out.", type(reason).__name__, reason,
-                )  # fmt: skip
-                self._check(evaluation.evaluate(loader, "eval", self.is_interrupted))
+            with explaining_memory(self.hooks, "evaluation"):
+                try:
+                    self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
+                except (Inconclusive, ObjectiveError) as error:
+                    reason = error.__cause__ or error
+                    logger.warning(
+                        "Before step 1 all of the evaluation set is evaluated, since its first batch cannot be scored "
+                        "by itself (%s: %s). `sanity=False` leaves that out.", type(reason).__name__, reason,
+                    )  # fmt: skip
+                    self._check(evaluation.evaluate(loader, "eval", self.is_interrupted))
         except Exception as error:
-            _note_memory(error)
             error.add_note(
                 "It was the rehearsal of evaluations before the first step; `sanity=False` leaves that out, and the "
                 "first evaluation would raise the same."
@@ -587,9 +597,3 @@ class Loop:
                     "`_train_epoch` of your own that steps the optimizer. Leave it out and do the same in your loop, "
                     "or have super()._train_epoch(epoch) take the steps."
                 )
-
-
-def _note_memory(error: Exception) -> None:
-    """Name the remedy if an evaluation ran out of device memory."""
-    if isinstance(error, RuntimeError) and is_out_of_memory(error):
-        error.add_note("It was an evaluation, whose batches `eval_batch_size` makes smaller.")

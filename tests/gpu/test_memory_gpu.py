@@ -102,7 +102,7 @@ def test_memory_that_runs_out_in_an_evaluation_says_what_makes_it_smaller(device
         kind, device, Greedy(t16(dtype=FP32), "evaluation"), rows(12, FP32), rows(8, FP32), loss_fn=F.mse_loss,
         callbacks=[stops], sanity=False,
     )  # fmt: skip
-    assert "`eval_batch_size` makes smaller" in run_out(trainer)
+    assert "ran out in evaluation" in (said := run_out(trainer)) and "eval_batch_size=2 (instead of 4)" in said
     assert stops.step == 3
 
 
