@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.straight_through import StraightThrough
     from omnitrain.algorithms.swa import SWA
     from omnitrain.callbacks.early_stopping import EarlyStopping
+    from omnitrain.callbacks.garbage_collection import GarbageCollection
+    from omnitrain.callbacks.memory_monitor import MemoryMonitor
+    from omnitrain.callbacks.profiler import Profiler
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
     from omnitrain.callbacks.wandb import WandbLogger
     from omnitrain.data.collation import Collator
@@ -99,6 +102,7 @@ _HOMES = {
     "EvalUnit": "units",
     "Event": "events",
     "ExponentialScheduler": "schedules",
+    "GarbageCollection": "callbacks.garbage_collection",
     "GradientClipping": "algorithms.gradient_clipping",
     "GradualUnfreezing": "algorithms.gradual_unfreezing",
     "GroupByLength": "data.grouping",
@@ -110,6 +114,7 @@ _HOMES = {
     "LinearScheduler": "schedules",
     "LayerFreezing": "algorithms.layer_freezing",
     "MagnitudePruning": "algorithms.magnitude_pruning",
+    "MemoryMonitor": "callbacks.memory_monitor",
     "MetricDescriptor": "descriptors",
     "MetricsDict": "metrics",
     "MissingExtraError": "errors",
@@ -126,6 +131,7 @@ _HOMES = {
     "PolynomialScheduler": "schedules",
     "Predictions": "run.evaluation",
     "ProductScheduler": "schedules",
+    "Profiler": "callbacks.profiler",
     "Progress": "progress",
     "Schedule": "schedules",
     "SchedulePreview": "preview",
@@ -176,6 +182,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "EvalUnit",
     "Event",
     "ExponentialScheduler",
+    "GarbageCollection",
     "GradientClipping",
     "GradualUnfreezing",
     "GroupByLength",
@@ -187,6 +194,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "LinearScheduler",
     "LayerFreezing",
     "MagnitudePruning",
+    "MemoryMonitor",
     "MetricDescriptor",
     "MetricsDict",
     "MissingExtraError",
@@ -203,6 +211,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "PolynomialScheduler",
     "Predictions",
     "ProductScheduler",
+    "Profiler",
     "Progress",
     "Schedule",
     "SchedulePreview",

@@ -66,6 +66,8 @@ def descriptor_of(name: str) -> MetricDescriptor:
     known = _KNOWN.get(bare_name(name))
     if known is None and name.endswith("_per_second"):
         known = MetricDescriptor("", name.removesuffix("_per_second") + "/s", order=70)
+    if known is None and name.startswith("memory_"):
+        known = MetricDescriptor(name.replace("_", " "), "GiB", ".2f", order=80)
     return known or _PLAIN
 
 

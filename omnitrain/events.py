@@ -33,11 +33,13 @@ __all__ = [
     "Control",
     "Event",
     "Histogram",
+    "Ranges",
     "TrainerLike",
     "arguments_of",
     "check_algorithms",
     "overriding",
     "share_of_run",
+    "within",
 ]
 
 
@@ -63,7 +65,8 @@ class Event(StrEnum):
                 if requested: log      -> LOG
                 if requested: EVAL_START, evaluate, [algorithms: metrics]
                                        -> EVAL_END       # may request save, stop
-                if requested: save     -> SAVE_END       # may delete old checkpoints
+                if requested: SAVE_START, save
+                                       -> SAVE_END       # may delete old checkpoints
             [algorithms: end_epoch], EPOCH_END  # once per EPOCH_START; counts if the data ran out
             if requested: log, evaluate, save, as above
         [algorithms: end_run], TRAIN_END    # always, even after EXCEPTION
@@ -84,6 +87,7 @@ class Event(StrEnum):
     REPORT = "report"
     EVAL_START = "eval_start"
     EVAL_END = "eval_end"
+    SAVE_START = "save_start"
     SAVE_END = "save_end"
     EPOCH_END = "epoch_end"
     EXCEPTION = "exception"
@@ -165,6 +169,10 @@ class Control:
                 setattr(asked, name, True)
                 setattr(self, name, False)
         return asked
+
+
+Ranges = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Makes the context for a part of a step, by its name: "data", "forward", "backward" or "update"."""
 
 
 class TrainerLike(Protocol):
@@ -292,6 +300,24 @@ class LifecycleLike(Protocol):
         """Send texts and histograms to every callback that shows them, on the ranks that call it."""
         ...
 
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Exclude the work inside from the time between two logs, from which rates are computed."""
+        ...
+
+    def mark_parts(self, ranges: Ranges | None) -> None:
+        """Run data, forward, backward and update of each step inside of `ranges(name)`; None runs them as they are."""
+        ...
+
+
+def within(ranges: Ranges, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what `run` does, inside of `ranges(name)`."""
+
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        with ranges(name):
+            return run(*args, **kwargs)
+
+    return ranged
+
 
 def _note_arguments(cls: Any) -> None:
     """Have the constructor of a class note in each object what it was given, for `arguments_of`."""
@@ -397,6 +423,9 @@ class Callback:
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """After an evaluation that belongs to the run; `metrics` has `eval_loss, eval_<metric>, ...`."""
+
+    def on_save_start(self, trainer: TrainerLike) -> None:
+        """Before a checkpoint is put together; `on_save_end` follows once it is complete, and not if it cannot be."""
 
     def on_save_end(self, trainer: TrainerLike) -> None:
         """After a checkpoint is complete."""

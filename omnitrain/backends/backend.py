@@ -19,6 +19,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.tensors import host_copy
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
+from omnitrain.events import Ranges, within
 from omnitrain.precision import Dtypes
 
 __all__ = ["Backend"]
@@ -178,6 +179,13 @@ class Backend:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`."""
         self.scaler.scale(loss).backward()
+
+    def mark(self, ranges: Ranges | None) -> None:
+        """Run forward, backward and update inside of `ranges(name)` each; None runs them as they are."""
+        for name in ("forward", "backward", "update"):
+            vars(self).pop(name, None)
+            if ranges is not None:
+                vars(self)[name] = within(ranges, name, getattr(self, name))
 
     def check_reduces_apart(self) -> None:
         """Raise ConfigError if gradients cannot be averaged over the ranks by `reduce_gradients` alone."""

@@ -157,6 +157,7 @@ class Checkpointer:
     def _save(self, store: Store, history: dict[str, Any] | None, for_best: bool) -> None:
         self.await_background()
         lifecycle, ranks = self._lifecycle, self._run.ranks
+        lifecycle.begin_save()
         lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
         snapshot = self._snapshot(history)
         snapshot.payload["for_best"] = for_best and snapshot.step != self._asked_step  # may replace one of this step
@@ -186,6 +187,7 @@ class Checkpointer:
         if self.store is None:
             raise ConfigError("There is no place for a checkpoint. Pass `save_dir` to the constructor.")
         self.await_background()
+        self._lifecycle.begin_save()
         snapshot = self._snapshot()
         snapshot.payload["for_best"] = False
         return self._committed(snapshot, self._write(self.store, snapshot))

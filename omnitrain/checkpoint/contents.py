@@ -130,6 +130,10 @@ class Lifecycle(Protocol):
         """Tell the callbacks that a checkpoint was restored."""
         ...
 
+    def begin_save(self) -> None:
+        """Tell the callbacks that a checkpoint is about to be put together."""
+        ...
+
     def saved(self, path: Path) -> None:
         """Record that a checkpoint is complete, and tell the callbacks."""
         ...

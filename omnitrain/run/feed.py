@@ -24,6 +24,7 @@ from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Stages
 from omnitrain.errors import DataError, DistributedError, add_place
+from omnitrain.events import Ranges, within
 from omnitrain.losses import divisor_of
 from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
@@ -115,6 +116,8 @@ class Feed:
         """Its `_part`, summed over all ranks."""
         self._are_totals_stale = False
         """Whether the next totals that come are of other micro-batches than it has now."""
+        self._next: Callable[..., Any] = next
+        """Reads a window; named, if the parts of steps are."""
 
     # --- training
 
@@ -136,7 +139,7 @@ class Feed:
         while True:
             ranks.place, ranks.step = "data", progress.step + progress.skipped_steps + 1
             try:
-                group, self._ahead = self._ahead if self._ahead is not None else next(groups, []), None
+                group, self._ahead = self._ahead if self._ahead is not None else self._next(groups, []), None
                 if isinstance(group, Exception):
                     raise group
             except Exception as error:
@@ -205,12 +208,18 @@ class Feed:
         if self._groups is None or self._ahead is not None:
             return ()
         self._ranks.place = "data"
+        ahead: list[Weighed] | Exception
         try:
-            self._ahead = next(self._groups, [])
+            ahead = self._next(self._groups, [])
         except Exception as error:  # it belongs to the next step: the requests of this one come first
-            self._ahead = error
+            ahead = error
+        self._ahead = ahead
         self._ranks.place = "step"
-        return () if isinstance(self._ahead, Exception) else _part(self._ahead)
+        return () if isinstance(ahead, Exception) else _part(ahead)
+
+    def mark(self, ranges: Ranges | None) -> None:
+        """Read data inside of `ranges("data")`; None reads them as they are."""
+        self._next = next if ranges is None else within(ranges, "data", next)
 
     def take_totals(self, totals: Sequence[float]) -> None:
         """Take the results of `read_ahead`, summed over all ranks."""

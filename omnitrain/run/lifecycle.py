@@ -1,7 +1,7 @@
 """The lifecycle of a run: emits its events, and keeps progress, requests, history and the best evaluation.
 
-A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, saved, logged,
-end_train` in the order shown in `Event`. Nothing here trains, evaluates or saves, or imports torch.
+A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, begin_save, saved,
+logged, end_train` in the order shown in `Event`. Nothing here trains, evaluates or saves, or imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Callback, Control, Event, Histogram, TrainerLike, give_back
+from omnitrain.events import Callback, Control, Event, Histogram, Ranges, TrainerLike, give_back
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.progress import Progress
@@ -81,6 +81,7 @@ class Lifecycle:
         self._clock = time.perf_counter()
         self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
         self._with_values: list[Callback] = []
+        self._parts: tuple[Callable[[Ranges | None], None], ...] = ()
         self.register(callbacks)
 
     def register(self, callbacks: Iterable[Callback]) -> None:
@@ -176,6 +177,15 @@ class Lifecycle:
             step, seconds, samples, tokens = self.logged_at
             self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
+    def take_parts(self, *parts: Callable[[Ranges | None], None]) -> None:
+        """Take what names parts of a step, for `mark_parts`."""
+        self._parts = parts
+
+    def mark_parts(self, ranges: Ranges | None) -> None:
+        """Run data, forward, backward and update of each step inside of `ranges(name)`; None runs them as they are."""
+        for mark in self._parts:
+            mark(ranges)
+
     # --- epochs and steps
 
     def begin_epoch(self) -> None:
@@ -268,6 +278,10 @@ class Lifecycle:
         )
         self.tick()
         self.emit(Event.EVAL_END, metrics)
+
+    def begin_save(self) -> None:
+        """A checkpoint is about to be put together."""
+        self.emit(Event.SAVE_START)
 
     def saved(self, path: Path) -> None:
         """A checkpoint at `path` is complete."""

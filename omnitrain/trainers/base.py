@@ -459,6 +459,7 @@ class BaseTrainer(Hooks, ABC):
         former = vars(self).get("_feed")
         stages = stages_of(settings, self.limits, ranks.world_size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
+        lifecycle.take_parts(self.backend.mark, self._feed.mark)
         if former is not None:  # of an earlier run
             self._feed.microbatch_size = former.microbatch_size
         self._step = Step(

@@ -1,0 +1,172 @@
+"""Memory in rows of logs: what is measured on each device, to which phase a peak belongs, and snapshots."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import KINDS, make
+from recipes import rows, same, t16, weights
+from starving import no_room
+
+from omnitrain import Callback, ConfigError, MemoryMonitor
+from omnitrain.callbacks import memory_monitor
+from omnitrain.callbacks.memory_monitor import GIB, resident_memory
+
+CPU = torch.device("cpu")
+
+
+class Rows(Callback):
+    """Keeps what rows of logs have of memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_log(self, trainer: Any, logs: Any) -> None:
+        found = {name: value for name, value in logs.items() if name.startswith("memory")}
+        self.rows.append({name: value for name, value in found.items() if "process" not in name})
+        self.process = {name: value for name, value in found.items() if "process" in name}
+
+
+class Pretends:
+    """A device that counts peaks: of 1 GiB in a step, 2 in an evaluation, 3 in a save."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak = 0
+        monkeypatch.setattr(memory_monitor, "has_peaks", lambda device: True)
+        monkeypatch.setattr(memory_monitor, "read_peaks", self.read)
+
+    def read(self, device: torch.device) -> tuple[int, int]:
+        found, self.peak = self.peak, 0
+        return found, 2 * found
+
+    def take(self, size: int) -> None:
+        self.peak = max(self.peak, size * GIB)
+
+    def callback(self) -> Callback:
+        device = self
+
+        class Takes(Callback):
+            order = 50
+
+            def on_train_start(self, trainer: Any) -> None:
+                device.take(9)  # by the rehearsal, which is no part of a phase
+
+            def on_step_start(self, trainer: Any) -> None:
+                device.take(1)
+
+            def on_eval_start(self, trainer: Any) -> None:
+                device.take(2)
+
+            def on_save_start(self, trainer: Any) -> None:
+                device.take(3)
+
+        return Takes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peaks_belong_to_the_phase_in_which_they_were(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, shown = Pretends(monkeypatch), Rows()
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        make(
+            kind, CPU, t16(), rows(24), rows(8), save_dir=tmp_path, log_steps=2, eval_steps=2, save_steps=4,
+            callbacks=[MemoryMonitor(), shown, device.callback()],
+        ).train()  # fmt: skip
+    first, second, third = shown.rows
+    assert first == {"memory_allocated": 9.0, "memory_reserved": 18.0, "memory_train": 1.0}
+    # the best of the first evaluation is saved as well
+    assert second == {
+        "memory_allocated": 3.0, "memory_reserved": 6.0, "memory_train": 1.0, "memory_eval": 2.0, "memory_save": 3.0,
+    }  # fmt: skip
+    assert third == second
+    assert "The most memory on rank 0, in GiB: train 1.00, eval 2.00, save 3.00, process" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_cpu_it_is_the_memory_of_the_process_and_no_number_changes(kind: str, tmp_path: Path) -> None:
+    shown = Rows()
+    options: dict[str, Any] = {"log_steps": 1}
+    watched = make(
+        kind, CPU, t16(0.2), rows(24), save_dir=tmp_path / "a", callbacks=[MemoryMonitor(), shown], **options
+    )
+    watched.train()
+    plain = make(kind, CPU, t16(0.2), rows(24), save_dir=tmp_path / "b", **options)
+    plain.train()
+    assert same(weights(watched.get_model()), weights(plain.get_model()))
+    assert shown.rows == [{}] * 6
+    assert 0.05 < shown.process["memory_process"] <= shown.process["memory_process_peak"] + 0.01
+
+
+def test_the_memory_of_the_process_grows_with_what_it_holds() -> None:
+    before, _ = resident_memory()
+    held = torch.ones(64 * 2**20 // 4)
+    now, most = resident_memory()
+    assert now - before > 60 * 2**20 and most >= now - 2**20
+    del held
+
+
+def test_an_async_save_is_counted_as_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, shown = Pretends(monkeypatch), Rows()
+    make(
+        "native", CPU, t16(), rows(24), save_dir=tmp_path, log_steps=2, save_steps=2, async_save=True,
+        callbacks=[MemoryMonitor(), shown, device.callback()],
+    ).train()  # fmt: skip
+    assert [sorted(row) for row in shown.rows] == [["memory_allocated", "memory_reserved", "memory_train"]] * 3
+    assert shown.rows[1]["memory_train"] == 3.0
+
+
+# --- snapshots
+
+
+def test_a_snapshot_needs_a_cuda_device_and_a_folder_is_for_snapshots(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`snapshot=True` records the allocations of a CUDA device"):
+        make("native", CPU, t16(), rows(8), save_dir=tmp_path, callbacks=[MemoryMonitor(snapshot=True)]).train()
+    with pytest.raises(ConfigError, match="is for snapshots"):
+        MemoryMonitor(folder=tmp_path)
+
+
+class Recorder:
+    """Stands in for the recording of PyTorch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
+
+    def record(self, enabled: str | None = "all", max_entries: int = 0) -> None:
+        self.calls.append(f"record {enabled}")
+
+    def dump(self, path: str) -> None:
+        self.calls.append("dump")
+        Path(path).write_bytes(b"")
+
+
+class Ends(Callback):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize(("error", "calls"), [
+    (no_room(), ["record all", "dump", "record None"]), (RuntimeError("another"), ["record all", "record None"]),
+])  # fmt: skip
+def test_a_snapshot_is_written_where_memory_runs_out(
+    error: Exception, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, monitor = Recorder(monkeypatch), MemoryMonitor(snapshot=True)
+    monkeypatch.setattr(memory_monitor, "has_peaks", lambda device: False)
+    trainer = make("native", CPU, t16(), rows(24), save_dir=tmp_path, callbacks=[monitor, Ends(error)])
+    monkeypatch.setattr(memory_monitor, "records", lambda device: True)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.train()
+    path = tmp_path / "memory" / "rank0-step2.pickle"
+    assert recorder.calls == calls and path.exists() == ("dump" in calls)
+    assert any(str(path) in note for note in caught.value.__notes__) == ("dump" in calls)
