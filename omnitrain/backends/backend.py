@@ -155,6 +155,11 @@ class Backend:
         return [group for one in self.optimizers.values() or [self.optimizer] for group in one.param_groups]
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a part of the parameters, the gradients or the optimizer's state."""
+        return self.sharding is not None
+
+    @property
     def may_skip(self) -> bool:
         """Whether a loss scaler may skip updates."""
         return self.scaler.is_enabled()

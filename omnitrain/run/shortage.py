@@ -212,7 +212,7 @@ def shortage_of(hooks: Hooks, work: Work, wanted: int = 0) -> Shortage:
         capacity=capacity,
         rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
         world_size=hooks.ranks.world_size,
-        is_sharded=bool(backend.sharding),
+        is_sharded=backend.is_sharded,
         is_recomputed=bool(settings.gradient_checkpointing),
         is_full_precision=hooks.precision.name == "fp32" and _is_wide(parameters),
     )
