@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.swa import SWA
     from omnitrain.callbacks.early_stopping import EarlyStopping
     from omnitrain.callbacks.garbage_collection import GarbageCollection
+    from omnitrain.callbacks.hooks import HookCallback, TrainHook
     from omnitrain.callbacks.memory_monitor import MemoryMonitor
     from omnitrain.callbacks.profiler import Profiler
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
@@ -107,6 +108,7 @@ _HOMES = {
     "GradualUnfreezing": "algorithms.gradual_unfreezing",
     "GroupByLength": "data.grouping",
     "Histogram": "events",
+    "HookCallback": "callbacks.hooks",
     "HFTrainer": "hf.trainer",
     "HFTrainingArguments": "hf.arguments",
     "InverseSqrtScheduler": "schedules",
@@ -145,6 +147,7 @@ _HOMES = {
     "StochasticDepth": "algorithms.stochastic_depth",
     "StraightThrough": "algorithms.straight_through",
     "TensorBoardLogger": "callbacks.tensorboard",
+    "TrainHook": "callbacks.hooks",
     "TrainUnit": "units",
     "Trainer": "trainers.native",
     "WSDScheduler": "schedules",
@@ -187,6 +190,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "GradualUnfreezing",
     "GroupByLength",
     "Histogram",
+    "HookCallback",
     "HFTrainer",
     "HFTrainingArguments",
     "InverseSqrtScheduler",
@@ -225,6 +229,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "StochasticDepth",
     "StraightThrough",
     "TensorBoardLogger",
+    "TrainHook",
     "TrainUnit",
     "Trainer",
     "WSDScheduler",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "ERROR_POLICIES",
+    "INSIDE_OF_STEPS",
     "STOP_REASONS",
     "Algorithm",
     "Callback",
@@ -53,25 +55,34 @@ class Event(StrEnum):
         while not stop:
             EPOCH_START, [algorithms: begin_epoch]
             for window in epoch:            # the micro-batches of one optimizer step
-                STEP_START
+                DATA_FETCHED, STEP_START
                 for batch in window:
-                    prepare -> [algorithms: batch] -> forward
-                    -> [algorithms: output, loss] -> backward
-                [algorithms: second pass]   # all micro-batches once more
-                unscale, norm, [algorithms: before_update], clip
+                    prepare, [algorithms: batch], BATCH_START
+                    forward, AFTER_FORWARD, [algorithms: output, loss], AFTER_LOSS
+                    backward, AFTER_BACKWARD, BATCH_END
+                [algorithms: second pass]   # all micro-batches once more, with their events
+                unscale, BEFORE_CLIP, norm, [algorithms: before_update], clip, AFTER_CLIP
                 BEFORE_OPTIMIZER_STEP       # gradients final; not under DeepSpeed
-                optimizer, [algorithms: after_update], scaler, scheduler, zero_grad
+                optimizer, scaler, [algorithms: after_update], AFTER_OPTIMIZER_STEP
+                scheduler, BEFORE_ZERO_GRAD, zero_grad, AFTER_ZERO_GRAD
                 STEP_END                    # callbacks may request log, evaluate, save, stop
                 if requested: log      -> LOG
-                if requested: EVAL_START, evaluate, [algorithms: metrics]
-                                       -> EVAL_END       # may request save, stop
-                if requested: SAVE_START, save
-                                       -> SAVE_END       # may delete old checkpoints
+                if requested: EVAL_START
+                    for each batch: EVAL_BATCH_START, forward, EVAL_BATCH_END
+                    [algorithms: metrics] -> EVAL_END    # may request save, stop
+                if requested: SAVE_START, save -> SAVE_END  # may delete old checkpoints
             [algorithms: end_epoch], EPOCH_END  # once per EPOCH_START; counts if the data ran out
             if requested: log, evaluate, save, as above
         [algorithms: end_run], TRAIN_END    # always, even after EXCEPTION
 
-    CHECKPOINT_LOADED also follows each call of `load_checkpoint()`.
+    CHECKPOINT_LOADED also follows each call of `load_checkpoint()`; SAVE_START and SAVE_END belong to each of
+    `save_checkpoint()`, EVAL_BATCH_START and EVAL_BATCH_END to each batch of `evaluate()`, `test()` and `predict()`,
+    and PREDICT_START and PREDICT_END to each `predict()`.
+    The events of micro-batches come for each pass over them: again where an algorithm asks for a second pass, the
+    optimizer for losses anew (between BEFORE_OPTIMIZER_STEP and AFTER_OPTIMIZER_STEP), or `microbatch_size="auto"`
+    begins a step anew. A step without a label that counts has none of them. AFTER_BACKWARD comes where there is a
+    backward pass, AFTER_OPTIMIZER_STEP where the weights were updated. BEFORE_CLIP and AFTER_CLIP do not come under
+    DeepSpeed, which clips and updates at once. SAVE_END comes later with `async_save`, and not if the disk fails.
     REPORT comes whenever a callback reports a text or a histogram.
     With `eval_on_start=True`, one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.
     EXCEPTION comes as soon as anything in between raises; the exception is re-raised to the caller after TRAIN_END.
@@ -80,18 +91,52 @@ class Event(StrEnum):
     CHECKPOINT_LOADED = "checkpoint_loaded"
     TRAIN_START = "train_start"
     EPOCH_START = "epoch_start"
+    DATA_FETCHED = "data_fetched"
     STEP_START = "step_start"
+    BATCH_START = "batch_start"
+    AFTER_FORWARD = "after_forward"
+    AFTER_LOSS = "after_loss"
+    AFTER_BACKWARD = "after_backward"
+    BATCH_END = "batch_end"
+    BEFORE_CLIP = "before_clip"
+    AFTER_CLIP = "after_clip"
     BEFORE_OPTIMIZER_STEP = "before_optimizer_step"
+    AFTER_OPTIMIZER_STEP = "after_optimizer_step"
+    BEFORE_ZERO_GRAD = "before_zero_grad"
+    AFTER_ZERO_GRAD = "after_zero_grad"
     STEP_END = "step_end"
     LOG = "log"
     REPORT = "report"
     EVAL_START = "eval_start"
+    EVAL_BATCH_START = "eval_batch_start"
+    EVAL_BATCH_END = "eval_batch_end"
     EVAL_END = "eval_end"
+    PREDICT_START = "predict_start"
+    PREDICT_END = "predict_end"
     SAVE_START = "save_start"
     SAVE_END = "save_end"
     EPOCH_END = "epoch_end"
     EXCEPTION = "exception"
     TRAIN_END = "train_end"
+
+
+INSIDE_OF_STEPS = (
+    Event.DATA_FETCHED,
+    Event.BATCH_START,
+    Event.AFTER_FORWARD,
+    Event.AFTER_LOSS,
+    Event.AFTER_BACKWARD,
+    Event.BATCH_END,
+    Event.BEFORE_CLIP,
+    Event.AFTER_CLIP,
+    Event.AFTER_OPTIMIZER_STEP,
+    Event.BEFORE_ZERO_GRAD,
+    Event.AFTER_ZERO_GRAD,
+)
+"""The events that come so often that the loop asks first whether anybody listens to any of them."""
+
+ERROR_POLICIES = ("raise", "warn", "disable")
+"""What happens when a callback fails: see `Callback.on_error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +425,14 @@ class Callback:
 
     If so, the ranks exchange their requests after every step. Set it to False if it only watches steps."""
 
+    on_error: ClassVar[str] | str = "raise"
+    """What happens when one of its methods raises an exception.
+
+    "raise": the run ends by it. "warn": it is logged, and the run goes on. "disable": it is logged, and the callback is
+    not called again in this run; checkpoints keep its state. KeyboardInterrupt, SystemExit and errors of other ranks
+    always end the run. A callback in which ranks wait for each other must raise: if it fails on one rank alone, the
+    others would wait."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _note_arguments(cls)
@@ -400,11 +453,50 @@ class Callback:
     def on_epoch_start(self, trainer: TrainerLike) -> None:
         """Before the first window of an epoch, or of the rest of one after a resume."""
 
+    # Tensors that these methods are given live on the device. To keep one keeps its memory, to read one makes the host
+    # wait, and to change one in place changes the run.
+
+    def on_data_fetched(self, trainer: TrainerLike, batches: Sequence[Any]) -> None:
+        """The micro-batches of the next window are there, as the loader has made them."""
+
     def on_step_start(self, trainer: TrainerLike) -> None:
         """Before the first micro-batch of a window."""
 
+    def on_batch_start(self, trainer: TrainerLike, batch: Any, number: int) -> None:
+        """Before the forward pass of a micro-batch, which is as the model gets it.
+
+        `number` counts those of the window from 0; it is 0 again where the window is run once more.
+        """
+
+    def on_after_forward(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
+        """After the forward pass of a micro-batch; `output` is its `StepOutput`, before any algorithm."""
+
+    def on_after_loss(self, trainer: TrainerLike, loss: torch.Tensor) -> None:
+        """The loss of a micro-batch is there, after all algorithms; it is not weighted yet."""
+
+    def on_after_backward(self, trainer: TrainerLike) -> None:
+        """After the backward pass of a micro-batch: gradients of the window so far, with the loss scale in them."""
+
+    def on_batch_end(self, trainer: TrainerLike) -> None:
+        """A micro-batch is done."""
+
+    def on_before_clip(self, trainer: TrainerLike) -> None:
+        """Gradients are complete, averaged over the ranks and unscaled; not clipped. Not called under DeepSpeed."""
+
+    def on_after_clip(self, trainer: TrainerLike, norm: torch.Tensor) -> None:
+        """Gradients are clipped to `max_grad_norm`, if it is set; `norm` is theirs before. Not under DeepSpeed."""
+
     def on_before_optimizer_step(self, trainer: TrainerLike) -> None:
         """Gradients are complete, unscaled and clipped; the optimizer has not stepped."""
+
+    def on_after_optimizer_step(self, trainer: TrainerLike) -> None:
+        """The weights are updated, and the gradients still there; the step is not counted yet."""
+
+    def on_before_zero_grad(self, trainer: TrainerLike) -> None:
+        """Before the gradients are freed, also those of a step that was skipped."""
+
+    def on_after_zero_grad(self, trainer: TrainerLike) -> None:
+        """There are no gradients."""
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """After an optimizer update, or a skipped one, was counted."""
@@ -421,11 +513,23 @@ class Callback:
     def on_eval_start(self, trainer: TrainerLike) -> None:
         """Before an evaluation that belongs to the run."""
 
+    def on_eval_batch_start(self, trainer: TrainerLike, batch: Any) -> None:
+        """Before the forward pass of a batch of any evaluation or prediction; `batch` is as the model gets it."""
+
+    def on_eval_batch_end(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
+        """After it; `output` is a `StepOutput`."""
+
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """After an evaluation that belongs to the run; `metrics` has `eval_loss, eval_<metric>, ...`."""
 
+    def on_predict_start(self, trainer: TrainerLike) -> None:
+        """Before the first batch of a `predict()`."""
+
+    def on_predict_end(self, trainer: TrainerLike, predictions: Any) -> None:
+        """After a `predict()`; `predictions` is what it returns."""
+
     def on_save_start(self, trainer: TrainerLike) -> None:
-        """Before a checkpoint is put together; `on_save_end` follows once it is complete, and not if it cannot be."""
+        """Before the state of the run is taken for a checkpoint."""
 
     def on_save_end(self, trainer: TrainerLike) -> None:
         """After a checkpoint is complete."""

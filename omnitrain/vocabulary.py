@@ -256,7 +256,7 @@ _NNSCALER: dict[str, Meaning] = {
     "max_train_steps_per_epoch": Meaning("max_steps"),
     "every_n_steps": Meaning("save_steps"),
     "keep_last_n": Meaning("save_total_limit"),
-    "hook": Meaning("callbacks", "instances of `Callback`"),
+    "hook": Meaning("callbacks", "a `HookCallback` of it"),
     "clip_gnorm": Meaning("max_grad_norm"),
     "dataset": Meaning("train_dataset"),
     "dataset_sampler": Meaning("", _LOADER),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from omnitrain import Callback, Event
+from omnitrain.events import INSIDE_OF_STEPS
 
 
 def t16(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -148,7 +149,7 @@ class Holding:
 
 
 class Trace(Callback):
-    """Writes down every event with the position, every logged loss, and the index stream."""
+    """Writes down every event outside of steps and batches, every logged loss, and the index stream."""
 
     order = 99
 
@@ -184,7 +185,7 @@ def _noting(event: Event) -> Any:
 
 
 for _event in Event:
-    if _event is not Event.LOG:
+    if _event not in (Event.LOG, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.SAVE_START, *INSIDE_OF_STEPS):
         setattr(Trace, f"on_{_event}", _noting(_event))
 
 

@@ -57,10 +57,12 @@ from omnitrain import (
     CutMix,
     DataError,
     Duration,
+    Event,
     GradientClipping,
     GradualUnfreezing,
     GroupByLength,
     HFTrainer,
+    HookCallback,
     LabelSmoothing,
     LayerFreezing,
     MagnitudePruning,
@@ -75,6 +77,7 @@ from omnitrain import (
     StochasticDepth,
     StraightThrough,
     Trainer,
+    TrainHook,
     WeightedLosses,
     WSDScheduler,
 )
@@ -197,6 +200,114 @@ def test_events_come_in_the_order_that_the_docstring_of_event_prints(trainer_cla
     evaluation = ["eval_start", "eval_end"]
     epoch = ["epoch_start", *step, *step, "log", *evaluation, "epoch_end"]
     assert trace.events == ["train_start", *evaluation, *epoch, *epoch, "train_end"]
+
+
+class Everything(Callback):
+    """Writes down every event, and for tensors what they are."""
+
+    order = 98
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.numbers: list[int] = []
+        self.norms: list[float] = []
+
+
+def _writing(event: Event) -> Any:
+    def write(self: Everything, trainer: Any, *details: Any) -> None:
+        self.events.append(str(event))
+        if event is Event.BATCH_START:
+            self.numbers.append(details[1])
+        elif event is Event.AFTER_CLIP:
+            self.norms.append(float(details[0]))
+
+    return write
+
+
+for _event in Event:
+    setattr(Everything, f"on_{_event}", _writing(_event))
+
+BATCH = ["batch_start", "after_forward", "after_loss", "after_backward", "batch_end"]
+CLIPPED = ["before_clip", "after_clip", "before_optimizer_step"]
+UPDATED = ["after_optimizer_step", "before_zero_grad", "after_zero_grad", "step_end"]
+
+
+def test_all_events_come_in_that_order_and_change_no_bit(trainer_class: Any, tmp_path: Path) -> None:
+    everything, models = Everything(), [t16(), t16()]
+    for model, guests in zip(models, ([everything], []), strict=True):
+        trainer = run(
+            trainer_class, model, rows(12), *guests, eval_dataset=rows(4), epochs=1, batch_size=2, save_steps=2,
+            gradient_accumulation_steps=4, log_steps=2, eval_steps=2, save_dir=tmp_path / str(len(guests)),
+            load_best_at_end=False, max_grad_norm=0.1,
+        )  # fmt: skip
+        trainer.predict(rows(4))
+    first, short = (["data_fetched", "step_start", *BATCH * turns, *CLIPPED, *UPDATED] for turns in (4, 2))
+    evaluated = ["eval_batch_start", "eval_batch_end"] * 2
+    answers = ["log", "eval_start", *evaluated, "eval_end", "save_start", "save_end"]
+    expected = ["train_start", "epoch_start", *first, *short, *answers, "epoch_end"]
+    assert everything.events[: len(expected)] == expected
+    rest = everything.events[len(expected) :]
+    assert rest[rest.index("train_end") :] == ["train_end", "predict_start", *evaluated, "predict_end"]
+    assert everything.numbers == [0, 1, 2, 3, 0, 1] and min(everything.norms) > 0.1
+    assert same(weights(models[0]), weights(models[1]))
+
+
+@pytest.mark.parametrize("case", ["second pass", "closure", "out of memory", "nothing to predict"])
+def test_micro_batches_that_are_run_again_are_told_again(trainer_class: Any, case: str) -> None:
+    everything = Everything()
+    model, data, options = t16(), rows(4), dict[str, Any](batch_size=2, gradient_accumulation_steps=2)
+    step = ["data_fetched", "step_start", *BATCH * 2]
+    if case == "second pass":
+        options["algorithms"] = [SAM()]
+        step += [*BATCH * 2, *CLIPPED, *UPDATED]
+    elif case == "closure":
+        options |= {"optimizer": partial(torch.optim.LBFGS, max_iter=2), "max_grad_norm": None, "learning_rate": 2e-5}
+        step += [*CLIPPED, *BATCH * 2, *UPDATED]  # which takes the first losses as they are
+    elif case == "out of memory":
+        model = Starving(2, "backward", start=0)
+        options = {"batch_size": 4, "microbatch_size": "auto", "loss_fn": F.mse_loss}
+        step = ["data_fetched", "step_start", *BATCH[:3], *BATCH * 2, *CLIPPED, *UPDATED]
+    else:
+        model, data = Tagger(), Blank(4, range(4))
+        step = ["data_fetched", "step_start", "before_zero_grad", "after_zero_grad", "step_end"]
+    with contextlib.suppress(DataError):
+        run(trainer_class, model, data, everything, max_steps=1, epochs=1, **options)
+    begin = everything.events.index("data_fetched")
+    assert everything.events[begin : everything.events.index("step_end") + 1] == step
+
+
+def test_parts_of_a_trainer_that_are_hooks_are_called_before_callbacks(trainer_class: Any, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    class Model(nn.Linear, TrainHook):
+        def on_epoch_start(self, trainer: Any, epoch: int) -> None:
+            calls.append(("model", epoch))
+
+        def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["step"] = trainer.progress.step
+
+        def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+            calls.append(("loaded", checkpoint))
+
+    class Optimizer(torch.optim.SGD, Callback):
+        def on_epoch_start(self, trainer: Any) -> None:
+            calls.append("optimizer")
+
+    class Schedule(torch.optim.lr_scheduler.StepLR, TrainHook):
+        def on_epoch_start(self, trainer: Any, epoch: int) -> None:
+            calls.append("schedule")
+
+    user = HookCallback({"on_epoch_start": lambda trainer: calls.append("user")})
+    options: dict[str, Any] = {
+        "optimizer": Optimizer, "lr_scheduler": partial(Schedule, step_size=1), "save_dir": tmp_path, "batch_size": 4,
+        "loss_fn": F.mse_loss,
+    }  # fmt: skip
+    run(trainer_class, Model(4, 1).double(), rows(4), user, epochs=1, **options)
+    order = ["optimizer", "schedule", "user"]
+    assert calls == [("model", 0), *order]
+    trainer = run(trainer_class, Model(4, 1).double(), rows(4), user, epochs=2, train=False, **options)
+    trainer.train(resume_from="auto")
+    assert calls[4:] == [("loaded", {"step": 1}), ("model", 1), *order]
 
 
 def test_a_resume_is_told_before_anything_else_and_a_load_at_once(trainer_class: Any, tmp_path: Any) -> None:

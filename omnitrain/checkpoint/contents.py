@@ -131,7 +131,7 @@ class Lifecycle(Protocol):
         ...
 
     def begin_save(self) -> None:
-        """Tell the callbacks that a checkpoint is about to be put together."""
+        """Tell the callbacks that a checkpoint is about to be saved."""
         ...
 
     def saved(self, path: Path) -> None:

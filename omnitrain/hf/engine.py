@@ -27,7 +27,7 @@ from omnitrain.checkpoint.state import unwrap
 from omnitrain.checkpoint.store import Store
 from omnitrain.data.sampling import Window
 from omnitrain.errors import ConfigError, Tolerance
-from omnitrain.events import Callback, Control
+from omnitrain.events import Callback, Control, Event
 from omnitrain.hf.arguments import syncs_each_batch, word_of
 from omnitrain.hf.callbacks import Callbacks
 from omnitrain.hf.data import counting_loader, shown_loader
@@ -380,20 +380,25 @@ class Engine(Searching):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward on a micro-batch, or on each one of a window; return the loss."""
-        owner, step = self.owner, self.owner._step
+        step = self.owner._step
         if step.is_empty:
             return torch.zeros((), device=self.args.device)
         if self.by_window:
             return step.run(lambda: self._run_micro_batches(model))
-        with owner._accumulating(last=step.completes or self.syncs_each_batch):
-            return owner.take_micro_batch(model, inputs)
+        return self._take_micro_batch(model, inputs)
+
+    def _take_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        owner, tell = self.owner, self.owner.lifecycle.inside_of_step
+        with owner._accumulating(last=owner._step.completes or self.syncs_each_batch):
+            loss = owner.take_micro_batch(model, inputs)
+        if tell is not None:
+            tell(Event.BATCH_END)
+        return loss
 
     def _run_micro_batches(self, model: nn.Module) -> torch.Tensor:
-        owner, step = self.owner, self.owner._step
         total = torch.zeros((), device=self.args.device)
-        for batch in step.batches:
-            with owner._accumulating(last=step.completes or self.syncs_each_batch):
-                total += owner.take_micro_batch(model, batch)
+        for batch in self.owner._step.batches:
+            total += self._take_micro_batch(model, batch)
         return total
 
     def run_micro_batch(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -630,7 +635,7 @@ class Bridge(transformers.TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A window begins."""
-        self.owner.lifecycle.begin_step()
+        self.owner.lifecycle.begin_step(self.engine.window.batches)
         self.owner._step.begin(self.engine.window)
         return control
 
@@ -784,6 +789,9 @@ class AcceleratorFacade:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as the trainer does."""
         self._owner._backward(loss)
+        tell = self._owner.lifecycle.inside_of_step
+        if tell is not None:
+            tell(Event.AFTER_BACKWARD)
 
     def free_memory(self, *objects: Any) -> Any:
         """Do nothing: the objects are still needed."""

@@ -20,10 +20,12 @@ from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader
 from omnitrain.errors import DataError, ObjectiveError, OmnitrainError
+from omnitrain.events import Event
 from omnitrain.objective import Objective
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
+from omnitrain.run.lifecycle import Lifecycle, is_of_callback
 from omnitrain.run.meters import Meters, means_of
 from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.scoring import Scorer, make_scorer, scores_for, to_numpy
@@ -113,15 +115,17 @@ class Evaluation:
         feed: Weighs batches, and gives all ranks equally many.
         scorer: Computes the metrics.
         shown: The weights that are evaluated.
+        lifecycle: Calls the callbacks.
     """
 
     filler: int = IGNORED_LABEL
     """The value that pads predictions of different lengths to one array."""
 
-    def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer, shown: ShownWeights) -> None:
+    def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer, shown: ShownWeights, lifecycle: Lifecycle) -> None:
         self.hooks = hooks
         self.feed = feed
         self.shown = shown
+        self.lifecycle = lifecycle
         self.scorer: Scorer = scorer
         self.left_out: frozenset[str] = frozenset()
         """The named sets that this evaluation leaves out."""
@@ -330,11 +334,19 @@ class Evaluation:
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         """Return the loss and outputs of a batch; an error names its samples."""
+        tell = self.lifecycle.inside_of_evaluation
         try:
             batch = self.hooks._prepare_batch(batch)
+            if tell is not None:
+                tell(Event.EVAL_BATCH_START, batch)
             with self.hooks._autocast():
-                return self.output_of(batch)
+                output = self.output_of(batch)
+            if tell is not None:
+                tell(Event.EVAL_BATCH_END, batch, output)
+            return output
         except Exception as error:
+            if is_of_callback(error):
+                raise
             name_dtypes(error, self.hooks.backend.model, batch)
             found = suspects(error, self.hooks, loader, (0, 0, number), self.output_of)
             error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")

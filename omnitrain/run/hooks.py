@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from omnitrain.backends.backend import Backend
+from omnitrain.callbacks.hooks import TrainHook
 from omnitrain.data.collation import cast_inputs, move_to_device
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
@@ -81,8 +82,8 @@ EVENTS_OF_TRAINERS = frozenset(
 """Methods that other trainers call, on callbacks or, as Lightning does, on the model."""
 _OURS = {
     "begin": "start", "train_epoch": "epoch", "validation_epoch": "eval", "validation": "eval", "evaluate": "eval_end",
-    "train_batch": "step", "batch": "step", "pre_optimizer_step": "before_optimizer_step",
-    "before_zero_grad": "before_optimizer_step", "after_backward": "before_optimizer_step",
+    "train_batch": "batch", "predict_batch": "eval_batch", "test_batch": "eval_batch", "substep": "batch",
+    "pre_optimizer_step": "before_optimizer_step",
 }  # fmt: skip
 """What parts of these names are called here."""
 _LIBRARIES = frozenset(
@@ -96,8 +97,8 @@ def refuse_dead_methods(**parts: Any) -> None:
     """Raise ConfigError for a method of a model, an optimizer, ... whose name suggests that an event calls it."""
     for argument, part in parts.items():
         kind = part if isinstance(part, type) else type(part)
-        if issubclass(kind, Callback):
-            continue  # a callback can also be the unit, for instance
+        if issubclass(kind, (Callback, TrainHook)):
+            continue  # they are called
         for one in kind.__mro__:
             if one.__module__.partition(".")[0] in _LIBRARIES:
                 continue

@@ -9,17 +9,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Callback, Control, Event, Histogram, Ranges, TrainerLike, give_back
+from omnitrain.callbacks.hooks import HookCallback, TrainHook
+from omnitrain.errors import ConfigError, DataError, DistributedError
+from omnitrain.events import (
+    ERROR_POLICIES,
+    INSIDE_OF_STEPS,
+    Callback,
+    Control,
+    Event,
+    Histogram,
+    Ranges,
+    TrainerLike,
+    give_back,
+)
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.progress import Progress
 
-__all__ = ["Lifecycle"]
+__all__ = ["Lifecycle", "Listener", "is_of_callback"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -27,6 +39,40 @@ _MANY_SKIPPED = 30
 """The limit of skipped steps in a row in an epoch without updates: a loss scale may need to fall that often."""
 _MOST_SKIPPED = 10_000
 """The same if no epoch ends."""
+_RAISED_BY = "Raised by the callback "
+
+
+def is_of_callback(error: BaseException) -> bool:
+    """Return whether a callback raised an error, rather than the forward pass around which it was called."""
+    return any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ()))
+
+
+@dataclass(slots=True)
+class Listener:
+    """A callback of a run, and how it has fared.
+
+    Args:
+        callback: The callback.
+        seconds: The time that its methods took.
+        calls: How many events it was told of.
+        failures: How many of its methods failed without ending the run.
+        is_disabled: Whether it is called no more.
+    """
+
+    callback: Callback
+    seconds: float = 0.0
+    calls: int = 0
+    failures: int = 0
+    is_disabled: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of its class, or of the class of its hooks."""
+        one = self.callback
+        return one.name if isinstance(one, HookCallback) else type(one).__name__
+
+
+Called = tuple[Listener, Callable[..., Any]]
 
 
 class Lifecycle:
@@ -79,9 +125,19 @@ class Lifecycle:
         """The number of updates when the epoch began, if it began in this call of `train()`."""
         self._skipped_in_a_row = 0
         self._clock = time.perf_counter()
-        self._listeners: dict[Event, list[tuple[Callback, Callable[..., None]]]] = {}
-        self._with_values: list[Callback] = []
-        self._parts: tuple[Callable[[Ranges | None], None], ...] = ()
+        self.listeners: list[Listener] = []
+        """The callbacks in the order they run, with the time that each has taken."""
+        self.inside_of_step: Callable[..., None] | None = None
+        """What tells of the events inside of a step; None if nobody listens to any of them."""
+        self.inside_of_evaluation: Callable[..., None] | None = None
+        """The same for the batches of an evaluation."""
+        self._is_silent = False
+        self._markers: tuple[Callable[[Ranges | None], None], ...] = ()
+        """What names the parts of a step."""
+        self._listeners: dict[Event, list[Called]] = {}
+        self._with_values: list[Called] = []
+        self._parts: list[tuple[Any, Callback]] = []
+        """The model, the optimizer and the schedule, if they are to be called, and the callbacks by which they are."""
         self.register(callbacks)
 
     def register(self, callbacks: Iterable[Callback]) -> None:
@@ -93,31 +149,112 @@ class Lifecycle:
                     f"`callbacks` must hold omnitrain.Callback instances, got {callback!r}. "
                     "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
                 )
+            if callback.on_error not in ERROR_POLICIES:
+                raise ConfigError(
+                    f"{type(callback).__name__}.on_error must be one of {', '.join(map(repr, ERROR_POLICIES))}, got "
+                    f"{callback.on_error!r}."
+                )
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
-        # Only overridden methods are called: an event without listeners costs one dict look-up.
-        self._with_values = [one for one in self.callbacks if type(one).log_values is not Callback.log_values]
-        self._listeners = {event: [] for event in Event}
-        for event in Event:
-            name = f"on_{event}"
-            for callback in self.callbacks:
-                handler = getattr(callback, name)
-                if getattr(handler, "__func__", handler) is not getattr(Callback, name):
-                    self._listeners[event].append((callback, handler))
+        known = {id(one.callback): one for one in self.listeners}
+        self.listeners = [known.get(id(one)) or Listener(one) for one in self.callbacks]
+        self._bind()
+
+    def adopt(self, *parts: Any) -> None:
+        """Call the parts of a trainer that are callbacks or hooks, in this order and before the user's callbacks."""
+        before, self._parts = self._parts, []
+        left = {id(callback) for _, callback in before}
+        for part in parts:
+            known = next((callback for one, callback in before if one is part), None)
+            if known is None and isinstance(part, TrainHook):
+                known = HookCallback(part)
+            elif known is None and isinstance(part, Callback):
+                known = part
+            if known is not None:
+                self._parts.append((part, known))
+                left.add(id(known))
+        if before or self._parts:
+            self.register([callback for _, callback in self._parts] + [c for c in self.callbacks if id(c) not in left])
+
+    def _bind(self) -> None:
+        """Find out who listens to what. Only overridden methods are called."""
+        live = [one for one in self.listeners if not one.is_disabled]
+
+        def listening(name: str) -> list[Called]:
+            plain = getattr(Callback, name)
+            methods = [(one, getattr(one.callback, name)) for one in live]
+            return [(one, method) for one, method in methods if getattr(method, "__func__", method) is not plain]
+
+        self._with_values = listening("log_values")
+        self._listeners = {event: listening(f"on_{event}") for event in Event}
+        in_evaluation = (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END)
+        self.inside_of_step = self.emit if self._is_heard(INSIDE_OF_STEPS) else None
+        self.inside_of_evaluation = self.emit if self._is_heard(in_evaluation) else None
+
+    def _is_heard(self, events: Iterable[Event]) -> bool:
+        return not self._is_silent and any(self._listeners[event] for event in events)
+
+    def listeners_to(self, *events: Event) -> list[str]:
+        """Return the names of the callbacks that listen to any of these events."""
+        return list(dict.fromkeys(one.name for event in events for one, _ in self._listeners[event]))
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Tell nobody of the micro-batches and the evaluated batches inside, which belong to no run."""
+        self._is_silent = True
+        self._bind()
+        try:
+            yield
+        finally:
+            self._is_silent = False
+            self._bind()
 
     @property
     def asks_alone(self) -> bool:
         """Whether a callback may request something in a step that other ranks do not."""
-        events = (Event.STEP_START, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
-        return any(callback.asks_alone for event in events for callback, _ in self._listeners[event])
+        events = (Event.STEP_START, *INSIDE_OF_STEPS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
+        return any(one.callback.asks_alone for event in events for one, _ in self._listeners[event])
 
     def emit(self, event: Event, *details: Any) -> None:
-        """Call every callback that listens to `event`; an error in a callback propagates, with the callback named."""
-        for callback, handler in self._listeners[event]:
+        """Call every callback that listens to `event`; what becomes of an error its `on_error` says."""
+        listeners = self._listeners[event]
+        if not listeners:
+            return
+        begin = time.perf_counter()
+        for listener, handler in listeners:
             try:
                 handler(self.trainer, *details)
             except BaseException as error:
-                error.add_note(f"Raised by the callback {type(callback).__name__}.on_{event}.")
-                raise
+                if not self._survives(listener, f"on_{event}", error):
+                    raise
+            end = time.perf_counter()
+            listener.seconds += end - begin
+            listener.calls += 1
+            begin = end
+
+    def _survives(self, listener: Listener, method: str, error: BaseException) -> bool:
+        """Return whether the run goes on after an error of a callback, which is reported then."""
+        name, policy = f"{listener.name}.{method}", listener.callback.on_error
+        error.add_note(f"{_RAISED_BY}{name}.")
+        if policy == "raise" or not isinstance(error, Exception) or isinstance(error, DistributedError):
+            return False
+        listener.failures += 1
+        count = listener.failures
+        step = self.progress.step
+        if policy == "disable":
+            logger.warning(
+                "%s failed after step %d, and is called no more in this run (on_error='disable').", name, step,
+                exc_info=error,
+            )  # fmt: skip
+            listener.is_disabled = True
+            self._bind()
+        elif count == 1:
+            logger.warning("%s failed after step %d (on_error='warn').", name, step, exc_info=error)
+        elif str(count).strip("0") == "1":  # 10, 100, ...: it may fail in every step
+            logger.warning(
+                "%s failed after step %d, the %dth failure of this callback: %s: %s.", name, step, count,
+                type(error).__name__, error,
+            )  # fmt: skip
+        return True
 
     # --- the run
 
@@ -147,15 +284,26 @@ class Lifecycle:
                 self.emit(Event.TRAIN_END)
         finally:
             self.is_running = False
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Log how long each callback took, and which have failed."""
+        ran = sorted((one for one in self.listeners if one.calls), key=lambda one: -one.seconds)
+        if ran:
+            text = ", ".join(f"{one.name} {one.seconds:.3f} s ({one.calls} calls)" for one in ran)
+            logger.info("Time in callbacks: %s.", text)
+        for one in self.listeners:
+            if one.failures:
+                end = ", and was called no more after that" if one.is_disabled else ""
+                times = "once" if one.failures == 1 else f"{one.failures} times"
+                logger.warning("The callback %s failed %s in this run%s.", one.name, times, end)
 
     def _emit_safely(self, event: Event, *details: Any) -> None:
-        for callback, handler in self._listeners[event]:
+        for listener, handler in self._listeners[event]:
             try:
                 handler(self.trainer, *details)
             except Exception:
-                logger.exception(
-                    "%s.on_%s failed while the run was ending by another error.", type(callback).__name__, event
-                )
+                logger.exception("%s.on_%s failed while the run was ending by another error.", listener.name, event)
 
     def tick(self) -> None:
         """Update `progress.seconds` to now."""
@@ -177,13 +325,13 @@ class Lifecycle:
             step, seconds, samples, tokens = self.logged_at
             self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
-    def take_parts(self, *parts: Callable[[Ranges | None], None]) -> None:
+    def take_markers(self, *markers: Callable[[Ranges | None], None]) -> None:
         """Take what names parts of a step, for `mark_parts`."""
-        self._parts = parts
+        self._markers = markers
 
     def mark_parts(self, ranges: Ranges | None) -> None:
         """Run data, forward, backward and update of each step inside of `ranges(name)`; None runs them as they are."""
-        for mark in self._parts:
+        for mark in self._markers:
             mark(ranges)
 
     # --- epochs and steps
@@ -193,8 +341,10 @@ class Lifecycle:
         self._epoch_from = -1 if self.progress.samples_in_epoch else self.progress.step
         self.emit(Event.EPOCH_START)
 
-    def begin_step(self) -> None:
+    def begin_step(self, batches: Sequence[Any] = ()) -> None:
         """A window is about to be trained on."""
+        if self.inside_of_step is not None:
+            self.inside_of_step(Event.DATA_FETCHED, batches)
         if self._listeners[Event.STEP_START]:
             self.emit(Event.STEP_START)
 
@@ -251,12 +401,19 @@ class Lifecycle:
         Raises:
             ConfigError: If the row has a value of that name already.
         """
-        for callback in self._with_values:
-            values = callback.log_values(self.trainer)
+        for listener, log_values in self._with_values:
+            begin = time.perf_counter()
+            try:
+                values = log_values(self.trainer)
+            except BaseException as error:
+                if not self._survives(listener, "log_values", error):
+                    raise
+                values = {}
+            listener.seconds += time.perf_counter() - begin
+            listener.calls += 1
             if twice := logs.keys() & values.keys():
                 raise ConfigError(
-                    f"{type(callback).__name__}.log_values returns {min(twice)!r}, which the row of logs has already. "
-                    "Rename it."
+                    f"{listener.name}.log_values returns {min(twice)!r}, which the row of logs has already. Rename it."
                 )
             logs.update(values)
 
@@ -279,8 +436,16 @@ class Lifecycle:
         self.tick()
         self.emit(Event.EVAL_END, metrics)
 
+    def begin_prediction(self) -> None:
+        """A prediction starts."""
+        self.emit(Event.PREDICT_START)
+
+    def predicted(self, predictions: Any) -> None:
+        """A prediction is complete."""
+        self.emit(Event.PREDICT_END, predictions)
+
     def begin_save(self) -> None:
-        """A checkpoint is about to be put together."""
+        """The state of the run is about to be taken for a checkpoint."""
         self.emit(Event.SAVE_START)
 
     def saved(self, path: Path) -> None:
@@ -294,10 +459,11 @@ class Lifecycle:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress, the objective, the length of the history, and the callbacks' states."""
         self.tick()
-        names = [type(callback).__qualname__ for callback in self.callbacks]
+        callbacks = [one for one in self.callbacks if not self._is_part(one)]
+        names = [type(callback).__qualname__ for callback in callbacks]
         states = [
             {"callback": name, "turn": names[:number].count(name), "state": callback.state_dict()}
-            for number, (name, callback) in enumerate(zip(names, self.callbacks, strict=True))
+            for number, (name, callback) in enumerate(zip(names, callbacks, strict=True))
         ]
         return {
             "progress": self.progress.state_dict(),
@@ -328,6 +494,10 @@ class Lifecycle:
         self.evaluated_step = state["evaluated_step"]
         self.saved_at = self.progress.position
 
+    def _is_part(self, callback: Callback) -> bool:
+        """Return whether a callback is the model, the optimizer or the schedule, whose state is saved anyway."""
+        return any(part is callback for part, _ in self._parts)
+
     def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
         """Restore each callback's state from what a callback of its class has saved.
 
@@ -342,7 +512,7 @@ class Lifecycle:
         for entry in entries:
             name = entry["callback"]
             # callbacks without a state have no entry, and are not counted among those of their class
-            alike = [callback for callback in self.callbacks if type(callback).__qualname__ == name]
+            alike = [one for one in self.callbacks if type(one).__qualname__ == name and not self._is_part(one)]
             heir = next((one for one in alike[entry.get("turn", 0) :] if one in waiting), None)
             if heir is None:
                 logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)

@@ -118,7 +118,7 @@ class Loop:
             self.answer()
             self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
-            with lifecycle.aside():
+            with lifecycle.aside(), lifecycle.silent():
                 self.rehearse_evaluation()
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
@@ -155,7 +155,7 @@ class Loop:
         self.step.begin_epoch()
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
         for window in self.feed.until_signal(windows):
-            lifecycle.begin_step()
+            lifecycle.begin_step(window.batches)
             self.send_ahead()
             applied = hooks._train_step(window)
             lifecycle.end_step(window.samples, window.tokens, not applied, window.micro_batches)

@@ -20,13 +20,13 @@ from omnitrain.backends.backend import Backend
 from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
-from omnitrain.events import overriding
+from omnitrain.events import Event, overriding
 from omnitrain.optimization import ScheduleLR, needs_closure
 from omnitrain.run.evaluation import evaluating
 from omnitrain.run.feed import Feed
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks
-from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.lifecycle import Lifecycle, is_of_callback
 from omnitrain.run.memory import Buffers, Memory
 from omnitrain.run.meters import Meters
 from omnitrain.run.nonfinite import Place
@@ -162,6 +162,7 @@ class Step:
                 "out, or set autocast='fp16'."
             )
         self._list_transforms()
+        self._tell_of_unheard()
         self._is_first = True
         self._is_in_training = False
         self._backend.collect_parameters()
@@ -195,6 +196,16 @@ class Step:
                     f"`algorithms` holds {type(one).__name__}, which cannot work here: {lacking[0]}. Leave it out, or "
                     "train with DDP or FSDP."
                 )
+
+    def _tell_of_unheard(self) -> None:
+        """Warn about callbacks that wait for events which the backend cannot give."""
+        lacking = self._backend.lacks.get("before_update")
+        names = self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP) if lacking else []
+        if names:
+            logger.warning(
+                "BEFORE_CLIP and AFTER_CLIP, to which %s listens, do not come here: %s. The norm is in each row of "
+                "logs.", ", ".join(names), lacking,
+            )  # fmt: skip
 
     def _tell_of_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
@@ -289,12 +300,16 @@ class Step:
                 parameter.grad = gradient
 
     def _run_micro_batches(self) -> None:
-        hooks = self._hooks
+        hooks, tell = self._hooks, self._lifecycle.inside_of_step
         for batch in self.batches:
             with hooks._accumulating(last=self.completes):
                 loss = self.loss_of(batch)
                 if loss is not None:
                     hooks._backward(loss)
+                    if tell is not None:
+                        tell(Event.AFTER_BACKWARD)
+            if tell is not None:
+                tell(Event.BATCH_END)
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """Return what `attempt()` returns, which runs all `batches`; more and smaller ones where memory has run out."""
@@ -353,6 +368,8 @@ class Step:
         try:
             return self._loss_of(batch, self._window.weights[turn], last)
         except Exception as error:
+            if is_of_callback(error):
+                raise
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise self._too_few_to_normalize(turn) from error
             name_dtypes(error, self._backend.model, batch)
@@ -377,18 +394,24 @@ class Step:
         )
 
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
-        hooks, window = self._hooks, self._window
+        hooks, window, tell = self._hooks, self._window, self._lifecycle.inside_of_step
         self.weight = weight
         batch = hooks._prepare_batch(batch)
         for transform in self._transforms["transform_batch"]:
             batch = transform(hooks, batch)
+        if tell is not None:
+            tell(Event.BATCH_START, batch, self.turn - 1)
         with hooks._autocast():
             output = self._backend.forward(hooks._forward, batch)
+            if tell is not None:
+                tell(Event.AFTER_FORWARD, batch, output)
             for transform in self._transforms["transform_output"]:
                 output = transform(hooks, output)
             loss = output.required_loss()
             for transform in self._transforms["transform_loss"]:
                 loss = transform(hooks, loss)
+        if tell is not None:
+            tell(Event.AFTER_LOSS, loss)
         if output.num_targets is None:
             if self._settings.grad_reduction == "per-token-mean" and not isinstance(hooks.unit, ModelUnit):
                 raise no_token_counts()
@@ -441,8 +464,17 @@ class Step:
         if self._transforms["before_second_pass"]:
             self._run_again()
         clip = self._change_and_clip if self._transforms["before_update"] else self._hooks._clip_gradients
+        if self._lifecycle.inside_of_step is not None:
+            clip = functools.partial(self._clip_aloud, self._lifecycle.inside_of_step, clip)
         self.grad_norm = self._backend.finish_gradients(clip, self._lifecycle.before_optimizer_step)
         return self._is_admitted(self.grad_norm)
+
+    def _clip_aloud(self, tell: Callable[..., None], clip: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Clip, tell the callbacks before and after it, and return the norm before."""
+        tell(Event.BEFORE_CLIP)
+        norm = clip()
+        tell(Event.AFTER_CLIP, norm)
+        return norm
 
     def _check_gradients(self) -> None:
         """Raise ConfigError if the first step gave no gradient to any parameter of the optimizer."""
@@ -464,7 +496,7 @@ class Step:
 
     def conclude(self, applied: bool) -> bool:
         """Step the schedule if the update was made, clear the gradients, and return `applied`."""
-        hooks, backend = self._hooks, self._backend
+        hooks, backend, tell = self._hooks, self._backend, self._lifecycle.inside_of_step
         if applied:
             # tensors are copied, because schedules change them in place
             self.rates = [
@@ -473,13 +505,19 @@ class Step:
             ]
             for update in self._transforms["after_update"]:
                 update(hooks)
+            if tell is not None:
+                tell(Event.AFTER_OPTIMIZER_STEP)
         else:
             self._check_loss_scale()
             if self._may_undo:
                 self.go_back(self._before)
         if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
             self.move_schedule(hooks.lr_scheduler, applied)
+        if tell is not None:
+            tell(Event.BEFORE_ZERO_GRAD)
         backend.clear_gradients()
+        if tell is not None:
+            tell(Event.AFTER_ZERO_GRAD)
         return applied
 
     def take_schedule(self, scheduler: Any, has_own_epoch: bool) -> None:

@@ -398,6 +398,7 @@ class BaseTrainer(Hooks, ABC):
         self._assemble()
         self._setup_training_components()
         self._finish_setup()
+        _adopt_parts(self)
 
     def _make_sets(self) -> Sets:
         """Return the data."""
@@ -459,7 +460,7 @@ class BaseTrainer(Hooks, ABC):
         former = vars(self).get("_feed")
         stages = stages_of(settings, self.limits, ranks.world_size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
-        lifecycle.take_parts(self.backend.mark, self._feed.mark)
+        lifecycle.take_markers(self.backend.mark, self._feed.mark)
         if former is not None:  # of an earlier run
             self._feed.microbatch_size = former.microbatch_size
         self._step = Step(
@@ -470,7 +471,7 @@ class BaseTrainer(Hooks, ABC):
         shown = ShownWeights(self)
         contents = Contents(self, lifecycle, self._step, sets, self._initial, shown)
         self._checkpointer = Checkpointer(self, lifecycle, contents, shown, self.store, write_beside)
-        self._evaluation = evaluation(self, self._feed, self.scorer, shown)
+        self._evaluation = evaluation(self, self._feed, self.scorer, shown, lifecycle)
         if self._evaluates:
             self._evaluation.check(objective, sets.eval)
         self._loop = loop(
@@ -608,6 +609,7 @@ class BaseTrainer(Hooks, ABC):
                 "`trainer.lr_scheduler` belongs to another optimizer than `trainer.optimizer`, so it would change "
                 "nothing. Assign a schedule of the new optimizer too, or pass `optimizer` to the constructor."
             )
+        _adopt_parts(self)
         self._seed()
         self._step.prepare()
 
@@ -630,7 +632,7 @@ class BaseTrainer(Hooks, ABC):
         with self.ranks.calling("compile()", self._timeout), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:
-                with _kernels(self.settings, self.precision):
+                with _kernels(self.settings, self.precision), self.lifecycle.silent():
                     return compile_ahead(self._loop, steps)
             finally:
                 for end in overriding(self.algorithms, "end_run"):
@@ -695,7 +697,10 @@ class BaseTrainer(Hooks, ABC):
                 f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
             )
         with self.ranks.calling("predict()", self._timeout):
-            return self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
+            self.lifecycle.begin_prediction()
+            found = self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
+            self.lifecycle.predicted(found)
+            return found
 
     # --- saving and loading
 
@@ -958,6 +963,13 @@ def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Coll
     if reason == "early_stopping":
         trainer.objective.evaluations_without_gain = 0
         logger.info("Early stopping has ended the run before: `patience` begins anew.")
+
+
+def _adopt_parts(trainer: BaseTrainer) -> None:
+    """Have the model, the optimizer and the schedule called, if they are callbacks or hooks."""
+    optimizer = trainer.backend.optimizer if trainer.train_loader is not None or trainer._loop.has_own_epoch else None
+    bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    trainer.lifecycle.adopt(trainer.get_model(), bare, trainer.lr_scheduler)
 
 
 def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:

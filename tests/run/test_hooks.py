@@ -92,7 +92,7 @@ def built(kind: Any, **options: Any) -> Any:
     [
         ("on_step_end", "on_step_end"),
         ("on_train_epoch_start", "on_epoch_start"),
-        ("on_train_batch_end", "on_step_end"),
+        ("on_train_batch_end", "on_batch_end"),
         ("on_epoch_begin", "on_epoch_start"),
         ("on_validation_epoch_end", "on_eval_end"),
         ("on_save_checkpoint", "on_<event>"),
