@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.stochastic_depth import StochasticDepth
     from omnitrain.algorithms.straight_through import StraightThrough
     from omnitrain.algorithms.swa import SWA
+    from omnitrain.callbacks.csv import CsvLogger
     from omnitrain.callbacks.early_stopping import EarlyStopping
     from omnitrain.callbacks.garbage_collection import GarbageCollection
     from omnitrain.callbacks.hooks import HookCallback, TrainHook
+    from omnitrain.callbacks.jsonl import JsonlLogger
     from omnitrain.callbacks.memory_monitor import MemoryMonitor
     from omnitrain.callbacks.profiler import Profiler
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
+    from omnitrain.callbacks.tracking import Tracking
     from omnitrain.callbacks.wandb import WandbLogger
     from omnitrain.data.collation import Collator
     from omnitrain.data.grouping import GroupByLength
@@ -93,6 +96,7 @@ _HOMES = {
     "CosineAnnealingScheduler": "schedules",
     "CosineWithRestartsScheduler": "schedules",
     "CrossEntropy": "losses",
+    "CsvLogger": "callbacks.csv",
     "CutMix": "algorithms.cutmix",
     "DataError": "errors",
     "DistributedError": "errors",
@@ -112,6 +116,7 @@ _HOMES = {
     "HFTrainer": "hf.trainer",
     "HFTrainingArguments": "hf.arguments",
     "InverseSqrtScheduler": "schedules",
+    "JsonlLogger": "callbacks.jsonl",
     "LabelSmoothing": "algorithms.label_smoothing",
     "LinearScheduler": "schedules",
     "LayerFreezing": "algorithms.layer_freezing",
@@ -147,6 +152,7 @@ _HOMES = {
     "StochasticDepth": "algorithms.stochastic_depth",
     "StraightThrough": "algorithms.straight_through",
     "TensorBoardLogger": "callbacks.tensorboard",
+    "Tracking": "callbacks.tracking",
     "TrainHook": "callbacks.hooks",
     "TrainUnit": "units",
     "Trainer": "trainers.native",
@@ -175,6 +181,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "CosineAnnealingScheduler",
     "CosineWithRestartsScheduler",
     "CrossEntropy",
+    "CsvLogger",
     "CutMix",
     "DataError",
     "DistributedError",
@@ -194,6 +201,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "HFTrainer",
     "HFTrainingArguments",
     "InverseSqrtScheduler",
+    "JsonlLogger",
     "LabelSmoothing",
     "LinearScheduler",
     "LayerFreezing",
@@ -229,6 +237,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "StochasticDepth",
     "StraightThrough",
     "TensorBoardLogger",
+    "Tracking",
     "TrainHook",
     "TrainUnit",
     "Trainer",

@@ -164,6 +164,7 @@ class Tolerance:
     Args:
         what: What is written, as the subject of a message.
         then: What happens to it, as a sentence.
+        also: Another type of error that is tolerated, such as that of a service.
 
     >>> tolerance = Tolerance("metrics.jsonl", "It is tried again.")
     >>> with tolerance:
@@ -172,22 +173,23 @@ class Tolerance:
     True
     """
 
-    def __init__(self, what: str, then: str) -> None:
+    def __init__(self, what: str, then: str, also: type[Exception] | tuple[()] = ()) -> None:
         self.what = what
         self.then = then
+        self.also = also
         self.has_failed: bool = False
 
     def __enter__(self) -> None:
         """Start writing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Suppress the error of a disk, and no other."""
+        """Suppress the error of a disk, and what `also` names."""
         if error is None:
             if self.has_failed:
                 logger.warning("%s: writing works again.", self.what)
             self.has_failed = False
             return False
-        if not is_disk_error(error):
+        if not is_disk_error(error) and not isinstance(error, self.also):
             return False
         if not self.has_failed:
             logger.error("%s cannot be written: %s. %s", self.what, error, self.then)

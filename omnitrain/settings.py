@@ -248,6 +248,7 @@ class Settings:
     detect_anomaly: bool = False
     timeout: float | str | Duration | None = None
     callbacks: Iterable[Callback] = ()
+    loggers: str | Sequence[object] | None = None
     algorithms: Iterable[Algorithm] = ()
     progress_bar: bool | None = None
     trial_name: str | None = None
@@ -794,7 +795,7 @@ def _describe_data(data: Any) -> Any:
     return None if data is None else describe(type(data))
 
 
-OF_ONE_RANK = ("callbacks", "callback_options", "device", "num_workers", "pin_memory", "prefetch_factor",
+OF_ONE_RANK = ("callbacks", "callback_options", "loggers", "device", "num_workers", "pin_memory", "prefetch_factor",
                "progress_bar", "timeout", "trial_name")  # fmt: skip
 """Arguments that may differ between ranks: they affect neither the numbers nor what the ranks do together."""
 

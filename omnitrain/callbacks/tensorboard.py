@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omnitrain.callbacks.jsonl import MAX_WAITING, row_kind
+from omnitrain.callbacks.rows import MAX_WAITING, Pace, row_kind
+from omnitrain.duration import Duration
 from omnitrain.errors import MissingExtraError, Tolerance
-from omnitrain.events import Callback, TrainerLike
+from omnitrain.events import Callback, Histogram, TrainerLike
 from omnitrain.settings import folder_path
 
 if TYPE_CHECKING:
@@ -51,18 +52,21 @@ class TensorBoardLogger(Callback):
     """Writes logs, evaluations and the run's settings as TensorBoard event files.
 
     Scalars are named `train/loss`, `train/learning_rate`, `eval/loss`, `test/loss`, ...; the settings are the text
-    `config`. A resumed run hides what was written after its checkpoint, and a fresh run everything that an earlier
-    run left in the folder, so no step appears twice. Needs the extra `tensorboard`.
+    `config`. Texts and histograms that callbacks report are there too. A resumed run hides what was written after its
+    checkpoint, and a fresh run everything that an earlier run left in the folder, so no step appears twice. Needs the
+    extra `tensorboard`.
 
     Args:
         log_dir: The folder; None is `tensorboard` in the run's `save_dir`, or `runs/tensorboard` without one.
+        every: The interval of the rows of training, such as "100ba"; None sends each. Rows in between are left out.
 
     >>> reporters = [TensorBoardLogger()]  # Trainer(..., callbacks=reporters)
     """
 
     order: ClassVar[int] | int = 40
 
-    def __init__(self, log_dir: str | Path | None = None) -> None:
+    def __init__(self, log_dir: str | Path | None = None, every: int | str | Duration | None = None) -> None:
+        self._pace = Pace(every)
         is_address = "://" in str(log_dir)  # TensorBoard itself can write to some stores
         self.log_dir: str | Path | None = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
         self._writer: SummaryWriter | None = None
@@ -81,19 +85,20 @@ class TensorBoardLogger(Callback):
         if not trainer.is_main_process:
             return
         self._events.clear()
+        self._pace.begin(trainer)
         step = trainer.progress.step
         self._purge_step = step + 1 if step else 0
-        # Indented by four, a code block in Markdown, which TensorBoard renders.
         settings = json.dumps(trainer.resolved_config(), indent=2)
-        text = "\n".join("    " + line for line in settings.splitlines())
         self._is_open = True
-        self._write(trainer, [("add_text", "config", text, step)])
+        self._write(trainer, [("add_text", "config", _verbatim(settings), step)])
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Write a row of training, or the result of a test."""
         if not trainer.is_main_process:
             return
         kind = row_kind(logs)
+        if kind == "train" and not self._pace.shows(trainer):
+            return
         is_outside = not self._is_open and kind == "test"  # a test outside `train()`
         if is_outside:
             self._is_open, self._purge_step = True, None
@@ -105,6 +110,15 @@ class TensorBoardLogger(Callback):
         """Write an evaluation."""
         self._write(trainer, self._scalars(trainer, "eval", metrics))
 
+    def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
+        """Write texts and histograms."""
+        step = trainer.progress.step
+        self._write(trainer, [
+            ("add_text", name, _verbatim(value), step) if isinstance(value, str)
+            else ("add_histogram_raw", name, value, step)
+            for name, value in values.items()
+        ])  # fmt: skip
+
     def on_save_end(self, trainer: TrainerLike) -> None:
         """Flush all that a run resumed from this checkpoint will not write again."""
         self._write(trainer, [], flush=True)
@@ -112,6 +126,14 @@ class TensorBoardLogger(Callback):
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Close the event file."""
         self._close(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the interval has come."""
+        return self._pace.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back how far the interval had come."""
+        self._pace.load_state_dict(state)
 
     def _scalars(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> list[Event]:
         step = int(values.get("step", trainer.progress.step))
@@ -138,7 +160,7 @@ class TensorBoardLogger(Callback):
             try:
                 writer = self._writer or self._open(trainer)
                 for method, name, value, step in itertools.islice(self._events, self._given, None):
-                    getattr(writer, method)(name, value, step)
+                    _give(writer, method, name, value, step)
                 self._given = len(self._events)
                 if flush or self._given >= MAX_GIVEN:
                     writer.flush()
@@ -165,3 +187,18 @@ class TensorBoardLogger(Callback):
         if writer is not None:
             with contextlib.suppress(Exception):
                 writer.close()
+
+
+def _verbatim(text: str) -> str:
+    """Return a text as a code block of Markdown, which TensorBoard renders: every line indented by four."""
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def _give(writer: SummaryWriter, method: str, name: str, value: Any, step: int) -> None:
+    if not isinstance(value, Histogram):
+        getattr(writer, method)(name, value, step)
+        return
+    writer.add_histogram_raw(
+        name, value.low, value.high, sum(value.counts), value.total, value.squares, list(value.edges[1:]),
+        list(value.counts), step,
+    )  # fmt: skip

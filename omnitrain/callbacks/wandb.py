@@ -5,13 +5,15 @@ Decides which W&B run the values go to, and when it begins and ends. Names come 
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omnitrain.callbacks.jsonl import row_kind
+from omnitrain.callbacks.rows import Pace, row_kind
 from omnitrain.callbacks.tensorboard import dashboard_names
+from omnitrain.duration import Duration
 from omnitrain.errors import MissingExtraError, Tolerance
-from omnitrain.events import Callback, TrainerLike
+from omnitrain.events import Callback, Histogram, TrainerLike
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -29,6 +31,7 @@ class WandbLogger(Callback):
 
     Args:
         project: The W&B project; None is W&B's default.
+        every: The interval of the rows of training, such as "100ba"; None sends each. Rows in between are left out.
         **init_kwargs: Passed on to `wandb.init()`; they override everything set here.
 
     >>> reporter = WandbLogger(project="digits", tags=["baseline"])
@@ -37,7 +40,10 @@ class WandbLogger(Callback):
 
     order: ClassVar[int] | int = 40
 
-    def __init__(self, project: str | None = None, **init_kwargs: Any) -> None:
+    def __init__(
+        self, project: str | None = None, every: int | str | Duration | None = None, **init_kwargs: Any
+    ) -> None:
+        self._pace = Pace(every)
         self.project = project
         self.init_kwargs = init_kwargs
         self._run: Run | None = None
@@ -51,6 +57,7 @@ class WandbLogger(Callback):
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Open a run, continue the one of the checkpoint, or use the one that is open."""
         self._has_failed = False
+        self._pace.begin(trainer)
         if trainer.progress.step == 0:
             self._run_id = None  # a second, fresh training is another run
         self._is_training = trainer.is_main_process
@@ -63,7 +70,8 @@ class WandbLogger(Callback):
         if not trainer.is_main_process:
             return
         if row_kind(logs) == "train":
-            self._send(trainer, "train", logs)
+            if self._pace.shows(trainer):
+                self._send(trainer, "train", logs)
             return
         # Not into the history: a test comes after the last step, and W&B accepts no step twice in a continued run.
         with self._tolerance:
@@ -76,6 +84,11 @@ class WandbLogger(Callback):
         """Send an evaluation."""
         self._send(trainer, "eval", metrics)
 
+    def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
+        """Send texts and histograms."""
+        if self._is_training:
+            self._log(trainer, {name: _media(value) for name, value in values.items()}, trainer.progress.step)
+
     def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
         """Note that the run failed."""
         self._has_failed = True
@@ -86,12 +99,13 @@ class WandbLogger(Callback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the W&B run."""
-        return {"run_id": self._run_id}
+        """Return the id of the W&B run, and how far the interval has come."""
+        return {"run_id": self._run_id, **self._pace.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the id of the W&B run that a resumed training continues."""
         self._run_id = state.get("run_id")
+        self._pace.load_state_dict(state)
 
     def _open(self, trainer: TrainerLike) -> Run:
         try:
@@ -116,15 +130,16 @@ class WandbLogger(Callback):
     def _send(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
         if not self._is_training:
             return
-        step = int(values.get("step", trainer.progress.step))
-        scalars = dashboard_names(values, kind)
+        self._log(trainer, dashboard_names(values, kind), int(values.get("step", trainer.progress.step)))
+
+    def _log(self, trainer: TrainerLike, values: dict[str, Any], step: int) -> None:
         with self._tolerance:
             run = self._run or self._open(trainer)
             if not self._is_own_run:
                 # The user's own rows advance W&B's step, and W&B drops a row whose step goes backwards.
-                run.log({**scalars, "step": step})
+                run.log({**values, "step": step})
             elif step >= self._first_step:
-                run.log(scalars, step=step)
+                run.log(values, step=step)
             # Otherwise the killed part of a resumed run was past this step: W&B has the values and would warn of each.
 
     def _close(self) -> None:
@@ -132,3 +147,12 @@ class WandbLogger(Callback):
         if run is not None and self._is_own_run:
             with self._tolerance:
                 run.finish(exit_code=1 if self._has_failed else 0)
+
+
+def _media(value: str | Histogram) -> Any:
+    import numpy as np
+    import wandb
+
+    if isinstance(value, str):
+        return wandb.Html(f"<pre>{html.escape(value)}</pre>")
+    return wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(value.edges)))

@@ -731,3 +731,23 @@ def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
         if value is not None:
             options[name] = value
     return DistributedDataParallelKwargs(**options)
+
+
+def refuse_two_reports(args: transformers.TrainingArguments | None, loggers: object) -> None:
+    """Refuse a service that both `report_to` of the training arguments and `loggers` name: each row would go twice.
+
+    Raises:
+        ConfigError: Naming it.
+    """
+    if args is None or loggers is None:
+        return
+    told = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    given = loggers if isinstance(loggers, (list, tuple)) else [loggers]
+    kinds = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
+    names = [one if isinstance(one, str) else kinds.get(type(one).__name__, getattr(one, "name", "")) for one in given]
+    twice = [name for name in names if name in told or (name and "all" in told)]
+    if twice:
+        raise ConfigError(
+            f"`loggers` and `report_to` of the training arguments both name {twice[0]!r}: each row would be there "
+            "twice. Leave it out of one of them; those of `report_to` are transformers' own."
+        )

@@ -40,6 +40,7 @@ from omnitrain.hf.arguments import (
     plain_arguments,
     refuse_fp16,
     refuse_of_datasets,
+    refuse_two_reports,
     schedule_for,
     sharding_accelerator,
     syncs_each_batch,
@@ -256,6 +257,7 @@ class HFTrainer(Calls):
         detect_anomaly: bool = False,
         timeout: float | str | Duration | None = None,
         callbacks: Iterable[AnyCallback] | None = (),
+        loggers: str | Sequence[object] | None = None,
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
         trial_name: str | None = None,
@@ -342,9 +344,10 @@ class HFTrainer(Calls):
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
             timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
+            loggers: Where logs go beside `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
-            trial_name: Name of the run for `WandbLogger`.
+            trial_name: Name of the run for loggers.
 
         Raises:
             ConfigError: If the training arguments and ours contradict each other.
@@ -374,6 +377,7 @@ class HFTrainer(Calls):
         self._has_own_schedule = given.get("lr_scheduler") is not None
         check_stock_checkpoints(self._stock_checkpoints, given)
         own = self._split(callbacks, given)
+        refuse_two_reports(training_args, given.get("loggers"))
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
         output_dir, name = given.get("save_dir"), "save_dir"
         if output_dir is None:

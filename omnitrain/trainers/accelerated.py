@@ -148,6 +148,7 @@ class AccelerateTrainer(BaseTrainer):
         detect_anomaly: bool = False,
         timeout: float | str | Duration | None = None,
         callbacks: Iterable[Callback] = (),
+        loggers: str | Sequence[object] | None = None,
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
         trial_name: str | None = None,
@@ -233,9 +234,10 @@ class AccelerateTrainer(BaseTrainer):
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
             timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
+            loggers: Where logs go beside `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
-            trial_name: Name of the run for `WandbLogger`.
+            trial_name: Name of the run for loggers.
 
         Raises:
             ConfigError: If arguments contradict each other or the DeepSpeed configuration.

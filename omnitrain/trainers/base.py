@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from omnitrain.backends.backend import Backend
-from omnitrain.callbacks.defaults import default_callbacks
+from omnitrain.callbacks.defaults import default_callbacks, make_loggers
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.changes import InitialOptions, made_with, options_of
@@ -210,6 +210,7 @@ class BaseTrainer(Hooks, ABC):
         detect_anomaly: bool = False,
         timeout: float | str | Duration | None = None,
         callbacks: Iterable[Callback] = (),
+        loggers: str | Sequence[object] | None = None,
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
         trial_name: str | None = None,
@@ -290,9 +291,10 @@ class BaseTrainer(Hooks, ABC):
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
             timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
+            loggers: Where logs go beside `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
-            trial_name: Name of the run for `WandbLogger`.
+            trial_name: Name of the run for loggers.
 
         Raises:
             ConfigError: If an argument is wrong, or two contradict each other.
@@ -362,6 +364,7 @@ class BaseTrainer(Hooks, ABC):
         self._callbacks = list(settings.callbacks)
         for callback in self._callbacks:
             refuse_class("callbacks", callback)
+        self._callbacks += make_loggers(settings.loggers, self._callbacks)
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None
         self.device: torch.device = self._choose_device(settings.device)
@@ -454,7 +457,7 @@ class BaseTrainer(Hooks, ABC):
         metric = settings.optimization_metric
         direction = own_direction(metric, self.scorer, sets.eval)
         objective = Objective(metric, settings.optimization_direction, settings.delta, direction)
-        own = default_callbacks(settings, self.limits, self.store, self._evaluates)
+        own = default_callbacks(settings, self.limits, self.store, self._evaluates, self._callbacks)
         lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
         former = vars(self).get("_feed")

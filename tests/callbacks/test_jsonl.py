@@ -241,7 +241,7 @@ def test_a_kill_during_the_cut_leaves_the_old_file(tmp_path, monkeypatch):
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("omnitrain.callbacks.jsonl.os.replace", killed)
+    monkeypatch.setattr("omnitrain.callbacks.rows.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         keep_rows(tmp_path / "metrics.jsonl", until=4)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

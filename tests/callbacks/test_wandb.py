@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from omnitrain.callbacks.wandb import WandbLogger
+from omnitrain.duration import Limits
 from omnitrain.errors import MissingExtraError
+from omnitrain.events import Histogram
 from omnitrain.progress import Progress
 
 
@@ -145,6 +147,22 @@ def test_a_test_after_the_training_goes_to_the_summary_of_the_same_run(offline, 
     assert summary["test/loss"] == 0.25
     assert not any("test/loss" in row for row in history(tmp_path))
     assert len({record.run.run_id for record in records(tmp_path) if record.HasField("run")}) == 1
+
+
+def test_reports_are_histograms_and_texts_and_an_interval_leaves_rows_out(offline, tmp_path):
+    logger, trainer = WandbLogger(every="2ba"), make_trainer()
+    trainer.limits, trainer.lifecycle = Limits(max_steps=9), SimpleNamespace(is_closing=False)
+    logger.on_train_start(trainer)
+    run_to(logger, trainer, 3)
+    weights = Histogram(edges=[0.0, 2.0, 4.0], counts=[1, 2], low=1.0, high=3.0, total=4.0, squares=10.0)
+    logger.on_report(trainer, {"weights": weights, "preview": "<b>"})
+    logger.on_train_end(trainer)
+    rows = history(tmp_path)
+    assert [row["_step"] for row in rows if "train/loss" in row] == [2]
+    assert rows[-1]["_step"] == 3
+    assert (rows[-1]["weights/values"], rows[-1]["weights/bins"]) == ([1, 2], [0.0, 2.0, 4.0])
+    assert rows[-1]["preview/_type"] == "html-file"
+    assert logger.state_dict()["shown"] == 1
 
 
 # --- what an offline run cannot show

@@ -26,7 +26,7 @@ from marks import thinned
 from recipes import rows, t16
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
-from omnitrain.callbacks import jsonl
+from omnitrain.callbacks import rows as row_files
 from omnitrain.callbacks.tensorboard import TensorBoardLogger
 from omnitrain.checkpoint import lock, state
 from omnitrain.checkpoint.store import Store
@@ -372,7 +372,7 @@ def test_rows_of_metrics_wait_for_the_disk_and_the_oldest_are_lost_with_a_word(
     told = [record.getMessage() for record in caplog.records if "metrics.jsonl" in record.getMessage()]
     assert ["cannot be written" in told[0], "works again" in told[1], len(told)] == [True, True, 2]
     shutil.rmtree(folder / "run")
-    monkeypatch.setattr(jsonl, "MAX_WAITING", 10)
+    monkeypatch.setattr(row_files, "MAX_WAITING", 10)
     caplog.clear()
     with failing(Disk(folder / "run", stays=True)) as disk:
         make("native", folder / "run", Fails(), **options).train()
