@@ -164,6 +164,17 @@ class Trace(Callback):
         self.logs.append(dict(logs))
 
 
+class Everything(Callback):
+    """Writes down every event, and for tensors what they are."""
+
+    order = 98
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.numbers: list[int] = []
+        self.norms: list[float] = []
+
+
 class StopAt(Callback):
     """Asks for the end of the run after a step."""
 
@@ -187,6 +198,21 @@ def _noting(event: Event) -> Any:
 for _event in Event:
     if _event not in (Event.LOG, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.SAVE_START, *INSIDE_OF_STEPS):
         setattr(Trace, f"on_{_event}", _noting(_event))
+
+
+def _writing(event: Event) -> Any:
+    def write(self: Everything, trainer: Any, *details: Any) -> None:
+        self.events.append(str(event))
+        if event is Event.BATCH_START:
+            self.numbers.append(details[1])
+        elif event is Event.AFTER_CLIP:
+            self.norms.append(float(details[0]))
+
+    return write
+
+
+for _event in Event:
+    setattr(Everything, f"on_{_event}", _writing(_event))
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from counting import COLLATORS, SIZE, SOURCES, Resumable, made
 from marks import thinned
 from recipes import (
     Blank,
+    Everything,
     Graphs,
     Holding,
     Noisy,
@@ -57,7 +58,6 @@ from omnitrain import (
     CutMix,
     DataError,
     Duration,
-    Event,
     GradientClipping,
     GradualUnfreezing,
     GroupByLength,
@@ -202,31 +202,6 @@ def test_events_come_in_the_order_that_the_docstring_of_event_prints(trainer_cla
     assert trace.events == ["train_start", *evaluation, *epoch, *epoch, "train_end"]
 
 
-class Everything(Callback):
-    """Writes down every event, and for tensors what they are."""
-
-    order = 98
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.numbers: list[int] = []
-        self.norms: list[float] = []
-
-
-def _writing(event: Event) -> Any:
-    def write(self: Everything, trainer: Any, *details: Any) -> None:
-        self.events.append(str(event))
-        if event is Event.BATCH_START:
-            self.numbers.append(details[1])
-        elif event is Event.AFTER_CLIP:
-            self.norms.append(float(details[0]))
-
-    return write
-
-
-for _event in Event:
-    setattr(Everything, f"on_{_event}", _writing(_event))
-
 BATCH = ["batch_start", "after_forward", "after_loss", "after_backward", "batch_end"]
 CLIPPED = ["before_clip", "after_clip", "before_optimizer_step"]
 UPDATED = ["after_optimizer_step", "before_zero_grad", "after_zero_grad", "step_end"]
@@ -252,7 +227,7 @@ def test_all_events_come_in_that_order_and_change_no_bit(trainer_class: Any, tmp
     assert same(weights(models[0]), weights(models[1]))
 
 
-@pytest.mark.parametrize("case", ["second pass", "closure", "out of memory", "nothing to predict"])
+@pytest.mark.parametrize("case", ["second pass", "closure", "out of memory", "nothing to predict", "skipped"])
 def test_micro_batches_that_are_run_again_are_told_again(trainer_class: Any, case: str) -> None:
     everything = Everything()
     model, data, options = t16(), rows(4), dict[str, Any](batch_size=2, gradient_accumulation_steps=2)
@@ -267,6 +242,10 @@ def test_micro_batches_that_are_run_again_are_told_again(trainer_class: Any, cas
         model = Starving(2, "backward", start=0)
         options = {"batch_size": 4, "microbatch_size": "auto", "loss_fn": F.mse_loss}
         step = ["data_fetched", "step_start", *BATCH[:3], *BATCH * 2, *CLIPPED, *UPDATED]
+    elif case == "skipped":
+        model, data = Overflowing(range(9)), rows(4, torch.float32)
+        options |= {"on_nonfinite": "skip", "loss_fn": F.mse_loss}
+        step += [*CLIPPED, *UPDATED[1:]]
     else:
         model, data = Tagger(), Blank(4, range(4))
         step = ["data_fetched", "step_start", "before_zero_grad", "after_zero_grad", "step_end"]
