@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.jsonl import JsonlLogger
     from omnitrain.callbacks.memory_monitor import MemoryMonitor
     from omnitrain.callbacks.profiler import Profiler
+    from omnitrain.callbacks.progress_bar import ProgressBar
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
     from omnitrain.callbacks.tracking import Tracking
     from omnitrain.callbacks.wandb import WandbLogger
+    from omnitrain.comparison import RunComparison, compare_runs
     from omnitrain.data.collation import Collator
     from omnitrain.data.grouping import GroupByLength
     from omnitrain.data.packing import PackedDataset
@@ -140,6 +142,8 @@ _HOMES = {
     "ProductScheduler": "schedules",
     "Profiler": "callbacks.profiler",
     "Progress": "progress",
+    "ProgressBar": "callbacks.progress_bar",
+    "RunComparison": "comparison",
     "Schedule": "schedules",
     "SchedulePreview": "preview",
     "ProgressiveResizing": "algorithms.progressive_resizing",
@@ -163,6 +167,7 @@ _HOMES = {
     "layerwise_decay": "param_groups",
     "WeightedLosses": "losses",
     "chunked_cross_entropy": "losses",
+    "compare_runs": "comparison",
 }
 
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
@@ -225,6 +230,8 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "ProductScheduler",
     "Profiler",
     "Progress",
+    "ProgressBar",
+    "RunComparison",
     "Schedule",
     "SchedulePreview",
     "ProgressiveResizing",
@@ -245,6 +252,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "WandbLogger",
     "WeightedLosses",
     "chunked_cross_entropy",
+    "compare_runs",
     "describe_metric",
     "layerwise_decay",
     "preview_schedule",

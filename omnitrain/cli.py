@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (_add_demo, _add_launch, _add_checkpoint, _add_schedule):
+    for add in (_add_demo, _add_launch, _add_checkpoint, _add_compare, _add_schedule):
         add(commands)
     return parser
 
@@ -169,6 +169,29 @@ def _checkpoint(args: argparse.Namespace) -> int | None:
     except ConfigError as error:  # a wrong path, which counts like a wrong option
         print(f"omnitrain: {error}", file=sys.stderr)
         return 2
+
+
+def _add_compare(commands: Any) -> None:
+    about = "Print the results of runs side by side, and draw their curves."
+    compare = commands.add_parser("compare", help=about, description=about, allow_abbrev=False)
+    run = "the folder of a run, which has metrics.jsonl, or a file that MetricsDict.to_json has written"
+    compare.add_argument("runs", nargs="+", metavar="RUN", help=run)
+    compare.add_argument("--png", type=Path, metavar="FILE", help="an image to write, such as runs.png")
+    compare.set_defaults(run=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int | None:
+    from omnitrain.comparison import compare_runs
+
+    try:
+        comparison = compare_runs(*args.runs)
+    except ConfigError as error:
+        print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
+    print(comparison)
+    if args.png is not None:
+        print(f"Drawn in {comparison.plot(args.png)}.")
+    return None
 
 
 def _add_schedule(commands: Any) -> None:

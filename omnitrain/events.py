@@ -338,6 +338,12 @@ class LifecycleLike(Protocol):
     """The position of the run's latest checkpoint; None before the first."""
     saved_path: Path | None
     """The folder of the latest checkpoint of the run."""
+    resumed_from: Path | None
+    """The folder of the checkpoint from which the run goes on; None for a fresh start."""
+    trained_before: int
+    """Steps of an earlier `train()` with whose weights this run begins afresh."""
+    signal: int
+    """The number of the signal that ended the run."""
     is_closing: bool
     """Whether the run is writing its last rows, which a longer run would not have had."""
 

@@ -6,12 +6,14 @@ Values are converted to plain numbers and strings as they come in, so no tensor 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -213,34 +215,59 @@ class MetricsDict(dict[str, Any]):
         rows.sort(key=lambda row: row.get("step", math.inf))
         return [(row, any(row is other for other in best[:1])) for row in rows]
 
-    def _table(self) -> Iterator[str]:
+    def _cells(self) -> tuple[list[str], list[tuple[list[str], bool]]]:
+        """Return the titles of the columns, and of each row its cells and whether it is the best."""
         rows = self._joined()
-        if not rows:
-            return
         names = list(dict.fromkeys(name for row, _ in rows for name in row))
         first = [name for name in (*_POSITION, *_TRAIN_COLUMNS) if name in names]
         columns = [*first, *(name for name in names if name not in first)]
-        cells = [[_TRAIN_COLUMNS.get(name, name) for name in columns]]
-        cells += [[_show(row.get(name, "")) for name in columns] for row, _ in rows]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        marks = ["", *("  *" if is_best else "" for _, is_best in rows)]
-        hidden = len(rows) - _FIRST_ROWS - _LAST_ROWS
-        for number, (row, mark) in enumerate(zip(cells, marks, strict=True)):
-            past_first = number - 1 - _FIRST_ROWS
-            if hidden > 1 and 0 <= past_first < hidden:
-                if past_first == 0:
-                    yield f"… {hidden} rows …"
-                continue
-            yield ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + mark).rstrip()
+        titles = [_TRAIN_COLUMNS.get(name, name) for name in columns]
+        return titles, [([_show(row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
 
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Plot the losses and every metric of the evaluations against the step.
+    def _table(self) -> Iterator[str]:
+        titles, rows = self._cells()
+        if not rows:
+            return
+        widths = [max(map(len, column)) for column in zip(titles, *(cells for cells, _ in rows), strict=True)]
+        rows, hidden = _shortened(rows)
+        for number, (cells, is_best) in enumerate([(titles, False), *rows]):
+            if hidden and number == _FIRST_ROWS + 1:
+                yield f"… {hidden} rows …"
+            line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            yield (line + ("  *" if is_best else "")).rstrip()
+
+    def _repr_html_(self) -> str:
+        """Show the table in notebooks, with the best evaluation in bold."""
+        titles, rows = self._cells()
+        rows, hidden = _shortened(rows)
+        lines = [f"<div>{escape(self._headline())}</div>"] if self._headline() else []
+        if rows:
+            lines += ["<table>", f"<tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr>"]
+            for number, (cells, is_best) in enumerate(rows):
+                if hidden and number == _FIRST_ROWS:
+                    lines.append(f'<tr><td colspan="{len(titles)}">… {hidden} rows …</td></tr>')
+                kind = "th" if is_best else "td"
+                lines.append(f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>")
+            lines.append("</table>")
+        tests = [f"test: {_words(row)} (step {_show(row.get('step', '?'))})" for row in self["test"]]
+        lines += [f"<div>{escape(line)}</div>" for line in tests]
+        return "\n".join(lines) or "no metrics yet"
+
+    @overload
+    def plot(self, path: str | os.PathLike[str]) -> Path: ...
+    @overload
+    def plot(self, path: None = None) -> Any: ...
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Plot the losses, the learning rate and every metric of the evaluations against the step.
+
+        A line marks the best evaluation, another one the end of the run.
 
         Args:
-            path: The image to write; its suffix is the format, PNG by default.
+            path: The image to write; its suffix is the format, PNG by default. None returns a figure instead, which a
+                notebook shows.
 
         Returns:
-            The path of the image.
+            The path of the image, or the figure of matplotlib.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
@@ -250,17 +277,22 @@ class MetricsDict(dict[str, Any]):
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
         panels = [losses, *([name] for name in sorted(names - {*losses, *_POSITION}))]
-        figure = new_figure("MetricsDict.plot", 3.2 * len(panels))
-        for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        figure = new_figure("MetricsDict.plot", 2.8 * len(panels) + 0.4)
+        steps = [row["step"] for row in (*train, *valid) if "step" in row]
+        marks = {"best": self.get("best_step"), "end": max(steps, default=None)}
+        for axes, panel in zip(figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0], panels, strict=True):
             if panel is losses:
                 _draw(axes, train, "train_loss")
             for name in panel:
                 _draw(axes, valid, name)
-            axes.set_xlabel("step")
+            _mark(axes, marks, self.get("stop_reason"), is_named=panel is losses)
             axes.grid(alpha=0.3)
-            if axes.get_lines():
-                axes.legend()
-        return save_figure(figure, path)
+            others = _draw_rate(axes, train) if panel is losses else []
+            lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+            if lines:
+                axes.legend(handles=[*lines, *others], fontsize="small")
+        axes.set_xlabel("step")
+        return figure if path is None else save_figure(figure, path)
 
 
 @dataclass(slots=True)
@@ -349,7 +381,15 @@ def new_figure(caller: str, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError(caller, "matplotlib", "plot") from error
-    return Figure(figsize=(6.4, height), layout="constrained")
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            """Show the figure in notebooks, which otherwise show those of pyplot alone."""
+            image = io.BytesIO()
+            self.savefig(image, format="png")
+            return image.getvalue()
+
+    return ShownFigure(figsize=(7.2, height), layout="constrained")
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
@@ -364,6 +404,14 @@ def _with_folder(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _shortened(rows: list[Any]) -> tuple[list[Any], int]:
+    """Return the first and the last rows, and how many between them are left out."""
+    hidden = len(rows) - _FIRST_ROWS - _LAST_ROWS
+    if hidden <= 1:
+        return rows, 0
+    return [*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:]], hidden
 
 
 def _show(value: float | int | str) -> str:
@@ -390,6 +438,30 @@ def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=name)
+
+
+def _mark(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_named: bool) -> None:
+    """Mark places of a run by vertical lines, with names in the legend."""
+    styles = {"best": {"color": "tab:green", "linestyle": "--"}, "end": {"color": "0.5", "linestyle": ":"}}
+    for name, step in marks.items():
+        if step is not None and axes.get_lines():
+            words = f"{name}, step {step}" + (f" ({reason})" if name == "end" and reason else "")
+            axes.axvline(step, linewidth=1, label=words if is_named else f"_{name}", **styles[name])
+
+
+def _draw_rate(axes: Any, rows: list[MetricRow]) -> list[Any]:
+    """Draw the learning rate on an axis of its own at the right; return its line, if there is one."""
+    if len([row for row in rows if "learning_rate" in row]) < 2:
+        return []
+    right = axes.twinx()
+    points = [(row["step"], row["learning_rate"]) for row in rows if "learning_rate" in row]
+    lines = right.plot(*zip(*points, strict=True), color="0.6", linewidth=1, label="learning rate", zorder=0)
+    right.set_ylabel("learning rate", color="0.5")
+    right.tick_params(axis="y", colors="0.5")
+    right.set_ylim(bottom=0)
+    axes.set_zorder(right.get_zorder() + 1)  # so that the losses are drawn over it
+    axes.patch.set_visible(False)
+    return list(lines)
 
 
 def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main: bool) -> Path:

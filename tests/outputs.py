@@ -6,8 +6,12 @@ import math
 import re
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
-PROGRESS = re.compile(r"^(?:step \d+(?:/\d+| \(\d+%\))|\{'\w+': '[^{}]*'epoch': '[^{}]*\}$).*\n?", re.MULTILINE)
-"""Rows of ours, and of transformers, which prints them if its verbosity was changed before."""
+PROGRESS = re.compile(
+    r"^(?:step \d+(?:/\d+| \(\d+%\))|model  .* parameters, |train  .*; batch |save   |end    |"
+    r"\{'\w+': '[^{}]*'epoch': '[^{}]*\}$).*(?:\n|$)",
+    re.MULTILINE,
+)
+"""First, last and other lines of ours, and rows of transformers, which prints them if its verbosity was changed."""
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?|\bseconds\b[ :]+\d\S*")
 LOG_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d .*\n?", re.MULTILINE)  # DeepSpeed prints one when it is imported
 

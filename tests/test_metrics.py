@@ -262,7 +262,29 @@ def test_the_plot_shows_the_losses_together_and_each_metric_alone(
 
     monkeypatch.setattr(figure.Figure, "savefig", look)
     history().plot(tmp_path / "curves.png")
-    assert drawn == [["train_loss", "eval_loss"], ["eval_accuracy"]]
+    assert drawn == [
+        ["train_loss", "eval_loss", "best, step 20", "end, step 30"],
+        ["eval_accuracy", "_best", "_end"],
+        ["learning rate"],
+    ]
+
+
+def test_a_plot_without_a_path_is_a_figure_that_a_notebook_shows() -> None:
+    pytest.importorskip("matplotlib")
+    assert history().plot()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_the_table_with_names_escaped_and_the_best_in_bold() -> None:
+    metrics = MetricsDict()
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+        metrics.add_valid({"step": step, "eval_loss": loss, "eval_<b>": 1.0}, best=step == 2)
+    shown = metrics._repr_html_()
+    assert "<th>eval_&lt;b&gt;</th>" in shown and "<b>" not in shown
+    assert "<th>0.2500</th>" in shown and "<td>0.7500</td>" in shown
+    assert MetricsDict()._repr_html_() == "no metrics yet"
+    for step in range(4, 30):
+        metrics.add_valid({"step": step, "eval_loss": 1.0}, best=False)
+    assert "… 9 rows …" in metrics._repr_html_() and metrics._repr_html_().count("<tr>") == 22
 
 
 def test_an_empty_history_can_be_plotted(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ def default_callbacks(
         store: The checkpoints of the run; None without a `save_dir`.
         evaluates: Whether the run evaluates.
         given: The user's own; a logger of theirs replaces the one that writes the same file.
+
+    Raises:
+        ConfigError: If `progress_bar` contradicts a ProgressBar among the callbacks.
     """
 
     def interval(name: str) -> Every:
@@ -51,8 +54,14 @@ def default_callbacks(
         Interrupt(),
         Cadence(limits, interval("log_steps"), evaluate, save),
         EarlyStopping(patience, settings.early_stopper),
-        ProgressBar(settings.progress_bar),
     ]
+    if not any(isinstance(one, ProgressBar) for one in given):
+        found.append(ProgressBar(settings.progress_bar))
+    elif settings.progress_bar is not None:
+        raise ConfigError(
+            f"`progress_bar={settings.progress_bar}` has no effect beside the ProgressBar in `callbacks`. Leave it "
+            f"out, or make that one with enabled={settings.progress_bar}."
+        )
     if store is not None:
         kept = settings.save_total_limit, settings.keep_best, settings.keep_every
         rows, taken = JsonlLogger(), {one.filename for one in given if isinstance(one, RowFile)}

@@ -459,7 +459,7 @@ class Checkpointer:
             )
         self.restore(folder, content, {*changed, *({FROZEN} & set(allow_change))})
         self.resumed = folder, content
-        self._lifecycle.loaded()
+        self._lifecycle.loaded(folder)
         if self._run.settings.init_from is not None:
             logger.info("The weights are those of the checkpoint, and no longer those of `init_from`.")
         before, after = changed_options(content["settings"], settings, "callback_options")

@@ -126,7 +126,7 @@ class Lifecycle(Protocol):
         """Restore the rest of the state from `state_dict`."""
         ...
 
-    def loaded(self) -> None:
+    def loaded(self, folder: Path) -> None:
         """Tell the callbacks that a checkpoint was restored."""
         ...
 

@@ -103,6 +103,10 @@ class Lifecycle:
         """The position of the run's latest checkpoint; None before the first."""
         self.saved_path: Path | None = None
         """The folder of the latest checkpoint of the run."""
+        self.resumed_from: Path | None = None
+        """The folder of the checkpoint from which the run goes on; None for a fresh start."""
+        self.trained_before = 0
+        """Steps of an earlier `train()` with whose weights this run begins afresh."""
         self.owes_evaluation = False
         """Whether an evaluation is still due: one that a signal interrupted, or the one before the first step."""
         self.owes_save = False
@@ -520,6 +524,11 @@ class Lifecycle:
             waiting.remove(heir)
             give_back(heir, entry["state"], undo)
 
-    def loaded(self) -> None:
-        """A checkpoint was restored."""
+    def begin_again(self, steps: int) -> None:
+        """The run begins afresh with the weights that so many steps of an earlier one have trained."""
+        self.trained_before = steps
+
+    def loaded(self, folder: Path) -> None:
+        """The checkpoint in a folder was restored."""
+        self.resumed_from = folder
         self.emit(Event.CHECKPOINT_LOADED)

@@ -601,7 +601,9 @@ class BaseTrainer(Hooks, ABC):
         for algorithm in () if is_live else self.algorithms:  # first: one may have frozen what an optimizer is to hold
             algorithm.set_up(self)
         if is_live or self.progress.step or self.metrics["train_metrics_history"]:
+            former = self.progress.step
             self._assemble()
+            self.lifecycle.begin_again(0 if resumes else former)
             is_given = hasattr(self.settings.optimizer, "param_groups")
             if not is_live and not is_given:
                 self.backend.reset_optimizer()
@@ -741,7 +743,7 @@ class BaseTrainer(Hooks, ABC):
                 raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
             self._checkpointer.restore(folder, content)
             self._checkpointer.ended = "load_checkpoint() has restored another state since"
-            self.lifecycle.loaded()
+            self.lifecycle.loaded(folder)
             self._checkpointer.restore_random_numbers(folder, content)
         return folder
 

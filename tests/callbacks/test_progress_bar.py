@@ -9,9 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from omnitrain import ConfigError, MetricsDict
 from omnitrain.callbacks import progress_bar
 from omnitrain.callbacks.progress_bar import ProgressBar
+from omnitrain.duration import Duration
+from omnitrain.events import Histogram
+from omnitrain.objective import Objective
 from omnitrain.progress import Progress
 
 
@@ -20,15 +25,28 @@ class Steps:
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.durations = [Duration(total, "ba")]
 
     def fraction(self, progress: Progress) -> float:
         return min(progress.step / self.total, 1.0)
 
 
 def make_trainer(total: int = 60, **changes: Any) -> Any:
+    config = {
+        "model": "torch.nn.Linear", "autocast": "fp32", "batch_size": 3, "global_batch_size": 3, "save_steps": None,
+        "gradient_accumulation_steps": 1, "samples_per_epoch": 30, "lr_scheduler": None,
+    }  # fmt: skip
+    model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(
-        progress=Progress(epoch_size=30), is_main_process=True, total_steps=total, limits=Steps(total)
-    )
+        progress=Progress(epoch_size=30), is_main_process=True, total_steps=total, limits=Steps(total),
+        settings=SimpleNamespace(patience=None, early_stopper=None, save_only_model=False, lr_scheduler=None),
+        lifecycle=SimpleNamespace(
+            improved=False, saved_path=None, resumed_from=None, trained_before=0, signal=0, is_closing=False
+        ),
+        objective=Objective("loss"), metrics=MetricsDict(), stop_reason="epochs", save_dir=None, batch_size=3,
+        resolved_config=lambda: config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        lr_scheduler=None, device=torch.device("cpu"), world_size=1,
+    )  # fmt: skip
     for name, value in changes.items():
         setattr(trainer, name, value)
     return trainer
@@ -67,7 +85,12 @@ def plain(steps: int = 60, trainer: Any = None, **kwargs: Any) -> list[str]:
     bar.on_train_start(trainer)
     run_steps(bar, trainer, steps, **kwargs)
     bar.on_train_end(trainer)
-    return stream.getvalue().splitlines()
+    return rows_in(stream.getvalue())
+
+
+def rows_in(text: str) -> list[str]:
+    """Return the lines between the first three and the last."""
+    return [line for line in text.splitlines() if line.split("  ")[0] not in ("model", "train", "save", "end")]
 
 
 class Terminal:
@@ -113,7 +136,7 @@ def clock(monkeypatch):
 
 def test_a_file_gets_exactly_one_plain_line_per_log(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # CI systems set it; rich would take the file for a terminal
-    lines = plain(steps=60, log_steps=10, eval_steps=7)
+    lines = plain(steps=60, log_steps=10)
     assert len(lines) == 6
     assert not re.search(r"[\r\x1b]", "\n".join(lines))
     assert [line.split("  ")[0] for line in lines] == [f"step {step}/60" for step in (10, 20, 30, 40, 50, 60)]
@@ -121,28 +144,29 @@ def test_a_file_gets_exactly_one_plain_line_per_log(monkeypatch):
 
 def test_a_plain_line_says_all_that_a_log_has():
     assert plain(steps=60, log_steps=60) == [
-        "step 60/60  epoch 6.0  loss 0.3121  lr 1.25e-04  grad_norm 0.712  1234 samples/s  ETA 0:00:00"
+        "step 60/60  epoch 6.00  loss 0.3121  lr 1.25e-04  grad_norm 0.712  1234 samples/s  elapsed 0:00:00"
+        "  left 0:00:00"
     ]
 
 
-def test_an_evaluation_of_the_logged_step_stands_in_the_line_of_that_step():
-    lines = plain(steps=30, log_steps=10, eval_steps=20)
-    assert [("eval_loss 0.4  eval_accuracy 0.02" in line) for line in lines] == [False, True, False]
-
-
-def test_an_evaluation_between_two_logs_stands_in_the_next_line():
+def test_each_evaluation_is_a_line_of_its_own_when_it_happens():
     lines = plain(steps=30, log_steps=10, eval_steps=15)
-    assert "eval_accuracy 0.015" in lines[1] and "step 20/60" in lines[1]
+    assert [line.split("  ")[0] for line in lines] == [f"step {step}/60" for step in (10, 15, 20, 30, 30)]
+    assert lines[1] == "step 15/60  epoch 1.50  eval_loss 0.4  eval_accuracy 0.015"
 
 
-def test_a_line_is_printed_when_the_next_step_begins():
+def test_the_best_evaluation_so_far_is_marked():
+    trainer = make_trainer()
+    trainer.lifecycle.improved = True
+    assert plain(steps=30, log_steps=60, eval_steps=15, trainer=trainer)[0].endswith("eval_accuracy 0.015  (best)")
+
+
+def test_a_line_is_printed_when_its_step_ends():
     stream, trainer = io.StringIO(), make_trainer()
     bar = ProgressBar(stream=stream)
     bar.on_train_start(trainer)
     run_steps(bar, trainer, 10)
-    assert stream.getvalue() == ""
-    bar.on_step_start(trainer)
-    assert stream.getvalue().startswith("step 10/60")
+    assert rows_in(stream.getvalue())[0].startswith("step 10/60")
 
 
 def test_a_line_is_printed_when_the_training_fails():
@@ -155,15 +179,6 @@ def test_a_line_is_printed_when_the_training_fails():
     assert stream.getvalue().count("step 10/60") == 1
 
 
-def test_a_loop_that_starts_no_steps_gets_its_line_at_the_next_epoch():
-    stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
-    bar.on_log(trainer, {"step": 0, "epoch": 1, "loss": 0.5})
-    bar.on_epoch_start(trainer)
-    assert "loss 0.5" in stream.getvalue()
-
-
 def test_a_run_of_unknown_steps_shows_its_fraction():
     assert plain(steps=30, log_steps=30, trainer=make_trainer(total_steps=None))[0].startswith("step 30 (50%)")
 
@@ -173,7 +188,6 @@ def test_skipped_steps_and_the_loss_scale_are_shown_when_there_are_some():
     bar = ProgressBar(stream=stream)
     bar.on_train_start(trainer)
     bar.on_log(trainer, {"step": 1, "skipped_steps": 2, "loss_scale": 1024.0, "tokens_per_second": 7.25})
-    bar.on_train_end(trainer)
     assert "skipped_steps 2  loss_scale 1024  7.25 tokens/s" in stream.getvalue()
 
 
@@ -194,16 +208,21 @@ def test_the_time_left_comes_from_the_pace_of_this_part_of_a_resumed_run(clock):
     clock.now += 20 * 60.0
     run_steps(bar, trainer, 10)
     bar.on_train_end(trainer)
-    assert "step 60/100" in stream.getvalue() and "ETA 1:20:00" in stream.getvalue()
+    assert "step 60/100" in stream.getvalue() and "elapsed 0:20:00  left 1:20:00" in stream.getvalue()
 
 
-def test_a_resumed_run_says_where_it_goes_on():
-    stream, trainer = io.StringIO(), make_trainer(total=100)
-    ProgressBar(stream=stream).on_train_start(trainer)
-    assert not stream.getvalue()
-    trainer.progress.step = 50
-    ProgressBar(stream=stream).on_train_start(trainer)
-    assert stream.getvalue() == "step 50/100  resumed\n"
+@pytest.mark.parametrize("how", [{"patience": 3}, {"early_stopper": print}])
+def test_the_time_left_is_a_bound_where_the_run_may_stop_early(clock, how):
+    trainer = make_trainer(total=100)
+    vars(trainer.settings).update(how)
+    bar, stream = ProgressBar(stream=io.StringIO()), io.StringIO()
+    bar.stream = stream
+    bar.on_train_start(trainer)
+    clock.now += 20 * 60.0
+    run_steps(bar, trainer, 10)
+    assert rows_in(stream.getvalue())[-1].endswith("left at most 3:00:00")
+    run_steps(bar, trainer, 90)
+    assert rows_in(stream.getvalue())[-1].endswith("left 0:00:00")
 
 
 def test_the_time_left_is_unknown_before_the_first_fraction():
@@ -212,7 +231,7 @@ def test_the_time_left_is_unknown_before_the_first_fraction():
     bar.on_train_start(trainer)
     bar.on_log(trainer, {"step": 0})
     bar.on_train_end(trainer)
-    assert stream.getvalue() == "step 0/60  ETA -:--:--\n"
+    assert rows_in(stream.getvalue()) == ["step 0/60  elapsed 0:00:00  left -:--:--"]
 
 
 def test_a_test_outside_the_training_is_a_line_of_its_own():
@@ -247,17 +266,33 @@ def test_stdout_is_looked_up_when_the_training_starts(capsys):
     bar.on_train_start(trainer)
     run_steps(bar, trainer, 10)
     bar.on_train_end(trainer)
-    assert capsys.readouterr().out.startswith("step 10/60")
+    assert rows_in(capsys.readouterr().out)[0].startswith("step 10/60")
 
 
-def test_a_notebook_without_ipywidgets_gets_lines(monkeypatch):
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
-    monkeypatch.setattr(progress_bar, "find_spec", lambda name: None)
-    assert progress_bar._bar_console(None, None) is None
-    assert progress_bar._bar_console(True, None) is None
-    monkeypatch.setattr(progress_bar, "find_spec", lambda name: object())
-    assert progress_bar._bar_console(None, None) is not None
+def test_rows_are_shown_at_an_interval_of_their_own():
+    stream, trainer = io.StringIO(), make_trainer()
+    bar = ProgressBar(stream=stream, every="25ba")
+    bar.on_train_start(trainer)
+    run_steps(bar, trainer, 55)
+    trainer.lifecycle.is_closing = True  # the last row is shown in any case
+    bar.on_log(trainer, make_logs(trainer))
+    assert [line.split("  ")[0] for line in rows_in(stream.getvalue())] == ["step 30/60", "step 50/60", "step 55/60"]
+
+
+@pytest.mark.parametrize("every", ["25", 0, "fast", -3])
+def test_an_interval_that_is_none_is_refused(every):
+    with pytest.raises(ConfigError, match="`every` must be a positive duration"):
+        ProgressBar(every=every)
+
+
+def test_texts_that_a_callback_reports_are_shown_shortened_and_histograms_are_not():
+    stream, trainer = io.StringIO(), make_trainer()
+    bar = ProgressBar(stream=stream)
+    bar.on_train_start(trainer)
+    histogram = Histogram((0.0, 1.0), (1,), 0.0, 1.0, 0.5, 0.25)
+    bar.on_report(trainer, {"preview/0": "Once\nupon " + "a time " * 100, "weights": histogram})
+    (line,) = rows_in(stream.getvalue())
+    assert line.startswith("preview/0: Once upon a time a time") and line.endswith("...") and len(line) == 311
 
 
 # --- a reader that is gone
@@ -321,7 +356,8 @@ def test_the_bar_shows_loss_evaluation_and_time_left(terminal):
     bar.on_train_start(trainer)
     run_steps(bar, trainer, 60, eval_steps=30)
     bar.on_train_end(trainer)
-    assert "ETA 0:00:00  loss 0.3121  eval_loss 0.4  eval_accuracy 0.06" in terminal.text()
+    text = terminal.text()
+    assert "loss 0.3121" in text and "eval_loss 0.4" in text and "elapsed 0:00:00  left 0:00:00" in text
 
 
 def test_an_evaluation_is_printed_as_a_line_above_the_bar(terminal):
@@ -331,10 +367,10 @@ def test_an_evaluation_is_printed_as_a_line_above_the_bar(terminal):
     run_steps(bar, trainer, 20, eval_steps=10)
     bar.on_train_end(trainer)
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.text()).replace("\r\n", "\n").split("\n")
-    above = [line.split("\r")[-1] for line in lines if re.search(r"(^|\r)step \d+  epoch", line)]
+    above = [line.split("\r")[-1] for line in lines if re.search(r"(^|\r)step \d+/60  epoch", line)]
     assert above == [
-        "step 10  epoch 1.0  eval_loss 0.4  eval_accuracy 0.01",
-        "step 20  epoch 2.0  eval_loss 0.4  eval_accuracy 0.02",
+        "step 10/60  epoch 1.00  eval_loss 0.4  eval_accuracy 0.01",
+        "step 20/60  epoch 2.00  eval_loss 0.4  eval_accuracy 0.02",
     ]
 
 
@@ -381,7 +417,7 @@ def test_an_exception_gives_the_terminal_back(terminal, monkeypatch):
         assert sys.stdout is terminal.stream
         assert terminal.text().endswith("\x1b[?25h")  # the cursor is visible again
         bar.on_train_end(trainer)
-        assert terminal.text() == ""
+        assert terminal.text().startswith("end    RuntimeError at step 5, epoch 0.50, after 0:00:00; nothing is saved")
 
 
 def test_what_the_user_prints_goes_above_the_bar(terminal, monkeypatch):
@@ -412,7 +448,42 @@ def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
     run_steps(bar, trainer, 10)
     bar.on_train_end(trainer)
     text = terminal.text()
-    assert text.startswith("step 10/60  epoch 1.0") and "\x1b" not in text
+    assert rows_in(text)[0].startswith("step 10/60  epoch 1.0") and "\x1b" not in text
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])
+def test_a_terminal_without_control_codes_gets_lines(variable, terminal, monkeypatch):
+    monkeypatch.setenv(variable, {"NO_COLOR": "1", "TERM": "dumb"}[variable])
+    trainer = make_trainer()
+    bar = ProgressBar(stream=terminal.stream)
+    bar.on_train_start(trainer)
+    run_steps(bar, trainer, 10, eval_steps=10)
+    bar.on_train_end(trainer)
+    text = terminal.text()
+    assert len(text.splitlines()) == 6 and "\x1b" not in text and "\r" not in text.replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "hidden"),
+    [
+        (60, ["loss 0.3121", "left 0:50:00"], ["lr ", "samples/s", "eval_"]),
+        (80, ["loss 0.3121", "epoch 1.00", "elapsed 0:10:00", "left 0:50:00"], ["samples/s", "eval_"]),
+        (160, ["loss 0.3121", "epoch 1.00", "lr 1.25e-04", "eval_loss 0.4", "1234 samples/s", "left 0:50:00"], []),
+    ],
+)
+def test_a_narrow_terminal_has_fewer_words_and_still_a_bar(width, shown, hidden, terminal, clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    trainer = make_trainer()
+    bar = ProgressBar(stream=terminal.stream)
+    bar.on_train_start(trainer)
+    clock.now += 600.0
+    run_steps(bar, trainer, 10, eval_steps=10)
+    terminal.text()
+    bar._refresh(trainer)
+    (line,) = [one for one in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.text()).split("\r") if one.strip()]
+    assert len(line) <= width and "step 10/60" in line and re.search("[\u2501\u2578\u257a]{8}", line)
+    assert [word for word in shown if word not in line] == [] and [word for word in hidden if word in line] == []
+    bar.on_train_end(trainer)
 
 
 def test_enabled_true_draws_the_bar_into_a_file():
