@@ -93,7 +93,7 @@ def _summary(output: NotebookNode) -> tuple[str, str]:
     if output.output_type == "stream":
         return output.name, without_progress(output.text)
     data = output.get("data", {})
-    return " ".join([output.output_type, *sorted(data)]), data.get("text/plain", "")
+    return " ".join([output.output_type, *sorted(data)]), without_progress(data.get("text/plain", ""))
 
 
 def test_there_are_notebooks() -> None:
@@ -143,6 +143,47 @@ def test_an_execution_keeps_prints_and_results_but_no_warnings_and_folders() -> 
         ("execute_result text/plain", "2"),
     ]
     assert (first.execution_count, second.execution_count, second.metadata) == (1, 2, {})
+
+
+def test_a_run_has_a_display_of_its_own_that_is_kept() -> None:
+    """The bar, the curve and the table are drawn in one place per run, escaped, and none is lost by another run."""
+    notebook = executed(
+        a_notebook(
+            "import torch\nfrom omnitrain import Callback, Trainer\n"
+            "class Report(Callback):\n"
+            "    def on_epoch_end(self, trainer):\n"
+            "        trainer.lifecycle.report({'<b>note</b>': 'a text'})\n"
+            "x = torch.ones(8, 2)\n"
+            "trainer = Trainer(torch.nn.Linear(2, 1), (x, x[:, :1]), (x, x[:, :1]), loss_fn=torch.nn.MSELoss(), "
+            "batch_size=2, epochs=2, log_steps=1, device='cpu', callbacks=[Report()])\n"
+            "metrics = trainer.train()",
+            "metrics = trainer.train(more=1)\nmetrics = trainer.train()",
+            "display(trainer, metrics, metrics.plot())",
+            "scores = trainer.test((x, x[:, :1]))",
+            "%%capture caught\nmetrics = trainer.train()",
+            "print('captured', caught.stdout)",
+        )
+    )
+    first, second, third, test, captured, shown = code_cells(notebook)
+    kinds = [
+        [(output.output_type, *sorted(output.get("data", {}))) for output in cell.outputs] for cell in (first, second)
+    ]
+    assert kinds == [[("display_data", "text/html", "text/plain")], [("display_data", "text/html", "text/plain")] * 2]
+    html, text = (first.outputs[0].data[kind] for kind in ("text/html", "text/plain"))
+    for part in ('<progress value="1.0000"', "<svg", "<polyline", "eval_loss", "&lt;b&gt;note&lt;/b&gt;: a text"):
+        assert part in html, part
+    assert "<b>" not in html and html.index("model  Linear") < html.index("<table>") < html.index("end    all epochs")
+    assert [line.split("  ")[0] for line in text.splitlines()] == [
+        "model", "train", "save", "<b>note</b>: a text", "step 4/8", "<b>note</b>: a text", "step 8/8", "end",
+    ]  # fmt: skip
+    assert "goes on at step 8" in second.outputs[0].data["text/plain"]
+    afresh = "begins afresh with the weights of 12 steps, which train(more=...) would go on with"
+    assert afresh in second.outputs[1].data["text/plain"]
+    of_trainer, of_metrics, picture = (output.data for output in third.outputs)
+    assert "<pre" in of_trainer["text/html"] and "Trainer\nmodel  Linear, 3 parameters" in of_trainer["text/html"]
+    assert "<table>" in of_metrics["text/html"] and "image/png" in picture
+    assert test.outputs[0].text.startswith("step 12  epoch 3.00  test_loss")
+    assert not captured.outputs and "captured model  Linear" in shown.outputs[0].text
 
 
 def test_a_cell_that_shows_something_else_is_noticed() -> None:

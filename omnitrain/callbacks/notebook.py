@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from time import perf_counter
 from typing import Any
 
+from omnitrain.callbacks.summary import opening, position
+from omnitrain.events import TrainerLike
 from omnitrain.metrics import MetricsDict
 
-__all__ = ["NotebookPanel", "curve_svg", "is_notebook"]
+__all__ = ["NotebookPanel", "curve_svg", "is_notebook", "show_in_notebooks", "trainer_html"]
 
 REFRESH_SECONDS = 0.5
 """One drawing sends some kilobytes to the browser and takes about a millisecond."""
@@ -28,6 +30,24 @@ def is_notebook(stream: Any) -> bool:
     """Whether text that is printed to a stream appears in a notebook."""
     # `%%capture` and a redirected stdout have another stream, which gets lines
     return "ipykernel" in sys.modules and type(stream).__module__.startswith("ipykernel.")
+
+
+def show_in_notebooks(kind: type, to_html: Callable[[Any], str]) -> None:
+    """Have IPython, if this is one, show the objects of a class as HTML."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        shell.display_formatter.formatters["text/html"].for_type(kind, to_html)
+
+
+def trainer_html(trainer: TrainerLike) -> str:
+    """Return what a notebook shows of a trainer: its first lines, how far it is, and its metrics."""
+    lines = [type(trainer).__name__, *opening(trainer, is_start=False)]
+    step = trainer.progress.step
+    if step:
+        lines.append(f"at {position(step, trainer.total_steps, trainer.limits.fraction(trainer.progress))}")
+    metrics = trainer.metrics
+    has_rows = metrics["valid"] or metrics["train_metrics_history"] or metrics["test"]
+    return "\n".join([_text(lines), *([metrics._repr_html_()] if has_rows else [])])
 
 
 class NotebookPanel:

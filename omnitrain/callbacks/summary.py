@@ -25,14 +25,20 @@ _REASONS = {
 }
 
 
-def opening(trainer: TrainerLike) -> list[str]:
+def opening(trainer: TrainerLike, is_start: bool = True) -> list[str]:
     """Return three lines on the model and its device, the length and the optimizer, and the files of a run.
 
+    A trainer that has nothing to train on has the first line alone.
+
     Args:
-        trainer: The trainer, at the start of the run.
+        trainer: The trainer.
+        is_start: Whether a run starts, which goes on from somewhere or begins afresh.
     """
     config = trainer.resolved_config()
-    return [_model_line(trainer, config), _length_line(trainer, config), _files_line(trainer, config)]
+    line = _model_line(trainer, config)
+    if config["optimizer"] is None:
+        return [line]
+    return [line, _length_line(trainer, config), _files_line(trainer, config, is_start)]
 
 
 def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
@@ -107,10 +113,7 @@ def _parameters(parameters: Iterable[Any]) -> tuple[int, int]:
     counts = [0, 0]
     for parameter in parameters:
         sharded = getattr(parameter, "ds_numel", None)  # DeepSpeed's ZeRO 3 leaves an empty tensor
-        try:
-            counts[not parameter.requires_grad] += parameter.numel() if sharded is None else int(sharded)
-        except ValueError:  # of a lazy module, whose size is not known before the first batch
-            continue
+        counts[not parameter.requires_grad] += parameter.numel() if sharded is None else int(sharded)
     return counts[0], counts[1]
 
 
@@ -149,13 +152,15 @@ def _schedule(trainer: TrainerLike, spec: Any) -> str:
     return "constant" if trainer.lr_scheduler is None else type(trainer.lr_scheduler).__name__
 
 
-def _files_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
+def _files_line(trainer: TrainerLike, config: dict[str, Any], is_start: bool) -> str:
     lifecycle, step = trainer.lifecycle, trainer.progress.step
     if trainer.save_dir is None:
         where = "nothing, as there is no save_dir"
     else:
         where = f"{_place(trainer.save_dir)}, {_every(config['save_steps'])}"
-    if lifecycle.resumed_from is not None:
+    if not is_start:
+        pass
+    elif lifecycle.resumed_from is not None:
         where += f"; resumed from {lifecycle.resumed_from.name} at step {step}"
     elif step:
         where += f"; goes on at step {step}"

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.defaults import default_callbacks, make_loggers
+from omnitrain.callbacks.notebook import show_in_notebooks, trainer_html
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.changes import InitialOptions, made_with, options_of
@@ -911,6 +912,9 @@ class BaseTrainer(Hooks, ABC):
     def world_size(self) -> int:
         """The number of ranks of the run."""
         return self.ranks.world_size
+
+
+show_in_notebooks(BaseTrainer, trainer_html)  # a method for it would be one more that subclasses might override
 
 
 @contextlib.contextmanager

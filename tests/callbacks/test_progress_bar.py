@@ -34,7 +34,7 @@ class Steps:
 def make_trainer(total: int = 60, **changes: Any) -> Any:
     config = {
         "model": "torch.nn.Linear", "autocast": "fp32", "batch_size": 3, "global_batch_size": 3, "save_steps": None,
-        "gradient_accumulation_steps": 1, "samples_per_epoch": 30, "lr_scheduler": None,
+        "gradient_accumulation_steps": 1, "samples_per_epoch": 30, "lr_scheduler": None, "optimizer": "torch.optim.SGD",
     }  # fmt: skip
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(

@@ -1,0 +1,264 @@
+"""What a console shows of whole runs: on every trainer, in a pipe and on terminals of several widths, after signals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import Keyed, KeyedModel, rows, t16
+
+from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, ProgressBar, Trainer
+
+DIGITS = re.compile(r"\d:\d\d:\d\d|(?<=loss )\S+|(?<=grad_norm )\S+|\S+(?= samples/s)")
+
+
+def lines_of(text: str) -> list[str]:
+    """Return printed lines, with N for what differs from run to run."""
+    return [DIGITS.sub("N", line) for line in text.splitlines() if not line.startswith("[")]
+
+
+def make(trainer_class: type = Trainer, **options: Any) -> Any:
+    model, train, test = t16(), rows(20), rows(8)
+    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "batch_size": 2, "epochs": 2, "log_steps": 5}
+    if trainer_class is HFTrainer:
+        model, train, test = KeyedModel(), Keyed(20), Keyed(8)
+        del settings["loss_fn"]
+    if trainer_class is Trainer:
+        settings["device"] = "cpu"
+    return trainer_class(model, train, test, **settings | {"gradient_accumulation_steps": 2} | options)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+def test_the_first_and_last_lines_of_a_run_and_its_resume(
+    trainer_class: type, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(trainer_class, save_dir="run", lr_scheduler="cosine").train()
+    model = "KeyedModel" if trainer_class is HFTrainer else "Sequential"
+    row = "loss N  lr {}  grad_norm N  N samples/s  elapsed N  left N"
+    start = [
+        f"model  {model}, 97 parameters, all trained; cpu, fp32",
+        "train  20 samples, 10 steps in 2 epochs; batch 4 = 2 x 2 accumulated; AdamW, lr 2.00e-05, cosine",
+    ]
+    shown = lines_of(capsys.readouterr().out)
+    best = re.sub(r"  \(best\)$", "", shown[6])
+    assert [*shown[:6], best] == [
+        *start,
+        "save   run, after each epoch",
+        f"step 5/10  epoch 1.00  {row.format('1.31e-05')}",
+        "step 5/10  epoch 1.00  eval_loss N  (best)",
+        f"step 10/10  epoch 2.00  {row.format('4.89e-07')}",
+        "step 10/10  epoch 2.00  eval_loss N",
+    ]
+    assert re.fullmatch(
+        r"end    all epochs are done at step 10, epoch 2\.00, after N; best: eval_loss N at step (5, checkpoint-5|10, "
+        r"checkpoint-10); saved in run/checkpoint-10; go on: trainer\.train\(more=1\)",
+        shown[7],
+    )
+    make(trainer_class, save_dir="run", lr_scheduler="cosine").train(resume_from="run/checkpoint-5")
+    shown = lines_of(capsys.readouterr().out)
+    assert shown[:3] == [*start, "save   run, after each epoch; resumed from checkpoint-5 at step 5"]
+    assert [line.split("  ")[0] for line in shown[3:]] == ["step 10/10", "step 10/10", "end"]
+
+
+def test_what_is_frozen_and_where_else_the_run_may_end_is_in_the_first_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make(epochs=None, max_duration="30sp", freeze=["^0"], eval_steps=100, save_steps=None).train()
+    shown = lines_of(capsys.readouterr().out)
+    assert shown[0] == "model  Sequential, 97 parameters, 17 trained, 80 frozen; cpu, fp32"
+    assert shown[1].startswith("train  20 samples, 8 steps in 30sp; batch 4 = 2 x 2 accumulated; AdamW, lr 2.00e-05,")
+    assert shown[2] == "save   nothing, as there is no save_dir"
+    assert shown[-1].startswith("end    max_duration is reached at step 8, epoch 1.")
+
+
+def test_a_stream_and_an_optimizer_of_the_user_are_in_the_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from zip(*rows(8).tensors, strict=True)
+
+    model = t16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    Trainer(
+        model, Stream(), loss_fn=F.mse_loss, batch_size=2, max_duration="16sp", optimizer=optimizer, device="cpu"
+    ).train()
+    second = capsys.readouterr().out.splitlines()[1]
+    assert second == "train  samples as they come, 16sp; batch 2; SGD, lr 5.00e-01, constant"
+
+
+def test_the_last_line_says_what_ended_the_run_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ends(Callback):
+        def __init__(self, how: str) -> None:
+            self.how = how
+
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 3 and self.how == "fails":
+                raise RuntimeError("no")
+            if trainer.progress.step == 3:
+                trainer.stop() if self.how == "stops" else signal.raise_signal(signal.SIGINT)
+
+    def last(error: type[BaseException] | None = None, how: str = "", **options: Any) -> str:
+        trainer = make(callbacks=[Ends(how)] if how else [], **options)
+        if error is None:
+            trainer.train()
+        else:
+            with pytest.raises(error):
+                trainer.train()
+        return lines_of(capsys.readouterr().out)[-1]
+
+    monkeypatch.chdir(tmp_path)
+    at = "at step 3, epoch 0.60, after N"
+    assert last(how="stops", save_dir="a") == (
+        f'end    a stop was requested {at}; saved in a/checkpoint-3; go on: trainer.train(resume_from="auto")'
+    )
+    assert last(KeyboardInterrupt, "signal", save_dir="b") == (
+        f'end    SIGINT {at}; saved in b/checkpoint-3; go on: trainer.train(resume_from="auto")'
+    )
+    assert last(KeyboardInterrupt, "signal") == f"end    SIGINT {at}; nothing is saved without save_dir"
+    assert last(RuntimeError, "fails", save_dir="c") == f"end    RuntimeError {at}; nothing is saved"
+    assert last(RuntimeError, "fails", save_dir="d", save_steps=2) == (
+        f'end    RuntimeError {at}; saved in d/checkpoint-2; go on: trainer.train(resume_from="auto")'
+    )
+    assert last(save_dir="e", save_only_model=True, max_steps=2).endswith("saved in e/checkpoint-2")
+    assert last(patience=1, learning_rate=0.0, epochs=9).startswith("end    early stopping at step 10, epoch 2.00")
+    assert last(max_steps=2).startswith("end    max_steps is reached at step 2,")
+
+
+def test_a_second_run_of_a_trainer_says_that_it_begins_afresh(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(epochs=1)
+    trainer.train()
+    trainer.train(more=1)
+    assert trainer.progress.step == 10
+    trainer.train()
+    saved = [line for line in capsys.readouterr().out.splitlines() if line.startswith("save ")]
+    assert saved == [
+        "save   nothing, as there is no save_dir",
+        "save   nothing, as there is no save_dir; goes on at step 5",
+        "save   nothing, as there is no save_dir; begins afresh with the weights of 10 steps, which train(more=...) "
+        "would go on with",
+    ]
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+def test_a_progress_bar_among_the_callbacks_is_the_only_one(
+    trainer_class: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(trainer_class, callbacks=[ProgressBar(every="4ba")], log_steps=1).train()
+    shown = lines_of(capsys.readouterr().out)
+    assert [line.split("  ")[0] for line in shown if "lr" in line and line.startswith("step")] == [
+        "step 4/10", "step 8/10",
+    ] + ["step 10/10"] * (shown[-2].startswith("step 10") and "lr" in shown[-2])  # fmt: skip
+    assert len([line for line in shown if line.startswith("end ")]) == 1
+    with pytest.raises(ConfigError, match="has no effect beside the ProgressBar in `callbacks`"):
+        make(trainer_class, callbacks=[ProgressBar()], progress_bar=True)
+
+
+# --- terminals
+
+PROGRAM = """
+import fcntl, os, struct, sys, termios, time
+sys.path[:0] = {paths!r}
+import torch.nn.functional as F
+from recipes import rows, t16
+from omnitrain import Callback, Trainer
+
+class Slow(Callback):
+    def on_step_end(self, trainer):
+        time.sleep(0.01)
+        if name == "last" and trainer.progress.step == 12:
+            print("waits")
+            while not trainer.control.stop:  # until Ctrl-C
+                time.sleep(0.01)
+
+for name, width in (("60", 60), ("80", 80), ("160", 160), ("NO_COLOR", 80), ("dumb", 80), ("last", 80)):
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    os.environ.update({{"NO_COLOR": "1"}} if name == "NO_COLOR" else {{"TERM": "dumb"}} if name == "dumb" else {{}})
+    if name == "last":
+        os.environ.update(TERM="xterm-256color", NO_COLOR="")
+    print(">>>", name, flush=True)
+    Trainer(
+        t16(), rows(60), rows(8), loss_fn=F.mse_loss, batch_size=4, epochs=2, log_steps=5, eval_steps=10, device="cpu",
+        save_dir="run", overwrite=True, callbacks=[Slow()], compute_metrics=["mae", "r2"],
+    ).train()
+"""
+
+
+def watched(folder: Path) -> tuple[str, int]:
+    """Run the program on a pseudo-terminal, press Ctrl-C in its last run, and return the output and the exit code."""
+    master, slave = pty.openpty()
+    unset = {"COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"TERM": "xterm-256color"}
+    program, text, has_pressed = PROGRAM.format(paths=sys.path), "", False
+    with programs.started(
+        sys.executable, "-c", program, cwd=folder, stdin=slave, stdout=slave, stderr=slave, env=environment
+    ) as process:
+        os.close(slave)
+        with contextlib.suppress(OSError):  # EIO: the program has ended
+            while chunk := os.read(master, 65536):
+                text += chunk.decode()
+                if not has_pressed and "waits" in text:
+                    has_pressed = True
+                    process.send_signal(signal.SIGINT)
+        os.close(master)
+        return text, process.wait(programs.LIMIT)
+
+
+@pytest.fixture(scope="module")
+def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    text, code = watched(tmp_path_factory.mktemp("terminal"))
+    assert code in (-signal.SIGINT, 128 + signal.SIGINT)
+    parts = re.split(r">>> (\w+)\r\n", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def left_on(screen: str) -> list[str]:
+    """Return what stays on a terminal line by line: what was drawn last in each."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.replace("\r\n", "\n"))
+    return [line.split("\r")[-1].rstrip() for line in text.split("\n")]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_a_terminal_of_any_width_shows_the_run(width: int, screens: dict[str, str]) -> None:
+    lines = left_on(screens[str(width)])
+    assert [line.split("  ")[0] for line in lines[:3]] == ["model", "train", "save"]
+    evaluations = [line for line in lines if re.match(r"step \d+/30  epoch \S+  eval_loss", line)]
+    assert [line.split("  ")[0] for line in evaluations] == ["step 10/30", "step 20/30", "step 30/30"]
+    assert evaluations[0].endswith("(best)") and "eval_mae" in evaluations[0]
+    (bar,) = [line for line in lines if re.match(r"step 30/30 [^ ]", line)]
+    drawn = [line for line in re.split(r"[\r\n]", screens[str(width)]) if "\u2501\u2501\u2501" in line]
+    assert len(drawn) > 3  # it moves
+    assert len(bar) <= width and "\u2501" * 8 in bar and "loss" in bar and "left 0:00:00" in bar
+    assert ("lr 2.00e-05" in bar, "samples/s" in bar) == (width > 100, width > 100)
+    assert "elapsed" in bar and ("epoch 2.00" in bar) == (width > 60)
+    assert lines[-2].startswith("end    all epochs are done at step 30")
+
+
+@pytest.mark.parametrize("name", ["NO_COLOR", "dumb"])
+def test_a_terminal_that_wants_no_control_codes_gets_none(name: str, screens: dict[str, str]) -> None:
+    text = screens[name].replace("\r\n", "\n")
+    assert not re.search(r"[\x1b\r]", text)
+    titles = [line.split("  ")[0] for line in text.splitlines()]
+    steps = [5, 10, 10, 15, 20, 20, 25, 30, 30]
+    assert titles == ["model", "train", "save", *(f"step {step}/30" for step in steps), "end"]
+
+
+def test_ctrl_c_leaves_a_line_on_where_the_run_was_saved_and_how_to_go_on(screens: dict[str, str]) -> None:
+    lines = left_on(screens["last"])
+    assert any("SIGINT: finishing the current step" in line for line in lines)
+    (end,) = [line for line in lines if line.startswith("end  ")]
+    assert re.match(r"end    SIGINT at step 12, epoch 0\.\d\d, after \d:\d\d:\d\d; best: eval_loss", end)
+    assert re.search(r'; saved in run/checkpoint-12; go on: trainer\.train\(resume_from="auto"\)$', end)
+    assert "\x1b[?25h" in screens["last"]  # the cursor is visible again
