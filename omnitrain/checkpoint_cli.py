@@ -1,7 +1,8 @@
 """The `omnitrain checkpoint` command: lists, verifies, shows, exports and compares the checkpoints of a run.
 
-Only reading and reporting belong here. `cli.py` has the command line, `checkpoint/` the checkpoints themselves. Only
-`diff` imports torch, to compute with the weights. A terminal gets tables, everything else plain columns.
+`omnitrain show run`, what has run, is here too. Only reading and reporting belong here. `cli.py` has the command line,
+`checkpoint/` the checkpoints themselves. Only `diff` imports torch, to compute with the weights. A terminal gets
+tables, everything else plain columns.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnitrain.checkpoint.header import read_header
+from omnitrain.checkpoint.record import RUN_FILE, read_starts
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.store import MANIFEST, Store, is_pointer
 from omnitrain.errors import CheckpointError, ConfigError
@@ -26,7 +29,7 @@ from omnitrain.progress import Progress
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["diff", "export", "ls", "show", "verify"]
+__all__ = ["diff", "export", "ls", "show", "show_run", "verify"]
 
 WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would import torch
 CONFIGS = ("config.json", "generation_config.json")
@@ -95,11 +98,100 @@ def show(path: Path) -> None:
             entries = {**entries, "world_size": content["world_size"]}
         _print_title(title)
         _print_table("name ~value", [[name, _say(value)] for name, value in entries.items()])
+    if content.get("record"):
+        _print_title("what ran")
+        _print_table("name ~value", [[name, _say(value)] for name, value in _flattened(content["record"], "")])
     for file in content["files"]:
         if file.endswith(".safetensors"):
             rows = list(_tensors(folder / file))
             _print_title(f"{file}: {len(rows)} tensors")
             _print_table("~tensor dtype shape", rows)
+
+
+def show_run(path: Path) -> None:
+    """Print each start of a run, all that is known of the last one, and what has changed since the one before.
+
+    Args:
+        path: A run folder, or a checkpoint for what it was written by.
+
+    Raises:
+        ConfigError: Nothing there says what ran.
+        CheckpointError: It cannot be read.
+    """
+    starts = read_starts(path / RUN_FILE) or _recorded(path)
+    rows = [
+        [str(number), _started(one), str(one.get("step", "")), one.get("resumed_from") or "", str(_hosts(one)),
+         str(one.get("processes", "")), _devices(one), _commit(one)]
+        for number, one in enumerate(starts, 1)
+    ]  # fmt: skip
+    _print_table(">start ~began >step ~resumed_from ~host >processes ~devices ~commit", rows)
+    last = dict(_flattened({**starts[-1], "command": shlex.join(starts[-1].get("command", []))}, ""))
+    for title in ("", "settings", "data", "code"):
+        rest = ("settings.", "data.", "code.")
+        own = {
+            name: value for name, value in last.items()
+            if (name.startswith(f"{title}.") if title else not name.startswith(rest))
+        }  # fmt: skip
+        if own:
+            _print_title(title or f"start {len(starts)}")
+            _print_table("name ~value", [[name.removeprefix(f"{title}."), _say(one)] for name, one in own.items()])
+    if len(starts) > 1:
+        before, now = (
+            dict(_flattened({name: value for name, value in one.items() if name not in _OF_ITS_OWN}, ""))
+            for one in starts[-2:]
+        )
+        names = [name for name in {**before, **now} if before.get(name, _ABSENT) != now.get(name, _ABSENT)]
+        _print_title(f"{len(names)} changes since start {len(starts) - 1}")
+        if names:
+            sides = ([_say(one.get(name, _ABSENT)) for one in (before, now)] for name in names)
+            _print_table("~name ~before ~now", [[name, *side] for name, side in zip(names, sides, strict=True)])
+
+
+_OF_ITS_OWN = ("started_at", "step", "resumed_from")
+"""What differs between any two starts of a run."""
+
+
+def _recorded(path: Path) -> list[dict[str, Any]]:
+    """Return what a checkpoint says of the start that wrote it."""
+    try:
+        folder, content = _one_checkpoint(path)
+    except ConfigError:
+        there = f"has no {RUN_FILE!r} and no checkpoints" if path.is_dir() else "is no folder of a run"
+        raise ConfigError(
+            f"{str(path)!r} {there if path.exists() else 'does not exist'}. Give a run's `save_dir`."
+        ) from None
+    if not content.get("record"):
+        raise ConfigError(
+            f"{str(folder)!r} does not say what ran: a version of omnitrain wrote it that kept no record. "
+            "`omnitrain checkpoint show` prints its settings and versions."
+        )
+    return [content["record"]]
+
+
+def _started(start: Mapping[str, Any]) -> str:
+    """Return when a start began, in local time."""
+    try:
+        return datetime.fromisoformat(start["started_at"]).astimezone().replace(tzinfo=None).isoformat(" ", "seconds")
+    except (KeyError, TypeError, ValueError):
+        return ""
+
+
+def _hosts(start: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, start.get("hosts") or ()))
+
+
+def _devices(start: Mapping[str, Any]) -> str:
+    """Return the devices that a start trained on: "8 x NVIDIA H200"."""
+    found: dict[str, int] = {}
+    for names in (start.get("hosts") or {}).values():
+        for name, count in names.items():
+            found[name] = found.get(name, 0) + count
+    return ", ".join(f"{count} x {name}" for name, count in found.items())
+
+
+def _commit(start: Mapping[str, Any]) -> str:
+    git = start.get("git")
+    return f"{git['commit'][:10]}{'' if git.get('clean') else ', changed'}" if git else ""
 
 
 def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | None = None) -> None:

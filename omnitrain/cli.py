@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (_add_demo, _add_launch, _add_checkpoint, _add_compare, _add_schedule):
+    for add in (_add_demo, _add_launch, _add_checkpoint, _add_show, _add_compare, _add_schedule):
         add(commands)
     return parser
 
@@ -192,6 +192,19 @@ def _compare(args: argparse.Namespace) -> int | None:
     if args.png is not None:
         print(f"Drawn in {comparison.plot(args.png)}.")
     return None
+
+
+def _add_show(commands: Any) -> None:
+    about = "Show what has run."
+    show = commands.add_parser("show", help=about, description=about, allow_abbrev=False)
+    what = show.add_subparsers(title="commands", metavar="command", required=True)
+    about = (
+        "Print the starts of a run: when, on what, with which command, code, packages, settings and data, and what has "
+        "changed since the start before."
+    )
+    run = what.add_parser("run", help=about, description=about, allow_abbrev=False)
+    run.add_argument("path", type=Path, metavar="RUN", help="the folder of a run, or of a checkpoint")
+    run.set_defaults(run=_checkpoint, action="show_run")
 
 
 def _add_schedule(commands: Any) -> None:

@@ -25,6 +25,7 @@ from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.frozen import FROZEN
 from omnitrain.checkpoint.history import HISTORY, Lines, read_history
 from omnitrain.checkpoint.identity import IDENTITIES
+from omnitrain.checkpoint.record import RUN_FILE, append_start
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
@@ -35,6 +36,9 @@ from omnitrain.settings import local_path
 __all__ = ["Checkpointer", "check_allowed"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+_GIT_S = 0.03
+"""How long the start of a run waits for git; afterwards what it says is written with the first checkpoint."""
 
 
 @dataclass(slots=True)
@@ -111,6 +115,8 @@ class Checkpointer:
         """The position of those weights in the run, or None."""
         self._closing_progress: Progress | None = None
         """The position of the last evaluation of a run that is closed, if it is the best; a longer run lacks it."""
+        self._is_noted = True
+        """Whether all of what runs is in `run.json`."""
         self._lines = Lines()
         self._background: ThreadPoolExecutor | None = None
         self._host_copies: dict[str, torch.Tensor] = {}
@@ -141,6 +147,8 @@ class Checkpointer:
             yield
         finally:
             if ranks.is_main:
+                self._note_rest()
+                self._contents.forget_start()
                 store.lock.release()
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
@@ -257,9 +265,25 @@ class Checkpointer:
         logger.warning("The trainer has optimizers whose state is in no checkpoint: %s. %s", named, remedy)
 
     def identify(self) -> None:
-        """Compute the fingerprints of data and code for the checkpoints of the run."""
-        if self.store is not None:
-            self._contents.identify()
+        """Compute the fingerprints of data and code for the checkpoints of the run, and note what runs."""
+        if self.store is None:
+            return
+        self._contents.identify(None if self.resumed is None else self.resumed[0].name)
+        if self._contents.start is not None:
+            is_other = self._run.settings.overwrite and not self.goes_on
+            what = self._contents.what_runs(_GIT_S)
+            append_start(self.store.fs, self.store.root / RUN_FILE, what, "all" if is_other else None)
+            self._is_noted = self._contents.start.is_complete
+
+    def _note_rest(self) -> None:
+        """Note what git has said of the code, where it took longer than the start of the run."""
+        start = self._contents.start
+        if self._is_noted or self.store is None or start is None:
+            return
+        what = self._contents.what_runs(0)
+        if start.is_complete:
+            append_start(self.store.fs, self.store.root / RUN_FILE, what, "last")
+            self._is_noted = True
 
     def check_disk(self) -> None:
         """Check before the first step that everything can be saved, and that the disk has room for it."""
@@ -293,6 +317,7 @@ class Checkpointer:
         if best and is_final:
             history["metrics"]["best_checkpoint"], credited = name, evaluated
         files, payload = self._contents.capture(history)
+        self._note_rest()
         payload |= {
             "credited_step": credited,
             "scored": list(scored if score is not None and is_final else self._scored),

@@ -27,7 +27,8 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import GROUPING, InitialOptions, changed_settings
 from omnitrain.checkpoint.frozen import FROZEN, Frozen
-from omnitrain.checkpoint.identity import Difference, Identity
+from omnitrain.checkpoint.identity import Difference, Identity, content_of
+from omnitrain.checkpoint.record import Start, device_of, host, without_secrets
 from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.shown import ShownWeights
@@ -58,6 +59,8 @@ TRAINED = "trained.safetensors"
 """The weights that training goes on from, if the model's file has others, such as averages of them."""
 STATES = "states.safetensors"
 """The tensors in the states of callbacks, algorithms and data."""
+_GIT_S = 2.0
+"""How long a checkpoint outside of a run waits for git."""
 _STREAM = "stream"
 """What the names of the tensors of data begin with."""
 
@@ -186,6 +189,9 @@ class Contents:
         sets: The data.
         initial: The options of optimizer and schedule at the beginning of the run.
         shown: The weights that are evaluated.
+
+    Attributes:
+        start: What runs, since the latest `identify`; None on other ranks than the main one.
     """
 
     def __init__(
@@ -204,13 +210,47 @@ class Contents:
         self._initial = initial
         self._shown = shown
         self._identity: dict[str, Any] | None = None
+        self.start: Start | None = None
         self._frozen = Frozen(run)
 
-    def identify(self) -> None:
-        """Compute the fingerprints of data and code, which each checkpoint of the run then holds."""
+    def identify(self, resumed: str | None = None) -> None:
+        """Compute the fingerprints of data and code, which each checkpoint of the run then holds, and what runs.
+
+        Args:
+            resumed: The checkpoint from which the run was resumed.
+        """
+        ranks, device = self._run.ranks, self._run.device
+        places = ranks.gather("the hosts of a run", (host(), device_of(device)))
+        if ranks.is_main:
+            self.forget_start()
+            self.start = Start(device, places, {"step": self._lifecycle.progress.step, "resumed_from": resumed})
         take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
-        with self._run.ranks.at("data"):
-            self._identity = self._run.ranks.on_main("the fingerprints of data and code", take)
+        with ranks.at("data"):
+            self._identity = ranks.on_main("the fingerprints of data and code", take)
+
+    def forget_start(self) -> None:
+        """End what runs beside the run to find out what it is."""
+        if self.start is not None:
+            self.start.close()
+
+    def what_runs(self, seconds: float) -> dict[str, Any]:
+        """Return what runs, with its settings and digests of its data and code; on the main rank.
+
+        Args:
+            seconds: How long to wait for git.
+        """
+        assert self.start is not None and self._identity is not None
+        # without the folder of the run, which can be moved
+        settings = {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"}
+        data = {
+            name: {
+                key: None if one is None else {"size": one["size"], "digest": content_of(one)}
+                for key, one in sets.items()
+            }
+            for name, sets in self._identity["data"].items()
+        }
+        about = {"data": data, "code": self._identity["code"], "settings": settings}
+        return {**self.start.to_dict(seconds), **without_secrets(about)}
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return where data and code differ from those of a checkpoint; nothing if it has no fingerprints."""
@@ -230,6 +270,9 @@ class Contents:
         files, payload = self.capture_tensors()
         if self._identity is None:  # outside of train()
             self.identify()
+            if self.start is not None:
+                self.start.to_dict(_GIT_S)
+                self.forget_start()
         history = history or self._lifecycle.state_dict()
         tensors, states = self.capture_states(history["callbacks"])
         if not payload["only_model"]:
@@ -241,6 +284,7 @@ class Contents:
             # the folder is not a setting of the run: it can be moved
             "settings": {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"},
             "identity": self._identity,
+            "record": None if self.start is None else self.start.to_dict(),
             "world_size": self._run.ranks.world_size,
             "versions": _versions(),
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),

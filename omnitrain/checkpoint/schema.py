@@ -311,6 +311,8 @@ _ALWAYS: dict[str, Check] = {
         {
             "optimizer_groups": maybe(each(record({}, {"lr": number()}))),
             "lr_scheduler_options": maybe(table(_anything)),
+            "algorithm_options": maybe(table(_anything)),
+            "callback_options": maybe(table(_anything)),
         },
     ),
     "progress": record(
@@ -380,6 +382,24 @@ _OPTIONAL: dict[str, Check] = {
                 False,
             ),
             tagged,
+        )
+    ),
+    "record": maybe(
+        record(
+            {},
+            {
+                "started_at": _date,
+                "step": whole(),
+                "resumed_from": maybe(text),
+                "command": each(text),
+                "script": maybe(table(maybe(text))),
+                "git": maybe(record({"commit": text}, {"branch": maybe(text), "clean": flag})),
+                "packages": table(text),
+                "platform": text,
+                "processes": whole(1),
+                "hosts": table(table(whole(1))),
+                "environment": table(text),
+            },
         )
     ),
     "world_size": whole(1),

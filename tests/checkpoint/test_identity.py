@@ -127,7 +127,7 @@ def test_other_code_under_the_same_name_is_refused(name: str, tmp_path: Path) ->
 
 def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, epochs=1)
-    monkeypatch.setattr(trainer._checkpointer._contents, "identify", lambda: None)
+    monkeypatch.setattr(trainer._checkpointer._contents, "identify", lambda *_: None)
     trainer.train()
     trainer = make(tmp_path, train_dataset=data(flipped=True), epochs=2)
     trainer.train(resume_from="auto")
