@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.profiler import Profiler
     from omnitrain.callbacks.progress_bar import ProgressBar
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
+    from omnitrain.callbacks.throughput import Throughput
     from omnitrain.callbacks.tracking import Tracking
     from omnitrain.callbacks.wandb import WandbLogger
     from omnitrain.comparison import RunComparison, compare_runs
@@ -157,6 +158,7 @@ _HOMES = {
     "StraightThrough": "algorithms.straight_through",
     "TensorBoardLogger": "callbacks.tensorboard",
     "Tracking": "callbacks.tracking",
+    "Throughput": "callbacks.throughput",
     "TrainHook": "callbacks.hooks",
     "TrainUnit": "units",
     "Trainer": "trainers.native",
@@ -245,6 +247,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "StraightThrough",
     "TensorBoardLogger",
     "Tracking",
+    "Throughput",
     "TrainHook",
     "TrainUnit",
     "Trainer",

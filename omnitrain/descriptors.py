@@ -39,6 +39,14 @@ _KNOWN: dict[str, MetricDescriptor] = {
     "loss": MetricDescriptor(order=10),
     "learning_rate": MetricDescriptor("lr", format=".2e", order=60),
     "grad_norm": MetricDescriptor(format=".3g", order=61),
+    "samples_per_second_per_device": MetricDescriptor("", "samples/s/device", order=71),
+    "tokens_per_second_per_device": MetricDescriptor("", "tokens/s/device", order=72),
+    "tflops_per_device": MetricDescriptor("", "TFLOP/s/device", order=73),
+    "mfu": MetricDescriptor("MFU", format=".1%", order=74),
+    "hfu": MetricDescriptor("HFU", format=".1%", order=75),
+    "data_share": MetricDescriptor("data", format=".1%", order=76),
+    "waiting_share": MetricDescriptor("waiting", format=".1%", order=77),
+    "goodput": MetricDescriptor(format=".1%", order=78),
 }
 
 

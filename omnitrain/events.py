@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from omnitrain.clock import Clock
 from omnitrain.duration import Limits
 from omnitrain.errors import CheckpointError, ConfigError, did_you_mean
 from omnitrain.metrics import MetricsDict
@@ -226,6 +227,8 @@ class TrainerLike(Protocol):
     settings: Any
     """The arguments of the trainer, by name."""
     lr_scheduler: Any
+    precision: Any
+    """In what precision the run computes: `precision.name` is "fp32", "bf16", "fp16" or "fp8"."""
     device: torch.device
     limits: Limits
     seed: int
@@ -355,8 +358,17 @@ class LifecycleLike(Protocol):
         """Exclude the work inside from the time between two logs, from which rates are computed."""
         ...
 
-    def mark_parts(self, ranges: Ranges | None) -> None:
-        """Run data, forward, backward and update of each step inside of `ranges(name)`; None runs them as they are."""
+    def mark_parts(self, owner: object, ranges: Ranges | None) -> None:
+        """Run each part of a step inside of `ranges(name)`, beside other owners'; None takes the owner's off."""
+        ...
+
+    def stop_calling(self, callback: Callback, *events: Event) -> None:
+        """Tell a callback of these events no more, until the callbacks are registered anew."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """What the seconds of the run were spent on."""
         ...
 
 

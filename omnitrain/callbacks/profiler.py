@@ -188,7 +188,7 @@ class Profiler(Callback):
 
     def _end(self, trainer: TrainerLike) -> None:
         ended, self._profile = self._profile, None
-        trainer.lifecycle.mark_parts(None)
+        trainer.lifecycle.mark_parts(self, None)
         ended.stop()
 
     def _mark(self, trainer: TrainerLike) -> None:
@@ -196,7 +196,7 @@ class Profiler(Callback):
         from torch.profiler import ProfilerAction, record_function
 
         traced = self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        trainer.lifecycle.mark_parts(record_function if traced else None)
+        trainer.lifecycle.mark_parts(self, record_function if traced else None)
 
     def _keep(self, trainer: TrainerLike, made: torch.profiler.profile) -> None:
         """Write the trace of this rank, and show the table of the main one."""

@@ -373,6 +373,7 @@ _OPTIONAL: dict[str, Check] = {
             }
         )
     ),
+    "clock": record({"began_at": number(0), "seconds": table(number(0))}),
     "scored": each(_steps, 2),
     "stream": maybe(
         _all_of(

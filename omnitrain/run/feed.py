@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -138,6 +139,7 @@ class Feed:
         ranks, progress = self._ranks, self._lifecycle.progress
         while True:
             ranks.place, ranks.step = "data", progress.step + progress.skipped_steps + 1
+            began = time.perf_counter()
             try:
                 group, self._ahead = self._ahead if self._ahead is not None else self._next(groups, []), None
                 if isinstance(group, Exception):
@@ -146,6 +148,7 @@ class Feed:
                 place = f"the data of step {progress.step + 1} (epoch {progress.epoch + 1}), rank {ranks.rank}"
                 add_place(error, place)
                 raise
+            self._lifecycle.clock.add("data", time.perf_counter() - began)
             last = group[-1] if group else last
             if not self._has_compared:
                 self._compare_first(loader)
@@ -207,13 +210,14 @@ class Feed:
         """Read the next window at the end of a step, and return what the other ranks need to know about it."""
         if self._groups is None or self._ahead is not None:
             return ()
-        self._ranks.place = "data"
+        self._ranks.place, began = "data", time.perf_counter()
         ahead: list[Weighed] | Exception
         try:
             ahead = self._next(self._groups, [])
         except Exception as error:  # it belongs to the next step: the requests of this one come first
             ahead = error
         self._ahead = ahead
+        self._lifecycle.clock.add("data", time.perf_counter() - began)
         self._ranks.place = "step"
         return () if isinstance(ahead, Exception) else _part(ahead)
 

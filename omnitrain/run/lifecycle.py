@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.callbacks.hooks import HookCallback, TrainHook
+from omnitrain.clock import Clock
 from omnitrain.errors import ConfigError, DataError, DistributedError
 from omnitrain.events import (
     ERROR_POLICIES,
@@ -129,6 +130,8 @@ class Lifecycle:
         """The number of updates when the epoch began, if it began in this call of `train()`."""
         self._skipped_in_a_row = 0
         self._clock = time.perf_counter()
+        self.clock: Clock = Clock()
+        """What the seconds of the run were spent on."""
         self.listeners: list[Listener] = []
         """The callbacks in the order they run, with the time that each has taken."""
         self.inside_of_step: Callable[..., None] | None = None
@@ -138,6 +141,7 @@ class Lifecycle:
         self._is_silent = False
         self._markers: tuple[Callable[[Ranges | None], None], ...] = ()
         """What names the parts of a step."""
+        self._ranges: dict[int, Ranges] = {}
         self._listeners: dict[Event, list[Called]] = {}
         self._with_values: list[Called] = []
         self._parts: list[tuple[Any, Callback]] = []
@@ -190,6 +194,9 @@ class Lifecycle:
 
         self._with_values = listening("log_values")
         self._listeners = {event: listening(f"on_{event}") for event in Event}
+        self._note_silence()
+
+    def _note_silence(self) -> None:
         in_evaluation = (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END)
         self.inside_of_step = self.emit if self._is_heard(INSIDE_OF_STEPS) else None
         self.inside_of_evaluation = self.emit if self._is_heard(in_evaluation) else None
@@ -333,10 +340,32 @@ class Lifecycle:
         """Take what names parts of a step, for `mark_parts`."""
         self._markers = markers
 
-    def mark_parts(self, ranges: Ranges | None) -> None:
-        """Run data, forward, backward and update of each step inside of `ranges(name)`; None runs them as they are."""
+    def mark_parts(self, owner: object, ranges: Ranges | None) -> None:
+        """Run data, forward, backward and update of each step inside of `ranges(name)`; None takes an owner's off.
+
+        Args:
+            owner: Who wants it; several may at once.
+            ranges: Returns the context of a part, by its name.
+        """
+        self._ranges.pop(id(owner), None)
+        if ranges is not None:
+            self._ranges[id(owner)] = ranges
+        inside = list(self._ranges.values())
+
+        def all_of_them(name: str) -> contextlib.ExitStack:
+            stack = contextlib.ExitStack()
+            for one in inside:
+                stack.enter_context(one(name))
+            return stack
+
         for mark in self._markers:
-            mark(ranges)
+            mark(all_of_them if inside else None)
+
+    def stop_calling(self, callback: Callback, *events: Event) -> None:
+        """Tell a callback of these events no more, until the callbacks are registered anew."""
+        for event in events:
+            self._listeners[event] = [one for one in self._listeners[event] if one[0].callback is not callback]
+        self._note_silence()
 
     # --- epochs and steps
 
@@ -475,6 +504,7 @@ class Lifecycle:
             "metrics": self.metrics.to_dict(with_rows=False),
             "evaluated_step": self.evaluated_step,
             "callbacks": [entry for entry in states if entry["state"]],
+            "clock": self.clock.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
@@ -496,6 +526,7 @@ class Lifecycle:
         else:
             self.objective.load_state_dict(state["objective"])
         self.evaluated_step = state["evaluated_step"]
+        self.clock.load_state_dict(state.get("clock"))
         self.saved_at = self.progress.position
 
     def _is_part(self, callback: Callback) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -100,7 +101,7 @@ class Loop:
         if self.hooks.algorithms:
             order = ", ".join(type(one).__name__ for one in self.hooks.algorithms)
             logger.info("Algorithms in the order they run: %s.", order)
-        with lifecycle.aside():
+        with lifecycle.aside(), lifecycle.clock.during("setup"):
             self.checkpointer.identify()  # reads data, which can take seconds, so only now that signals are handled
         self._tell_of_batch_norm()
         self._sent = None
@@ -118,7 +119,7 @@ class Loop:
             self.answer()
             self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
-            with lifecycle.aside(), lifecycle.silent():
+            with lifecycle.aside(), lifecycle.clock.during("setup"), lifecycle.silent():
                 self.rehearse_evaluation()
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
@@ -233,7 +234,7 @@ class Loop:
         if self.is_at_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
             with lifecycle.aside():
                 self.evaluate()
-        with lifecycle.aside():
+        with lifecycle.aside(), lifecycle.clock.during("saving"):
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
                 with explaining_memory(self.hooks, "saving"):
                     checkpointer.save(history)
@@ -283,7 +284,7 @@ class Loop:
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
         if is_asked or checkpointer.owes_best:
-            with lifecycle.aside(), explaining_memory(self.hooks, "saving"):
+            with lifecycle.aside(), lifecycle.clock.during("saving"), explaining_memory(self.hooks, "saving"):
                 checkpointer.save(for_best=not is_asked)
                 self.agree("the end of a save")
 
@@ -308,7 +309,9 @@ class Loop:
         """Return the requests at the end of a step or an epoch."""
         if self._sent is None:
             return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
+        began = time.perf_counter()
         (asked, totals), self._sent = self._sent(), None
+        self.lifecycle.clock.add("waiting", time.perf_counter() - began)
         asked.add_scheduled(self.lifecycle.control)
         self._take(asked, totals)
         return asked
@@ -323,8 +326,9 @@ class Loop:
 
         The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
         """
-        lifecycle = self.lifecycle
+        lifecycle, began = self.lifecycle, time.perf_counter()
         asked, totals = self.ranks.agree(where, lifecycle.control.taken(*requests), *ahead)
+        lifecycle.clock.add("waiting", time.perf_counter() - began)
         self._take(asked, totals)
         return asked
 
@@ -369,7 +373,7 @@ class Loop:
         self.is_evaluating = True
         self.evaluation.left_out = self._sets_not_due()
         try:
-            with explaining_memory(hooks, "evaluation"):
+            with lifecycle.clock.during("evaluation"), explaining_memory(hooks, "evaluation"):
                 metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch

@@ -1,0 +1,48 @@
+"""What devices can compute at most, from their makers' data sheets."""
+
+from __future__ import annotations
+
+__all__ = ["peak_flops"]
+
+_DENSE_16_BIT = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.5,
+    "H100": 989.4,
+    "A100": 312.0,
+    "L40S": 362.05,
+    "L4": 121.0,
+    "A10": 125.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "MI300X": 1307.4,
+    "MI250X": 383.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+"""TFLOP/s of matrix products in 16 bits that are added up in 32, without sparsity. A more special name stands before a
+more general one."""
+_WITHOUT_BF16 = ("V100", "T4")
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the most operations per second of a device, or None if they are not known.
+
+    Args:
+        name: What PyTorch calls the device, such as "NVIDIA H100 80GB HBM3".
+        precision: "fp32", "bf16", "fp16" or "fp8"; peaks are known for 16 bits alone.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16"), peak_flops("NVIDIA H100 PCIe", "bf16"), peak_flops("cpu", "bf16")
+    (989400000000000.0, 756000000000000.0, None)
+    """
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = set(name.replace("-", " ").split())
+    if "Laptop" in words:  # slower parts of the same name
+        return None
+    for known, peak in _DENSE_16_BIT.items():
+        if words.issuperset(known.split()):
+            return None if precision == "bf16" and known in _WITHOUT_BF16 else peak * 1e12
+    return None
