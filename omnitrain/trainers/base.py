@@ -401,8 +401,8 @@ class BaseTrainer(Hooks, ABC):
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()
+        self.lifecycle.adopt(self.get_model())  # the rest when it is made
         self._finish_setup()
-        _adopt_parts(self)
 
     def _make_sets(self) -> Sets:
         """Return the data."""
@@ -515,6 +515,7 @@ class BaseTrainer(Hooks, ABC):
                     "`scheduler_interval='epoch'` has no effect on a schedule that follows evaluations. Leave it out."
                 )
             change_setting(self, scheduler_interval="evaluation")
+        _adopt_parts(self)
 
     # --- training
 
