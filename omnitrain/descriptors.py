@@ -88,11 +88,13 @@ def in_order(values: Mapping[str, float]) -> dict[str, float]:
 def worded(name: str, value: float) -> str:
     """Return a value with its title and unit.
 
-    >>> worded("loss", 0.51234), worded("samples_per_second", 1234.5)
-    ('loss 0.5123', '1234 samples/s')
+    >>> worded("loss", 0.51234), worded("samples_per_second", 20860.5)
+    ('loss 0.5123', '20860 samples/s')
     """
     descriptor = descriptor_of(name)
     bare = bare_name(name)
     title = bare if descriptor.title is None else descriptor.title
     before = name.removesuffix(bare) if title == bare else name.removesuffix(bare).replace("_", " ")
-    return " ".join(f"{before}{title} {format(value, descriptor.format)} {descriptor.unit}".split())
+    # ".4g" writes 20860 as 2.086e+04, which nobody reads
+    form = ".0f" if descriptor.format == ".4g" and 1e4 <= abs(value) < 1e9 else descriptor.format
+    return " ".join(f"{before}{title} {format(value, form)} {descriptor.unit}".split())

@@ -1,0 +1,123 @@
+"""Runs side by side: their table and picture, and the runs that cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omnitrain import ConfigError, MetricDescriptor, MetricsDict, cli, compare_runs, describe_metric
+
+
+def write_run(folder: Path, *evaluations: dict[str, float], end: str = "") -> Path:
+    folder.mkdir(parents=True)
+    rows: list[dict[str, Any]] = []
+    for number, metrics in enumerate(evaluations, start=1):
+        rows.append({"kind": "train", "step": 10 * number, "epoch": number, "loss": 1 / number, "learning_rate": 0.1})
+        rows.append({"kind": "eval", "step": 10 * number, "epoch": number, **metrics})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_run(tmp_path / "a", {"eval_loss": 0.5, "eval_accuracy": 0.7}, {"eval_loss": 0.6, "eval_accuracy": 0.9})
+    write_run(tmp_path / "b", {"eval_loss": 0.4, "eval_foo": 1.0}, {"eval_loss": 0.3, "eval_foo": 3.0})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TABLE = """\
+run  steps  epochs  loss  eval_loss  eval_accuracy  eval_foo
+a       20    2.00   0.5    0.5 @10        0.9 @20         -
+b       20    2.00   0.5  0.3 @20 *              -     3 @20
+"""
+
+
+def test_the_best_of_each_metric_stands_in_a_table_also_of_runs_with_others(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compare", "a", "b"]) == 0
+    assert capsys.readouterr().out == TABLE
+    by_file = str(compare_runs("a", "b/metrics.jsonl")).splitlines()
+    assert [line.split()[1:] for line in by_file] == [line.split()[1:] for line in TABLE.splitlines()]
+
+
+def test_the_picture_has_a_panel_per_value_and_a_curve_per_run(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[list[Any]] = []
+    save = figure.Figure.savefig
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> None:
+        for axes in self.axes:
+            drawn.append(
+                [axes.get_ylabel(), *(line.get_label() for line in axes.get_lines() if line.get_marker() != "*")]
+            )
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(figure.Figure, "savefig", look)
+    assert cli.main(["compare", "a", "b", "--png", "pictures/runs.png"]) == 0
+    assert drawn == [["train loss", "a", "b"], ["eval_loss", "a", "b"], ["eval_accuracy", "a"], ["eval_foo", "b"]]
+    assert capsys.readouterr().out == TABLE + f"Drawn in {os.path.join('pictures', 'runs.png')}.\n"
+    assert Path("pictures/runs.png").read_bytes().startswith(b"\x89PNG")
+    assert compare_runs("a", "b").plot()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_histories_and_their_files_are_compared_by_name(runs: Path) -> None:
+    metrics = MetricsDict()
+    metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.75})
+    metrics.add_valid({"epoch": 1, "step": 10, "eval_loss": 0.25}, best=True)
+    metrics.add_test({"epoch": 1, "step": 10, "test_loss": 0.3})
+    metrics.to_json("history.json")
+    lines = str(compare_runs({"<one>": metrics, "other": "history.json", "b": "b"})).splitlines()
+    assert lines[0].split() == ["run", "steps", "epochs", "loss", "eval_loss", "eval_foo", "test_loss"]
+    assert lines[1].split() == ["<one>", "10", "1.00", "0.75", "0.25", "@10", "*", "-", "0.3", "*"]
+    assert lines[2].split()[1:] == lines[1].split()[1:]
+    assert "<td>&lt;one&gt;</td>" in compare_runs({"<one>": metrics})._repr_html_()
+
+
+def test_values_are_shown_as_they_are_described(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnitrain.descriptors._KNOWN", {})
+    describe_metric("accuracy", MetricDescriptor("acc.", format=".1%", order=1))
+    lines = str(compare_runs("a")).splitlines()
+    assert (
+        lines[0].split() == ["run", "steps", "epochs", "eval", "acc.", "loss", "eval_loss"] and "90.0% @20" in lines[1]
+    )
+
+
+def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", {"eval_loss": 0.5}, end='{"kind": "train", "st')
+    assert len(next(iter(compare_runs(tmp_path / "a").runs.values()))) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["nowhere"], "There is no folder 'nowhere'"),
+        (["a", "a/"], "The run 'a' is there twice"),
+        (["."], "'.' has no metrics.jsonl, which each run writes"),
+        (["empty"], "The run 'empty' has no rows"),
+        (["odd.json"], "'odd.json' has no rows of a run"),
+        (["odd.jsonl"], "'odd.jsonl' has no rows of a run: a row has no 'kind'"),
+    ],
+)
+def test_what_is_no_run_exits_with_2(
+    names: list[str], expected: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(runs / "empty")
+    (runs / "odd.json").write_text("[1]")
+    (runs / "odd.jsonl").write_text('{"a": 1}\n')
+    assert cli.main(["compare", *names]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_comparison_of_nothing_or_of_what_has_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="There is nothing to compare"):
+        compare_runs()
+    with pytest.raises(ConfigError, match="A MetricsDict has no name"):
+        compare_runs(MetricsDict())
