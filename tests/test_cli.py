@@ -147,9 +147,11 @@ def test_a_signal_ends_the_demo_in_order_and_tells_the_shell(number: signal.Sign
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("step ") for line in lines)  # it trains
         process.send_signal(number)
-        _, errors = process.communicate(timeout=programs.LIMIT)
+        output, errors = process.communicate(timeout=programs.LIMIT)
     assert process.returncode == code
     assert "Traceback" not in errors
+    last = output.splitlines()[-1]  # of a pipe
+    assert last.startswith(f"end    {number.name} at step") and "saved in runs/demo/checkpoint-" in last
     assert list((tmp_path / "runs" / "demo").glob("checkpoint-*")), "nothing was saved"
 
 
