@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.descriptors import worded
 from omnitrain.duration import Duration
 from omnitrain.events import TrainerLike
@@ -84,8 +85,12 @@ def position(step: float, total_steps: int | None, fraction: float) -> str:
 
 
 def may_stop_early(trainer: TrainerLike) -> bool:
-    """Whether the run may end before its planned end, by `patience` or `early_stopper`."""
-    return trainer.settings.patience not in (None, -1) or trainer.settings.early_stopper is not None
+    """Whether the run may end before its planned end, by `patience`, `early_stopper` or a callback."""
+    settings = trainer.settings
+    own = [one for one in settings.callbacks if isinstance(one, EarlyStopping)]
+    stoppers = [settings.early_stopper, *(one.stopper for one in own)]
+    patience = [settings.patience, *(one.patience for one in own)]
+    return any(one not in (None, -1) for one in patience) or any(one is not None for one in stoppers)
 
 
 def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:

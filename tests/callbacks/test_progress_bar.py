@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain import ConfigError, MetricsDict
+from omnitrain import ConfigError, EarlyStopping, MetricsDict
 from omnitrain.callbacks import progress_bar
 from omnitrain.callbacks.progress_bar import ProgressBar
 from omnitrain.duration import Duration
@@ -39,7 +39,9 @@ def make_trainer(total: int = 60, **changes: Any) -> Any:
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(
         progress=Progress(epoch_size=30), is_main_process=True, total_steps=total, limits=Steps(total),
-        settings=SimpleNamespace(patience=None, early_stopper=None, save_only_model=False, lr_scheduler=None),
+        settings=SimpleNamespace(
+            callbacks=(), patience=None, early_stopper=None, save_only_model=False, lr_scheduler=None
+        ),
         lifecycle=SimpleNamespace(
             improved=False, saved_path=None, resumed_from=None, trained_before=0, signal=0, is_closing=False
         ),
@@ -211,7 +213,7 @@ def test_the_time_left_comes_from_the_pace_of_this_part_of_a_resumed_run(clock):
     assert "step 60/100" in stream.getvalue() and "elapsed 0:20:00  left 1:20:00" in stream.getvalue()
 
 
-@pytest.mark.parametrize("how", [{"patience": 3}, {"early_stopper": print}])
+@pytest.mark.parametrize("how", [{"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}])
 def test_the_time_left_is_a_bound_where_the_run_may_stop_early(clock, how):
     trainer = make_trainer(total=100)
     vars(trainer.settings).update(how)
