@@ -1,7 +1,6 @@
 """How the values of a row are shown to people: their title, unit, format and place.
 
-Console, tables, CSV columns and pictures read it here. What a value means, and whether a higher one is better, is not
-decided here: `objective.py` does that.
+Console, tables, CSV columns and pictures read it here. Which evaluation is best is decided in `objective.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from omnitrain.errors import ConfigError
-from omnitrain.metrics import bare_name
 
-__all__ = ["MetricDescriptor", "describe_metric", "descriptor_of", "in_order", "worded"]
+__all__ = [
+    "MetricDescriptor",
+    "bare_name",
+    "describe_metric",
+    "descriptor_of",
+    "in_order",
+    "is_described",
+    "titled",
+    "worded",
+]
+
+_PREFIXES = ("eval_", "test_", "train_")
+
+
+def bare_name(name: str) -> str:
+    """Return a metric's name without `eval_`, `test_` or `train_`."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +38,14 @@ class MetricDescriptor:
         unit: Written after the value, such as "tok/s".
         format: A format of Python for the value, such as ".4g" or ".1%".
         order: Values are shown in ascending order, then as they come; those without a descriptor have 50.
+        higher_is_better: Whether it is, where `optimization_direction` and the metric itself do not say.
     """
 
     title: str | None = None
     unit: str = ""
     format: str = ".4g"
     order: int = 50
+    higher_is_better: bool | None = None
 
 
 _PLAIN = MetricDescriptor()
@@ -50,6 +66,10 @@ _KNOWN: dict[str, MetricDescriptor] = {
 }
 
 
+_DESCRIBED: set[str] = set()
+"""The names that `describe_metric` was told of."""
+
+
 def describe_metric(name: str, descriptor: MetricDescriptor) -> None:
     """Say how values of a name are shown, with or without `eval_`, `test_` or `train_` before it, in this process.
 
@@ -67,6 +87,7 @@ def describe_metric(name: str, descriptor: MetricDescriptor) -> None:
             f"{descriptor.format!r} is no format for a number, such as '.4g', '.2e' or '.1%': {error}."
         ) from error
     _KNOWN[bare_name(name)] = descriptor
+    _DESCRIBED.add(bare_name(name))
 
 
 def descriptor_of(name: str) -> MetricDescriptor:
@@ -77,6 +98,27 @@ def descriptor_of(name: str) -> MetricDescriptor:
     if known is None and name.startswith("memory_"):
         known = MetricDescriptor(name.replace("_", " "), "GiB", ".2f", order=80)
     return known or _PLAIN
+
+
+def is_described(name: str) -> bool:
+    """Return whether `describe_metric` was told how values of a name are shown."""
+    return bare_name(name) in _DESCRIBED
+
+
+def titled(name: str) -> str:
+    """Return the title of a column or an axis: the name of a value, or what `describe_metric` calls it, with its unit.
+
+    >>> describe_metric("cer", MetricDescriptor("CER", unit="%", format=".1f"))
+    >>> titled("eval_cer"), titled("eval_accuracy")
+    ('eval CER (%)', 'eval_accuracy')
+    """
+    if not is_described(name):
+        return name
+    descriptor, bare = descriptor_of(name), bare_name(name)
+    title = f"{name.removesuffix(bare)}{bare}" if not descriptor.title else (
+        f"{name.removesuffix(bare).replace('_', ' ')}{descriptor.title}"
+    )  # fmt: skip
+    return f"{title} ({descriptor.unit})" if descriptor.unit else title
 
 
 def in_order(values: Mapping[str, float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from omnitrain.descriptors import bare_name, descriptor_of, in_order, is_described, titled
 from omnitrain.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 
 __all__ = ["TABLES", "MetricRow", "MetricsDict", "WeightedMean", "new_figure", "save_figure"]
@@ -220,9 +221,9 @@ class MetricsDict(dict[str, Any]):
         rows = self._joined()
         names = list(dict.fromkeys(name for row, _ in rows for name in row))
         first = [name for name in (*_POSITION, *_TRAIN_COLUMNS) if name in names]
-        columns = [*first, *(name for name in names if name not in first)]
-        titles = [_TRAIN_COLUMNS.get(name, name) for name in columns]
-        return titles, [([_show(row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
+        columns = [*first, *in_order({name: 0.0 for name in names if name not in first})]
+        titles = [titled(_TRAIN_COLUMNS.get(name, name)) for name in columns]
+        return titles, [([_cell(name, row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
 
     def _table(self) -> Iterator[str]:
         titles, rows = self._cells()
@@ -276,7 +277,7 @@ class MetricsDict(dict[str, Any]):
         texts = {name for row in valid for name, value in row.items() if isinstance(value, str)}
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
-        panels = [losses, *([name] for name in sorted(names - {*losses, *_POSITION}))]
+        panels = [losses, *([name] for name in in_order(dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0)))]
         figure = new_figure("MetricsDict.plot", 2.8 * len(panels) + 0.4)
         steps = [row["step"] for row in (*train, *valid) if "step" in row]
         marks = {"best": self.get("best_step"), "end": max(steps, default=None)}
@@ -333,11 +334,6 @@ class WeightedMean:
     def from_state(cls, state: Mapping[str, float]) -> WeightedMean:
         """Build a mean from `state_dict()`."""
         return cls(**state)
-
-
-def bare_name(name: str) -> str:
-    """Return a metric's name without `eval_`, `test_` or `train_`."""
-    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
 def quoted(names: Iterable[str]) -> str:
@@ -423,6 +419,13 @@ def _show(value: float | int | str) -> str:
     return f"{value:.3g}"
 
 
+def _cell(name: str, value: float | int | str) -> str:
+    """Return a value as its descriptor says, or in a few digits."""
+    if is_described(name) and isinstance(value, (int, float)):
+        return format(value, descriptor_of(name).format)
+    return _show(value)
+
+
 def _position(value: float | int | str) -> str:
     """Return a position in a run, without decimals if it is whole: 2, or 2.5."""
     return value if isinstance(value, str) else f"{round(value, 4):g}"
@@ -430,14 +433,16 @@ def _position(value: float | int | str) -> str:
 
 def _words(row: Mapping[str, Any]) -> str:
     """Return the metrics of a row as words: loss 0.6000, accuracy 0.8000."""
-    return ", ".join(f"{bare_name(name)} {_show(value)}" for name, value in row.items() if name not in _POSITION)
+    return ", ".join(
+        f"{titled(bare_name(name))} {_cell(name, value)}" for name, value in row.items() if name not in _POSITION
+    )
 
 
 def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
     """Draw one curve, if it has any points."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
-        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=name)
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=titled(name))
 
 
 def _mark(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_named: bool) -> None:

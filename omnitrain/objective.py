@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from omnitrain.descriptors import bare_name, descriptor_of
 from omnitrain.errors import CheckpointError, ConfigError, ObjectiveError, did_you_mean
-from omnitrain.metrics import bare_name, quoted
+from omnitrain.metrics import quoted
 
 __all__ = ["Objective", "infer_direction"]
 
@@ -102,6 +103,8 @@ def infer_direction(metric: str, higher_is_better: bool | None = None) -> tuple[
     """
     if higher_is_better is not None:
         return ("max" if higher_is_better else "min"), "the metric's own higher_is_better"
+    if (told := descriptor_of(metric).higher_is_better) is not None:
+        return ("max" if told else "min"), "the metric's descriptor"
     found = None if re.search(r"(?:^|[_/\s])1\s*-", metric) else _infer(_words(metric))  # "1-ssim" is not "ssim"
     if found is None:
         raise ObjectiveError(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from omnitrain.descriptors import MetricDescriptor, describe_metric
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.streaming import IGNORED, NamedMetrics, Scores, class_dimension, main_output
 
@@ -187,6 +188,9 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
       flattened to the positions whose label is not -100, and `y_pred` likewise. Everything else is passed as it is.
     * A list of these.
 
+    An attribute `descriptor` of one of these, a `MetricDescriptor` or a dict of them by name, says how its results are
+    shown, and may say their direction.
+
     `scores` says how named metrics should read the scores, if that is known.
 
     Raises:
@@ -207,6 +211,12 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
                 "with MetricCollection({'name': metric})."
             )
     parts: list[_Part] = [NamedMetrics(names, scores)] if names else []
+    for one in rest + [one for one in asked if _is_torchmetrics(one)]:
+        own = getattr(one, "descriptor", None)
+        if isinstance(own, MetricDescriptor):
+            own = {getattr(one, "__name__", type(one).__name__): own}
+        for name, descriptor in own.items() if isinstance(own, Mapping) else ():
+            describe_metric(name, descriptor)
     return Scorer([*parts, *metrics, *by_batch], functions)
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "omnitrain"
 
 FLOORS = {
-    0: "clock errors duration progress metrics objective events",
+    0: "clock errors duration progress descriptors metrics objective events",
     1: "whatever is named on no other floor",
     2: "backends checkpoint callbacks algorithms multitask units",
     3: "run",

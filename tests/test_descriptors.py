@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from omnitrain import ConfigError, MetricDescriptor, MetricsDict, Trainer, describe_metric, descriptors
+from omnitrain.descriptors import in_order, titled, worded
+from omnitrain.objective import infer_direction
+
+PERCENT = MetricDescriptor("Hits", unit="%", format=".1f", order=5, higher_is_better=False)
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    monkeypatch.setattr(descriptors, "_KNOWN", dict(descriptors._KNOWN))
+    monkeypatch.setattr(descriptors, "_DESCRIBED", set(descriptors._DESCRIBED))
+
+
+def test_a_described_metric_has_its_title_unit_format_and_place_everywhere():
+    describe_metric("hits", PERCENT)
+    metrics = MetricsDict()
+    row = {"epoch": 1, "step": 10, "eval_loss": 0.5, "eval_f1": 0.25, "eval_hits": 12.34}
+    metrics.add_valid(row, best=True)
+    assert list(in_order(row)) == ["step", "epoch", "eval_hits", "eval_loss", "eval_f1"]
+    assert (worded("eval_hits", 12.34), titled("eval_hits")) == ("eval Hits 12.3 %", "eval Hits (%)")
+    assert str(metrics).splitlines() == [
+        "best: step 10 (epoch 1), loss 0.5000, f1 0.2500, Hits (%) 12.3",
+        "epoch  step  eval Hits (%)  eval_loss  eval_f1",
+        "    1    10           12.3     0.5000   0.2500  *",
+    ]
+
+
+def test_panels_of_a_picture_are_in_order_and_named_with_units():
+    pytest.importorskip("matplotlib")
+    describe_metric("hits", PERCENT)
+    metrics = MetricsDict()
+    for step in (1, 2):
+        metrics.add_valid({"epoch": 1, "step": step, "eval_loss": 1.0, "eval_f1": 0.5, "eval_hits": 1.0}, best=False)
+    labels = [axes.get_lines()[0].get_label() for axes in metrics.plot().axes]
+    assert labels == ["eval_loss", "eval Hits (%)", "eval_f1"]
+
+
+def test_a_descriptor_may_say_the_direction_and_the_metric_itself_wins():
+    with pytest.raises(ValueError, match="higher or lower 'zeal'"):
+        infer_direction("zeal")
+    describe_metric("zeal", PERCENT)
+    assert infer_direction("eval_zeal") == ("min", "the metric's descriptor")
+    assert infer_direction("zeal", higher_is_better=True)[0] == "max"
+
+
+@pytest.mark.parametrize("own", [PERCENT, {"hits": PERCENT}])
+def test_a_metric_brings_its_own_descriptor(own):
+    def hits(y_true: Any, y_pred: Any) -> float:
+        return 12.34
+
+    hits.descriptor = own  # type: ignore[attr-defined]
+    data = torch.ones(4, 2), torch.ones(4, 1)
+    trainer = Trainer(
+        torch.nn.Linear(2, 1), data, data, loss_fn=torch.nn.functional.mse_loss, compute_metrics=hits,
+        optimization_metric="hits", epochs=1, device="cpu", progress_bar=False,
+    )  # fmt: skip
+    assert trainer.objective.direction == "min"
+    assert "eval Hits (%)" in str(trainer.train())
+
+
+def test_a_format_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="no format for a number"):
+        describe_metric("hits", MetricDescriptor(format="%d"))
