@@ -174,7 +174,8 @@ class Tracking(Callback):
             if self._given is not None:
                 self._hand_over(self._given)
             tracker.main_process_only = False  # only the main process comes here
-            tracker.start()
+            if hasattr(tracker, "start"):  # before accelerate 1.9 the constructor has opened the run
+                tracker.start()
             self._tracker, self._was_open = tracker, True
             self._run_id = self._service.id_of(tracker.tracker)
             if is_new:

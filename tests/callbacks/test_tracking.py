@@ -127,15 +127,16 @@ def steps(name: str, run: str = "run-0") -> list[int]:
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_killed_run_goes_on_in_the_same_run_of_the_service_without_a_step_twice(kind, tmp_path):
+    given = {"save_dir": tmp_path, "eval_steps": 4, "keep_best": 0}
     with pytest.raises(Killed):
-        make(kind, save_dir=tmp_path, loggers=[Service()], callbacks=[Reports(), KillAt(9)]).train()
-    assert steps("train/loss") == [2, 4, 6, 8]
-    trainer = make(kind, save_dir=tmp_path, loggers=[Service()], callbacks=[Reports()])
+        make(kind, loggers=[Service()], callbacks=[Reports(), KillAt(9)], **given).train()
+    assert steps("train/loss") == [2, 4, 6, 8] and steps("preview") == [4, 8]  # and the checkpoint is of step 5
+    trainer = make(kind, loggers=[Service()], callbacks=[Reports()], **given)
     trainer.train(resume_from="auto")
     trainer.test()
     assert list(Service.runs) == ["run-0"]
     assert steps("train/loss") == [2, 4, 6, 8, 10]
-    assert steps("eval/loss") == steps("preview") == steps("weights/mean") == [5, 10]
+    assert steps("eval/loss") == steps("preview") == steps("weights/mean") == [4, 8, 10]
     assert steps("test/loss") == [10]
 
 
@@ -205,8 +206,8 @@ def test_rows_between_intervals_are_left_out_and_a_resume_keeps_the_place(tmp_pa
     make(loggers=[every()]).train()
     assert steps("train/loss") == [4, 6, 10] and steps("eval/loss") == [5, 10]  # the first rows after 3, 6 and 9
     with pytest.raises(Killed):
-        make(save_dir=tmp_path, loggers=[every()], callbacks=[KillAt(6)]).train()
-    make(save_dir=tmp_path, loggers=[every()]).train(resume_from="auto")
+        make(save_dir=tmp_path, loggers=[every()], callbacks=[KillAt(4)], save_steps=3, keep_best=0).train()
+    make(save_dir=tmp_path, loggers=[every()], save_steps=3, keep_best=0).train(resume_from="auto")
     assert steps("train/loss", "run-1") == [4, 6, 10]
 
 
