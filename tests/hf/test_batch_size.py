@@ -323,7 +323,7 @@ def test_memory_that_ends_in_an_evaluation_is_an_error_that_names_the_remedy(run
     trainer = run(Fails(), eval_dataset=rows(5), eval_strategy="epoch")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.train()
-    assert "`eval_batch_size` makes smaller" in "".join(caught.value.__notes__)
+    assert "eval_batch_size=4 (instead of 8)" in "".join(caught.value.__notes__)
     assert trainer.batch_size == 8
 
 

@@ -1,0 +1,79 @@
+"""Peaks of memory, traces of kernels and snapshots on a GPU; on a CPU, that nothing of it fails there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import make
+from recipes import rows, same, t16, weights
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain import Callback, MemoryMonitor, Profiler
+from omnitrain.callbacks.memory_monitor import GIB
+from omnitrain.precision import is_out_of_memory
+
+FP32 = torch.float32
+
+
+class Rows(Callback):
+    """Keeps the rows of logs."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_log(self, trainer: Any, logs: Any) -> None:
+        self.rows.append(dict(logs))
+
+
+def test_peaks_are_those_of_each_phase(device: torch.device, kind: str, tmp_path: Path) -> None:
+    width = 2048 if device.type == "cuda" else 16
+    data, shown = TensorDataset(torch.randn(16, width), torch.randn(16, width)), Rows()
+    make(
+        kind, device, nn.Sequential(nn.Linear(width, width)), data, data, save_dir=tmp_path, log_steps=2, eval_steps=2,
+        save_steps=2, callbacks=[MemoryMonitor(), shown],
+    ).train()  # fmt: skip
+    last = shown.rows[-1]
+    assert last["memory_process"] > 0
+    if device.type == "cuda":
+        held = width * (width + 1) * 4 / GIB  # the parameters; gradients are as many, moments twice as many
+        assert last["memory_reserved"] >= last["memory_allocated"] >= last["memory_train"] >= 4 * held
+        assert 3 * held <= last["memory_eval"] < last["memory_train"] and last["memory_save"] >= 3 * held
+
+
+def test_traces_hold_what_ran_on_the_device_and_no_number_changes(
+    device: torch.device, kind: str, tmp_path: Path
+) -> None:
+    found = []
+    for name in ("watched", "plain"):
+        watched = [Profiler(skip=2, active=2)] if name == "watched" else []
+        trainer = make(kind, device, t16(dtype=FP32), rows(32, FP32), save_dir=tmp_path / name, callbacks=watched)
+        trainer.train()
+        found.append([one.cpu() for one in weights(trainer.get_model())])
+    assert same(*found)
+    (trace,) = (tmp_path / "watched" / "profile").iterdir()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(one.get("cat") == "kernel" for one in events) == (device.type == "cuda")
+
+
+@pytest.mark.gpu
+def test_a_snapshot_and_the_sizes_are_there_when_memory_runs_out(kind: str, tmp_path: Path) -> None:
+    class Asks(Callback):
+        def on_before_optimizer_step(self, trainer: Any) -> None:
+            torch.empty(1 << 50, device=trainer.device)
+
+    trainer = make(
+        kind, torch.device("cuda"), t16(dtype=FP32), rows(32, FP32), save_dir=tmp_path,
+        callbacks=[MemoryMonitor(snapshot=True), Asks()],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError) as caught:
+        trainer.train()
+    assert is_out_of_memory(caught.value)
+    said = "\n".join(caught.value.__notes__)
+    assert "Memory ran out in training" in said and "The device has" in said
+    assert (tmp_path / "memory" / "rank0-step0.pickle").stat().st_size > 1000
