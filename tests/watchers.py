@@ -1,0 +1,114 @@
+"""Every watcher there is, for runs that are compared with one that nobody watches: a new one gets a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from recipes import t16
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain import (
+    Callback,
+    CsvLogger,
+    Event,
+    GarbageCollection,
+    HookCallback,
+    MemoryMonitor,
+    Profiler,
+    TensorBoardLogger,
+)
+from omnitrain.events import Histogram
+
+
+class Listener(Callback):
+    """Hears of every event, and reports what loggers show besides numbers; `heard` has the events' names."""
+
+    def __init__(self) -> None:
+        self.heard = set[str]()
+
+    def log_values(self, trainer: Any) -> Mapping[str, float]:
+        return {"listened": float(len(self.heard))}
+
+
+def _told(name: str) -> Callable[..., None]:
+    def told(self: Listener, trainer: Any, *_: Any) -> None:
+        self.heard.add(name)
+        if name == "log":
+            trainer.lifecycle.report({"words": "a text", "values": Histogram([0.0, 1.0], [2], 0.0, 1.0, 1.0, 1.0)})
+
+    return told
+
+
+for _event in Event:
+    setattr(Listener, f"on_{_event.value}", _told(_event.value))
+
+
+def watchers(folder: Path) -> dict[str, Callback]:
+    """Return one of each, by name; JSON lines and the progress bar come by the arguments of `watched`.
+
+    Args:
+        folder: Where they write what is not in the run's own folder.
+    """
+    return {
+        "listener": Listener(),
+        "hooks": HookCallback({"on_train_step_end": lambda *_, **__: None}),
+        "tensorboard": TensorBoardLogger(folder / "tensorboard"),
+        "csv": CsvLogger(),
+        "profiler": Profiler(skip=1, warmup=1, active=2, folder=folder / "profile"),
+        "memory": MemoryMonitor(),
+        "garbage": GarbageCollection("2ba", generation=2),
+    }
+
+
+def run(make: Callable[..., Any], folder: Path | None) -> Any:
+    """Train a small model with dropout for two epochs, watched by all if there is a folder, and else by nobody.
+
+    Args:
+        make: Makes a trainer of a model, a training set, an evaluation set, and arguments.
+        folder: Of the run.
+    """
+    options: dict[str, Any] = {
+        "loss_fn": nn.functional.mse_loss, "batch_size": 4, "epochs": 2, "learning_rate": 0.05,
+        "load_best_at_end": False, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    if folder is None:
+        options |= {"log_steps": 1000, "progress_bar": False}
+    else:
+        options |= {
+            "log_steps": 1, "progress_bar": True, "save_dir": folder / "run",
+            "callbacks": list(watchers(folder).values()),
+        }  # fmt: skip
+    torch.manual_seed(1)
+    trainer = make(t16(0.3), _data(28), _data(9), **options)
+    trainer.train()
+    return trainer
+
+
+def _data(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(size)
+    return TensorDataset(
+        torch.randn(size, 4, generator=generator, dtype=torch.float64),
+        torch.randn(size, 1, generator=generator, dtype=torch.float64),
+    )
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Return what watching may not change: weights, which dropout has drawn for, the moments of this rank, history."""
+    moments = {
+        f"{place}/{name}": value.to_local() if hasattr(value, "to_local") else value
+        for place, state in enumerate(trainer.optimizer.state.values())
+        for name, value in state.items() if torch.is_tensor(value)
+    }  # fmt: skip
+    assert moments
+    return {
+        "tensors": {**trainer.backend.model_tensors(), **moments},
+        "history": {name: trainer.metrics[name] for name in ("train_metrics_history", "valid", "best_valid")},
+    }
+
+
+TRACES = ("tensorboard/*", "run/metrics.csv", "run/metrics.jsonl", "run/run.json", "profile/*.json.gz")
+"""What they leave in the folder, so that a watcher that did not watch is noticed."""
