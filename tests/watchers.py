@@ -21,6 +21,7 @@ from omnitrain import (
     Profiler,
     TensorBoardLogger,
 )
+from omnitrain.checkpoint.tensors import whole
 from omnitrain.events import Histogram
 
 
@@ -105,7 +106,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
     assert moments
     return {
-        "tensors": {**trainer.backend.model_tensors(), **moments},
+        "tensors": {**{name: whole(one) for name, one in trainer.backend.model_tensors().items()}, **moments},
         "history": {name: trainer.metrics[name] for name in ("train_metrics_history", "valid", "best_valid")},
     }
 
