@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import io
 import itertools
 import math
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from omnitrain import Callback, Trainer
+from omnitrain import Callback, CsvLogger, GarbageCollection, MemoryMonitor, Profiler, TensorBoardLogger, Trainer
+from omnitrain.callbacks.progress_bar import ProgressBar
 from omnitrain.data.sampling import EpochSampler
 
 SEED = 42
@@ -438,6 +441,79 @@ def hf_transformer(quick: bool) -> list[Row]:
     return with_transformers("hf-transformer", work, 1 if quick else 9)
 
 
+# --- what watches a run
+
+
+class Hearing(Callback):
+    """Listens to every event inside of a step."""
+
+    def on_batch_start(self, trainer: Any, *_: Any) -> None:
+        pass
+
+    on_after_forward = on_after_loss = on_after_backward = on_batch_end = on_batch_start
+    on_before_clip = on_after_clip = on_after_optimizer_step = on_batch_start
+
+
+Watched = Callable[[Path], dict[str, Any]]
+"""Gets an empty folder, and returns the arguments of a trainer that is watched by one thing."""
+
+
+def callback(make: Callable[..., Callback], *args: Any, **options: Any) -> Watched:
+    """Return what passes one callback that needs no folder."""
+    return lambda folder: {"callbacks": [make(*args, **options)]}
+
+
+def saving(*callbacks: Callable[[], Callback]) -> Watched:
+    """Return what passes a `save_dir`, into which rows are written, and a checkpoint at the end."""
+    return lambda folder: {"save_dir": folder, "save_steps": 10**9, "callbacks": [one() for one in callbacks]}
+
+
+WATCHERS: dict[str, Watched] = {
+    "nothing": lambda folder: {},
+    "nothing again (A/A)": lambda folder: {},
+    "progress bar": lambda folder: {"progress_bar": None, "callbacks": [ProgressBar(True, stream=io.StringIO())]},
+    "JSON lines": saving(),
+    "JSON lines and CSV": saving(CsvLogger),
+    "TensorBoard": lambda folder: {"callbacks": [TensorBoardLogger(folder)]},
+    "memory": callback(MemoryMonitor),
+    "garbage collection": callback(GarbageCollection),
+    "profiler, its turn over": lambda folder: {"callbacks": [Profiler(0, warmup=0, active=1, folder=folder)]},
+    "a callback without events": callback(Callback),
+    "all events inside of steps": callback(Hearing),
+}
+"""What may watch a run, each with all others off; a new one is a line here."""
+
+
+def by_watched(work: Training, watched: Watched) -> Callable[[], Outcome]:
+    """Prepare the trainer for the work, watched by one thing."""
+    folder = Path(tempfile.mkdtemp())
+    trainer = Trainer(
+        copy.deepcopy(work.model), work.dataset, loss_fn=work.loss_fn, epochs=work.epochs, batch_size=work.batch_size,
+        learning_rate=LEARNING_RATE, lr_scheduler=work.schedule, log_steps=work.log_every, device="cpu", seed=SEED,
+        **{"progress_bar": False, **watched(folder)},
+    )  # fmt: skip
+
+    def run() -> Outcome:
+        trainer.train()
+        shutil.rmtree(folder)
+        return trainer.get_model(), [row["train_loss"] for row in trainer.metrics["train_metrics_history"]]
+
+    return run
+
+
+def watchers(quick: bool) -> list[Row]:
+    """Measure runs that one thing watches against one that nothing does; weights and losses are the same to the bit."""
+    data = TensorDataset(*points(400 if quick else 8000))
+    every = 10 if quick else 100
+    work = Training(mlp(), data, batch_size=8, epochs=3, log_every=every, loss_fn=cross_entropy, stretch=every)
+    same = SameWork()
+    variants = {
+        name: timed(functools.partial(by_watched, work, watched), lambda outcome: same(outcome, 0.0), work.stretches)
+        for name, watched in WATCHERS.items()
+    }
+    return summarize("watchers", interleaved(variants, 1 if quick else 9), "us/step", 1e6 / work.steps)
+
+
 # --- evaluation
 
 
@@ -632,6 +708,7 @@ CASES: dict[str, Callable[[bool], list[Row]]] = {
     "transformer": transformer,
     "hf": hf,
     "hf-transformer": hf_transformer,
+    "watchers": watchers,
     "evaluation": evaluation,
     "eval-memory": memory,
     "imports": imports,
