@@ -126,6 +126,13 @@ class Profiler(Callback):
         if self._is_over:
             return
         self._seen += 1
+        try:
+            self._advance(trainer)
+        except Exception:  # with another `on_error` the run goes on, and may not call this again
+            self._give_up(trainer)
+            raise
+
+    def _advance(self, trainer: TrainerLike) -> None:
         if self._profile is not None:
             done = self._seen - self.skip
             is_last = done % self._cycle == 0
@@ -189,7 +196,14 @@ class Profiler(Callback):
     def _end(self, trainer: TrainerLike) -> None:
         ended, self._profile = self._profile, None
         trainer.lifecycle.mark_parts(self, None)
-        ended.stop()
+        if ended is not None:
+            ended.stop()
+
+    def _give_up(self, trainer: TrainerLike) -> None:
+        """End PyTorch's profiler, if it lets itself be ended, and trace nothing more in this run."""
+        self._is_over, Profiler._running = True, None
+        with contextlib.suppress(Exception):
+            self._end(trainer)
 
     def _mark(self, trainer: TrainerLike) -> None:
         """Name the parts of the steps that are traced, and of no others."""

@@ -143,6 +143,24 @@ def test_numbers_that_make_no_schedule_are_refused(options: dict[str, Any]) -> N
         Profiler(**options)
 
 
+@pytest.mark.parametrize("policy", ["disable", "warn"])
+def test_a_profiler_that_fails_where_the_run_may_go_on_is_ended(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> str:
+        raise ValueError("no table")
+
+    profiler = Profiler(skip=0, active=1, repeat=0)
+    profiler.on_error = policy
+    with monkeypatch.context() as patch:
+        patch.setattr("omnitrain.callbacks.profiler.table_of", fail)
+        trainer = run("native", tmp_path / "a", profiler)
+    assert trainer.progress.step == 12 and not torch.autograd._profiler_enabled()
+    assert len(list((tmp_path / "a" / "profile").iterdir())) == 1
+    run("native", tmp_path / "b", Profiler(skip=0, active=1), max_steps=3)
+    assert (tmp_path / "b" / "profile").exists()
+
+
 class Operation:
     def __init__(self, key: str, host: float, device: float = 0.0, count: int = 1) -> None:
         self.key, self.count = key, count
