@@ -103,8 +103,11 @@ def test_a_run_shorter_than_the_schedule_says_so(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_an_error_ends_the_profiler_too(kind: str, step: int, tmp_path: Path) -> None:
+    callbacks = [Profiler(skip=0, warmup=1, active=4), Fails(step)]
+    trainer = make(kind, CPU, t16(), rows(32), save_dir=tmp_path / "a", callbacks=callbacks)
     with pytest.raises(RuntimeError, match="no more"):
-        run(kind, tmp_path / "a", Profiler(skip=0, warmup=1, active=4), Fails(step))
+        trainer.train()
+    assert "forward" not in vars(trainer.backend) and trainer._feed._next is next
     assert not torch.autograd._profiler_enabled()
     run(kind, tmp_path / "b", Profiler(skip=0, warmup=1, active=2), max_steps=4)
     assert (tmp_path / "b" / "profile" / "rank0-step3.json.gz").exists()
