@@ -34,7 +34,16 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from omnitrain import Callback, CsvLogger, GarbageCollection, MemoryMonitor, Profiler, TensorBoardLogger, Trainer
+from omnitrain import (
+    Callback,
+    CsvLogger,
+    GarbageCollection,
+    MemoryMonitor,
+    Profiler,
+    TensorBoardLogger,
+    Throughput,
+    Trainer,
+)
 from omnitrain.callbacks.progress_bar import ProgressBar
 from omnitrain.data.sampling import EpochSampler
 
@@ -476,6 +485,7 @@ WATCHERS: dict[str, Watched] = {
     "JSON lines and CSV": saving(CsvLogger),
     "TensorBoard": lambda folder: {"callbacks": [TensorBoardLogger(folder)]},
     "memory": callback(MemoryMonitor),
+    "throughput": callback(Throughput),
     "garbage collection": callback(GarbageCollection),
     "profiler, its turn over": lambda folder: {"callbacks": [Profiler(0, warmup=0, active=1, folder=folder)]},
     "a callback without events": callback(Callback),

@@ -20,6 +20,7 @@ from omnitrain import (
     MemoryMonitor,
     Profiler,
     TensorBoardLogger,
+    Throughput,
 )
 from omnitrain.checkpoint.tensors import whole
 from omnitrain.events import Histogram
@@ -60,6 +61,7 @@ def watchers(folder: Path) -> dict[str, Callback]:
         "tensorboard": TensorBoardLogger(folder / "tensorboard"),
         "csv": CsvLogger(),
         "profiler": Profiler(skip=1, warmup=1, active=2, folder=folder / "profile"),
+        "throughput": Throughput(peak=1e12),
         "memory": MemoryMonitor(),
         "garbage": GarbageCollection("2ba", generation=2),
     }
