@@ -39,6 +39,7 @@ class Service:
         can_continue: Whether there are any.
         new: Those of a run that is new.
         options: Returns those of any run, from the project, the name of the run (or None) and the run's folder.
+        takes_name: Whether the first argument of accelerate's tracker is the name of the run, and not the project.
         name_it: Names a new run, where no option does.
         show_text: Sends a text.
         show_histogram: Sends a histogram, or returns False if it cannot.
@@ -50,6 +51,7 @@ class Service:
     can_continue: bool = False
     new: Mapping[str, Any] = field(default_factory=dict)
     options: Callable[[str, str | None, Path], dict[str, Any]] = lambda project, name, folder: {}
+    takes_name: bool = False
     name_it: Callable[[Any, str | None], None] = _no_name
     show_text: Callable[[Any, str, str, int], None] = _log_text
     show_histogram: Callable[[Any, str, Histogram, int], bool] = _no_histogram
@@ -73,11 +75,6 @@ def _comet_name(tracker: Any, name: str | None) -> None:
 
 def _comet_text(tracker: Any, name: str, text: str, step: int) -> None:
     tracker.tracker.log_text(text, step=step, metadata={"name": name})
-
-
-def _aim_name(tracker: Any, name: str | None) -> None:
-    if name is not None:
-        tracker.tracker.name = name
 
 
 def _aim_text(tracker: Any, name: str, text: str, step: int) -> None:
@@ -157,7 +154,7 @@ SERVICES: dict[str, Service] = {
         continued=lambda run_id: {"run_hash": run_id},
         can_continue=True,
         options=lambda project, name, folder: {"experiment": project},
-        name_it=_aim_name,
+        takes_name=True,
         show_text=_aim_text,
         show_histogram=_aim_histogram,
     ),

@@ -191,7 +191,8 @@ class Tracking(Callback):
         options |= self.options
         if self._class.requires_logging_directory and "logging_dir" not in options:
             options["logging_dir"] = str(folder)
-        return self._class(self.project, **options)
+        first = trainer.trial_name if self._service.takes_name and trainer.trial_name else self.project
+        return self._class(first, **options)
 
     def _hand_over(self, tracker: Any) -> None:
         """Have a tracker that the user made continue the run of the checkpoint."""
