@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.straight_through import StraightThrough
     from omnitrain.algorithms.swa import SWA
     from omnitrain.callbacks.csv import CsvLogger
+    from omnitrain.callbacks.distributions import Distributions
     from omnitrain.callbacks.early_stopping import EarlyStopping
     from omnitrain.callbacks.garbage_collection import GarbageCollection
     from omnitrain.callbacks.hooks import HookCallback, TrainHook
     from omnitrain.callbacks.jsonl import JsonlLogger
     from omnitrain.callbacks.memory_monitor import MemoryMonitor
+    from omnitrain.callbacks.periodic import Periodic
+    from omnitrain.callbacks.preview import Preview
     from omnitrain.callbacks.profiler import Profiler
     from omnitrain.callbacks.progress_bar import ProgressBar
     from omnitrain.callbacks.tensorboard import TensorBoardLogger
@@ -103,6 +106,7 @@ _HOMES = {
     "CutMix": "algorithms.cutmix",
     "DataError": "errors",
     "DistributedError": "errors",
+    "Distributions": "callbacks.distributions",
     "Duration": "duration",
     "EMA": "algorithms.ema",
     "EarlyStopping": "callbacks.early_stopping",
@@ -138,8 +142,10 @@ _HOMES = {
     "ObjectiveError": "errors",
     "OmnitrainError": "errors",
     "PackedDataset": "data.packing",
+    "Periodic": "callbacks.periodic",
     "PolynomialScheduler": "schedules",
     "Predictions": "run.evaluation",
+    "Preview": "callbacks.preview",
     "ProductScheduler": "schedules",
     "Profiler": "callbacks.profiler",
     "Progress": "progress",
@@ -192,6 +198,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "CutMix",
     "DataError",
     "DistributedError",
+    "Distributions",
     "Duration",
     "EMA",
     "EarlyStopping",
@@ -227,8 +234,10 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "ObjectiveError",
     "OmnitrainError",
     "PackedDataset",
+    "Periodic",
     "PolynomialScheduler",
     "Predictions",
+    "Preview",
     "ProductScheduler",
     "Profiler",
     "Progress",

@@ -28,6 +28,7 @@ __all__ = [
     "TrainUnit",
     "count_labels",
     "count_tokens",
+    "generated",
     "metrics_in",
     "no_token_counts",
     "run_unit",
@@ -454,3 +455,16 @@ def count_tokens(batch: Any) -> int:
         if isinstance(ids, Tensor):
             return ids.numel()
     return count_labels(batch) or 0
+
+
+def generated(model: Any, inputs: Mapping[str, Any], synced: bool, options: Mapping[str, Any]) -> Tensor:
+    """Return the tokens that a model of transformers generates, of shape (sequences, length).
+
+    Args:
+        model: The bare module.
+        inputs: What it is asked, on its device.
+        synced: Whether no process may finish before the others, because each has a part of the weights.
+        options: Other arguments of `model.generate`.
+    """
+    tokens = model.generate(**inputs, **{"synced_gpus": synced, **options})
+    return getattr(tokens, "sequences", tokens)

@@ -48,6 +48,8 @@ class Backend:
 
     sharding: ClassVar[str | None] = None
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None if each rank has all of them."""
+    passes_together: ClassVar[bool] = False
+    """Whether all ranks must take part in each forward pass."""
     keeps_masters: ClassVar[bool] = False
     """Whether 16-bit weights are updated in a 32-bit copy."""
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -282,6 +284,14 @@ class Backend:
 
     def end_evaluation(self) -> None:
         """Clean up after forward passes without a backward pass."""
+
+    def unseen(self) -> dict[str, str]:
+        """Return what cannot be watched here, "weights", "updates" or "gradients", and why."""
+        return {}
+
+    def part_of_whole(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Return this rank's part of a weight or gradient, and the groups of processes that have the others."""
+        return tensor, []
 
     # --- checkpoints
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from omnitrain.backends.ddp import DDP, start_from_main
 from omnitrain.checkpoint.state import from_json, load_by_own_way
@@ -34,6 +34,7 @@ class FSDP(DDP):
         {"closure": "each rank has a part of every weight, and such optimizers go by all weights at once"}
     )
     takes_optimizers = False
+    passes_together: ClassVar[bool] = True
     rehearses_whole: ClassVar[bool] = True  # which leaves no gathered gradients behind
     _reduces = True
     """Whether backward passes currently average the gradients."""
@@ -70,6 +71,15 @@ class FSDP(DDP):
                 self.own_part(tensor).copy_(kept[name])
         if extra:
             load_by_own_way(self.model, {name: from_json(value) for name, value in extra.items()}, "the best weights")
+
+    def part_of_whole(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        if not isinstance(tensor, DTensor):
+            return tensor, []
+        mesh = tensor.device_mesh
+        if any(one.is_partial() for one in tensor.placements):
+            tensor = tensor.redistribute(placements=[Shard(0) for _ in tensor.placements])
+        groups = [mesh.get_group(number) for number, one in enumerate(tensor.placements) if one.is_shard()]
+        return tensor.to_local(), groups
 
     def own_part(self, tensor: Any) -> torch.Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

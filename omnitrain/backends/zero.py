@@ -147,6 +147,7 @@ class Zero(DDP):
         }
     )
     takes_optimizers = False
+    passes_together: ClassVar[bool] = True
     _is_last = True
     _was_applied = True
 
@@ -325,6 +326,12 @@ class Zero(DDP):
                 one.copy_(value)
             if one.requires_grad:
                 _set(one, value)
+
+    def unseen(self) -> dict[str, str]:
+        found = {"gradients": "DeepSpeed keeps them in buffers of its own"}
+        if any(hasattr(one, "ds_id") for one in self.model.parameters()):
+            found |= dict.fromkeys(("weights", "updates"), "ZeRO 3 keeps the weights in parts of its own")
+        return found
 
     def own_part(self, tensor: Any) -> torch.Tensor:
         # DeepSpeed's buffers differ between stages, so the whole weight is kept, as in a checkpoint

@@ -293,6 +293,8 @@ def _words(values: Mapping[str, float], total_steps: int | None = None, fraction
     """Format a row of values for people; a `fraction` means that it is of the run, with its place in it."""
     words = []
     for name, value in in_order(values).items():
+        if "/" in name:  # one of many, such as "weights_norm/head.bias": for files and dashboards
+            continue
         if name == "step" and fraction is not None:
             words.append(position(value, total_steps, fraction))
         elif name != "skipped_steps" or value:

@@ -12,6 +12,7 @@ from torch import nn
 
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples
 from omnitrain.errors import ConfigError, DataError
+from omnitrain.units import generated
 
 __all__ = ["Generation", "take_generation"]
 
@@ -54,8 +55,7 @@ class Generation:
             labels: The labels of the batch, or None.
             synced: Whether no process may finish before the others, because each has a part of the weights.
         """
-        tokens = model.generate(**_questions(batch), **{"synced_gpus": synced, **self.limits})
-        tokens = getattr(tokens, "sequences", tokens)
+        tokens = generated(model, _questions(batch), synced, self.limits)
         if len(tokens) != count_samples(batch):
             raise DataError(
                 f"The model generated {len(tokens)} sequences for {count_samples(batch)} samples. Set "

@@ -228,6 +228,15 @@ class Evaluation:
         shared = result.predictions, result.labels
         return Predictions(*self.hooks.ranks.share("the predictions of all samples", shared), metrics)
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have the model inside as evaluations do, for other work: their weights and modes, in autocast.
+
+        Weights, modes and random numbers are restored afterwards.
+        """
+        with self.shown.swapped_in(), evaluating(self.hooks), self.hooks._autocast():
+            yield
+
     def outside_run(self) -> AbstractContextManager[Any]:
         """Return the context for an evaluation outside the run."""
         return contextlib.nullcontext()
