@@ -289,11 +289,15 @@ def _bar_console(enabled: bool | None, stream: TextIO | None) -> Console | None:
     return console if is_drawable else None
 
 
+_MANY = ("weights_", "gradients_", "updates_", "update_ratio/", "activations_")
+"""How the names begin of what `Distributions` adds for each parameter, such as "weights_norm/head.bias"."""
+
+
 def _words(values: Mapping[str, float], total_steps: int | None = None, fraction: float | None = None) -> list[str]:
     """Format a row of values for people; a `fraction` means that it is of the run, with its place in it."""
     words = []
     for name, value in in_order(values).items():
-        if "/" in name:  # one of many, such as "weights_norm/head.bias": for files and dashboards
+        if name.startswith(_MANY) and "/" in name:  # for files and dashboards
             continue
         if name == "step" and fraction is not None:
             words.append(position(value, total_steps, fraction))

@@ -46,9 +46,9 @@ class ByHand(Callback):
 
 
 def trained(kind: Any, *callbacks: Callback, **options: Any) -> Any:
-    options = {"log_steps": 5, "gradient_accumulation_steps": 2, **options}
+    options = {"log_steps": 5, "gradient_accumulation_steps": 2, "progress_bar": False, **options}
     trainer = kind(
-        t16(), rows(24), batch_size=4, epochs=1, loss_fn=F.mse_loss, learning_rate=0.01, progress_bar=False,
+        t16(), rows(24), batch_size=4, epochs=1, loss_fn=F.mse_loss, learning_rate=0.01,
         callbacks=callbacks, **options,
     )  # fmt: skip
     trainer.train()
@@ -103,3 +103,10 @@ def test_what_is_not_there_or_cannot_be_seen_is_refused() -> None:
         Distributions(bins=3)
     with pytest.raises(ConfigError, match="a compiled model does not call the hooks"):
         trained(Trainer, Distributions(of="activations"), compile={"backend": "eager"})
+
+
+def test_the_console_leaves_the_numbers_of_each_parameter_out(capsys: pytest.CaptureFixture[str]) -> None:
+    trained(Trainer, Distributions("^0"), progress_bar=None)
+    printed = capsys.readouterr().out
+    assert "loss" in printed
+    assert "weights_norm" not in printed and "update_ratio" not in printed
