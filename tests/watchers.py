@@ -63,6 +63,7 @@ def watchers(folder: Path) -> dict[str, Callback]:
         "profiler": Profiler(skip=1, warmup=1, active=2, folder=folder / "profile"),
         "throughput": Throughput(peak=1e12),
         "memory": MemoryMonitor(),
+        "throughput": Throughput(window=2, peak=1e12),
         "garbage": GarbageCollection("2ba", generation=2),
     }
 
