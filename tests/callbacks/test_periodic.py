@@ -90,6 +90,18 @@ def test_after_a_resume_nothing_is_done_twice_or_left_out(every: str, stop: int,
     assert steps == ([6, 12] if every == "1ep" else [3, 6, 9, 12])
 
 
+def test_work_of_an_epoch_is_not_repeated_from_a_checkpoint_on_its_last_step(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def note(trainer: Any) -> None:
+        steps.append(trainer.progress.step)
+
+    trained(Trainer, Periodic(note, "1ep"), save_dir=tmp_path, save_steps=6)
+    steps.clear()
+    trained(Trainer, Periodic(note, "1ep"), save_dir=tmp_path / "again", resume=tmp_path / "checkpoint-6")
+    assert steps == [12]
+
+
 def failing(trainer: Any) -> None:
     raise ValueError("no such benchmark")
 
