@@ -148,7 +148,7 @@ class Distributions(Callback):
                 "with FSDP or DDP."
             )
         compiled = any(
-            hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None
+            type(one).__name__ == "OptimizedModule" or getattr(one, "_compiled_call_impl", None) is not None
             for one in (*run.backend.wrapped.modules(), *run.backend.model.modules())
         )
         if compiled and self._modules:
