@@ -207,7 +207,7 @@ class Every:
             lengths = [(duration.unit, Fraction(*_ratio(duration.value)))]
         self._intervals = [(unit, length.numerator, length.denominator) for unit, length in lengths]
         self._steps = int(duration.value) if duration.unit == "ba" else 0
-        self.seen = 0
+        self.seen: int = 0
 
     def due(self, progress: Progress) -> bool:
         """Return whether a multiple was reached since the last call."""

@@ -63,7 +63,7 @@ class TrainHook:
         """Before the forward passes of a step; `batches` are its micro-batches as the loader has made them."""
 
     def on_train_step_end(self, trainer: TrainerLike, outputs: Sequence[Any], batches: Sequence[Any], idx: int) -> None:
-        """After the backward passes of a step; `outputs` are their `StepOutput`s, whose memory is kept until then."""
+        """After the backward passes of a step; `outputs` are what they gave, each a `StepOutput`, whose memory is kept until then."""
 
     def on_val_start(self, trainer: TrainerLike) -> None:
         """An evaluation of the run begins."""
@@ -235,7 +235,7 @@ class HookCallback(Callback):
                 f"HookCallback takes a TrainHook, or a map of names to functions, got {hooks!r:.80}. Pass an instance, "
                 "such as HookCallback(MyHook())."
             )
-        self.name = type(hooks).__name__ if isinstance(hooks, TrainHook) else type(self).__name__
+        self.name: str = type(hooks).__name__ if isinstance(hooks, TrainHook) else type(self).__name__
         """What logs and errors call it."""
         self._functions: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
         for name, function in given.items():

@@ -82,10 +82,16 @@ class Profiler(Callback):
         for name, (value, least) in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"`{name}` of a Profiler must be an integer of at least {least}, got {value!r}.")
-        self.skip, self.wait, self.warmup, self.active, self.repeat = skip, wait, warmup, active, repeat
-        self.rows = rows
+        self.skip: int = skip
+        self.wait: int = wait
+        self.warmup: int = warmup
+        self.active: int = active
+        self.repeat: int = repeat
+        self.rows: int = rows
         self.folder: Path | None = None if folder is None else folder_path(folder, "folder")
-        self.record_shapes, self.profile_memory, self.with_stack = record_shapes, profile_memory, with_stack
+        self.record_shapes: bool = record_shapes
+        self.profile_memory: bool = profile_memory
+        self.with_stack: bool = with_stack
         self._profile: Any = None
         """PyTorch's profiler, from the warm-up of a cycle to its end."""
         self._seen = self._traces = 0

@@ -84,7 +84,8 @@ class Throughput(Callback):
             if value is not None and not (is_number and value > 0 and (name != "window" or int(value) == value)):
                 kind = "a whole number" if name == "window" else "a number"
                 raise ConfigError(f"`{name}` of a Throughput must be {kind} greater than 0, got {value!r}.")
-        self.window, self.peak = window, peak
+        self.window: int = window
+        self.peak: float | None = peak
         self.flops: float | None = flops
         """Operations that one token or sample needs, once they are known."""
         self.hardware_flops: float | None = flops

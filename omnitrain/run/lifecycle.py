@@ -106,7 +106,7 @@ class Lifecycle:
         """The folder of the latest checkpoint of the run."""
         self.resumed_from: Path | None = None
         """The folder of the checkpoint from which the run goes on; None for a fresh start."""
-        self.trained_before = 0
+        self.trained_before: int = 0
         """Steps of an earlier `train()` with whose weights this run begins afresh."""
         self.owes_evaluation = False
         """Whether an evaluation is still due: one that a signal interrupted, or the one before the first step."""
