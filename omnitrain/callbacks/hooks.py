@@ -63,7 +63,7 @@ class TrainHook:
         """Before the forward passes of a step; `batches` are its micro-batches as the loader has made them."""
 
     def on_train_step_end(self, trainer: TrainerLike, outputs: Sequence[Any], batches: Sequence[Any], idx: int) -> None:
-        """After the backward passes of a step; `outputs` has the `StepOutput` of each, whose memory is kept till then."""
+        """After the backward passes of a step; `outputs` has the `StepOutput` of each, kept in memory till then."""
 
     def on_val_start(self, trainer: TrainerLike) -> None:
         """An evaluation of the run begins."""
