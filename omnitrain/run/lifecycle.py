@@ -317,9 +317,10 @@ class Lifecycle:
                 logger.exception("%s.on_%s failed while the run was ending by another error.", listener.name, event)
 
     def tick(self) -> None:
-        """Update `progress.seconds` to now."""
+        """Update `progress.seconds` to now, in a run; the time before it and after it is not part of it."""
         now = time.perf_counter()
-        self.progress.seconds += now - self._clock
+        if self.is_running:
+            self.progress.seconds += now - self._clock
         self._clock = now
 
     @contextlib.contextmanager

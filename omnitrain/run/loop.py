@@ -97,7 +97,8 @@ class Loop:
         lifecycle = self.lifecycle
         self._recompilations.begin()
         self.checkpointer.shown.check()
-        lifecycle.begin_train()
+        with lifecycle.aside(), lifecycle.clock.during("setup"):
+            lifecycle.begin_train()
         if self.hooks.algorithms:
             order = ", ".join(type(one).__name__ for one in self.hooks.algorithms)
             logger.info("Algorithms in the order they run: %s.", order)

@@ -201,6 +201,16 @@ def test_a_resumed_run_goes_on_with_the_times_and_the_time_in_between_is_lost(tm
     assert clock.goodput(trainer.progress.seconds) < trainer.progress.seconds / (trainer.progress.seconds + 0.4)
 
 
+def test_the_time_before_a_run_is_no_part_of_it(tmp_path: Path) -> None:
+    trainer = Trainer(
+        KeyedModel(), Keyed(), batch_size=4, max_steps=2, save_dir=tmp_path / "run", progress_bar=False,
+        max_duration="1s",
+    )  # fmt: skip
+    time.sleep(1.0)
+    trainer.train()
+    assert trainer.progress.step == 2 and trainer.progress.seconds < 1.0
+
+
 def test_phases_inside_of_others_count_once() -> None:
     clock = Clock()
     with clock.during("saving"):
