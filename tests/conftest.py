@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 
 os.environ.update(
     HF_HUB_OFFLINE="1", MPLBACKEND="Agg", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline"
@@ -19,6 +20,8 @@ import numpy as np
 import programs
 import pytest
 import torch
+
+from omnitrain import descriptors
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk takes its time
@@ -36,6 +39,16 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def plain_descriptors() -> Iterator[None]:
+    """Forget how a test has described metrics, which holds for the whole process."""
+    known, described = dict(descriptors._KNOWN), set(descriptors._DESCRIBED)
+    yield
+    for kept, before in ((descriptors._KNOWN, known), (descriptors._DESCRIBED, described)):
+        kept.clear()
+        kept.update(before)  # type: ignore[arg-type]
 
 
 def pytest_configure(config: pytest.Config) -> None:
