@@ -21,7 +21,6 @@ class Meaning(NamedTuple):
 
 _A = "AccelerateTrainer."
 _LOADER = "A loader of your own has it: `train_loader=DataLoader(...)`."
-_OWN_CALLBACK = "Write a callback (a subclass of `omnitrain.Callback`), or pass an instance of one of ours."
 _TOKENIZE = "Tokenize the dataset yourself, and pass what `model(**batch)` takes."
 _LIGHTNING_EVAL = "Every evaluation is over the whole set. Pass a smaller one: `torch.utils.data.Subset`."
 _RESUME = "Pass it to the call, not the constructor: `train(resume_from=...)`."
@@ -178,9 +177,9 @@ _COMPOSER: dict[str, Meaning] = {
     "deepspeed_config": Meaning(_A + "deepspeed_config"),
     "algorithm": Meaning("algorithms"),
     "precision_config": Meaning("dtypes", "parameters, buffers and inputs; `autocast` keeps weights in fp32"),
-    "console_log_interval": Meaning("log_steps"),
+    "console_log_interval": Meaning("callbacks", '`[ProgressBar(every="10ba")]`; `log_steps` is that of all rows'),
     "log_to_console": Meaning("progress_bar"),
-    "profiler": Meaning("", _OWN_CALLBACK),
+    "profiler": Meaning("callbacks", "`[Profiler()]`"),
 }
 _KERAS: dict[str, Meaning] = {
     "x": Meaning("train_dataset", "TensorDataset(x, y)"),
@@ -379,7 +378,7 @@ _HABITS: dict[str, Meaning] = {
     "hooks": Meaning("callbacks", "instances of `Callback`"),
     "wandb": Meaning("loggers", '"wandb"'),
     "tensorboard": Meaning("loggers", '"tensorboard"'),
-    "ema": Meaning("", _OWN_CALLBACK),
+    "ema": Meaning("algorithms", "`[EMA()]`"),
     "config": Meaning("", "The arguments are passed one by one: `Trainer(model, **options)`."),
     "pretrained": Meaning("init_from", "a path; a model of the Hub is loaded by `from_pretrained`"),
     "init_checkpoint": Meaning("init_from"),
