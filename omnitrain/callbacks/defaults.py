@@ -73,15 +73,16 @@ def default_callbacks(
 _OWN: dict[str, type[Callback]] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "csv": CsvLogger}
 
 
-def make_loggers(loggers: object, callbacks: Iterable[object]) -> list[Callback]:
+def make_loggers(loggers: object, callbacks: Iterable[object], has_folder: bool = True) -> list[Callback]:
     """Return the callbacks for the trainer's argument `loggers`.
 
     Args:
         loggers: A name, or a list of names, of callbacks, and of objects of accelerate's `GeneralTracker`; or None.
         callbacks: The trainer's other callbacks.
+        has_folder: Whether the run has a `save_dir`.
 
     Raises:
-        ConfigError: If one of them is no logger, or two would write the same rows to the same place.
+        ConfigError: If one of them is no logger or has no place to write to, or two would write to the same place.
         MissingExtraError: If a package is not installed.
     """
     given = [loggers] if isinstance(loggers, (str, Callback)) else loggers
@@ -97,6 +98,9 @@ def make_loggers(loggers: object, callbacks: Iterable[object]) -> list[Callback]
                 f"`loggers` has {place} twice, or beside the same one in `callbacks`: each row would be there twice. "
                 "Leave one out."
             )
+    files = [] if has_folder else [one.filename for one in made if isinstance(one, RowFile)]
+    if files:
+        raise ConfigError(f"`loggers` asks for {files[0]!r}, and there is no place for it. Pass `save_dir`.")
     return made
 
 

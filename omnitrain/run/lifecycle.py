@@ -76,6 +76,14 @@ class Listener:
 Called = tuple[Listener, Callable[..., Any]]
 
 
+def _numbers(values: Any) -> dict[str, float]:
+    """Return what `log_values` has returned, tensors of one number as numbers."""
+    try:
+        return {name: one if isinstance(one, (int, float)) else float(one) for name, one in values.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(f"log_values must return a dict of numbers by name, got {values!r:.200}") from error
+
+
 class Lifecycle:
     """Sends events to callbacks in order, counts progress, and keeps the history and the best evaluation.
 
@@ -434,11 +442,12 @@ class Lifecycle:
 
         Raises:
             ConfigError: If the row has a value of that name already.
+            TypeError: If what a callback returns is no dict of numbers.
         """
         for listener, log_values in self._with_values:
             begin = time.perf_counter()
             try:
-                values = log_values(self.trainer)
+                values = _numbers(log_values(self.trainer))
             except BaseException as error:
                 if not self._survives(listener, "log_values", error):
                     raise

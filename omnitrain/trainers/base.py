@@ -365,7 +365,7 @@ class BaseTrainer(Hooks, ABC):
         self._callbacks = list(settings.callbacks)
         for callback in self._callbacks:
             refuse_class("callbacks", callback)
-        self._callbacks += make_loggers(settings.loggers, self._callbacks)
+        self._callbacks += make_loggers(settings.loggers, self._callbacks, settings.save_dir is not None)
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None
         self.device: torch.device = self._choose_device(settings.device)

@@ -322,3 +322,8 @@ def test_mlflow_has_one_run_with_each_step_once(mlflow, tmp_path):
         assert [one.step for one in mlflow.get_metric_history(run.info.run_id, name)] == expected
     texts = [one.path for one in mlflow.list_artifacts(run.info.run_id, "preview")]
     assert sorted(texts) == ["preview/step-10.txt", "preview/step-5.txt"]
+
+
+def test_a_file_of_rows_without_a_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"asks for 'metrics.csv', and there is no place for it. Pass `save_dir`"):
+        Trainer(torch.nn.Linear(1, 1), loggers=["csv"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from recipes import rows, t16
 
@@ -48,3 +49,24 @@ def test_a_row_has_what_callbacks_add_and_reports_reach_them() -> None:
 def test_a_name_that_the_row_has_already_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Adds\.log_values returns 'loss', which the row of logs has already"):
         run(Adds("loss"))
+
+
+@pytest.mark.parametrize("values", [3, {"note": "text"}, {"pair": [1.0, 2.0]}])
+def test_what_is_no_number_is_refused_with_the_callback_named(values: Any) -> None:
+    class Wrong(Callback):
+        def log_values(self, trainer: Any) -> Any:
+            return values
+
+    with pytest.raises(TypeError, match="log_values must return a dict of numbers") as raised:
+        run(Wrong())
+    assert "Raised by the callback Wrong.log_values." in raised.value.__notes__
+
+
+def test_a_tensor_of_one_number_is_a_number() -> None:
+    class Measures(Adds):
+        def log_values(self, trainer: Any) -> Any:
+            return {"half": torch.tensor(0.5)}
+
+    callback = Measures()
+    run(callback)
+    assert [type(row["half"]) for row in callback.rows] == [float] * 3
