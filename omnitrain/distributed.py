@@ -187,7 +187,7 @@ class Ranks:
             if found := self._judge(stalls, lines):
                 sys.stdout.flush()
                 print(f"omnitrain.errors.DistributedError: {self._text_of(found)}", file=sys.stderr, flush=True)
-                _leave_now(1)
+                leave_now(1)
 
     def _post(self) -> Post:
         """Return the current post of this rank for the others."""
@@ -324,9 +324,8 @@ class ProcessRanks(Ranks):
         """torch.distributed's group of all ranks, once it exists."""
         self._group: Any = None
         self._process = os.getpid()
-        with contextlib.suppress(RuntimeError):  # our own connection: a stuck collective may hold the other one
-            store = store.clone()  # type: ignore[attr-defined]
-        self._store = distributed_c10d.PrefixStore(f"omnitrain/{next(_made)}", store)
+        self._prefix = f"omnitrain/{next(_made)}"
+        self._store = distributed_c10d.PrefixStore(self._prefix, store)
         self._store_error: RuntimeError | None = None
         """Why the store no longer answers, if so: the process that hosted it has ended."""
         self._limit, self._silence = max(timeout or _TIMEOUT_S, SILENCE_S), SILENCE_S
@@ -347,14 +346,15 @@ class ProcessRanks(Ranks):
         self._unanswered = 0.0
         """Seconds since the store has answered."""
         self._closing = threading.Event()
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"process/{self.rank}", json.dumps(own_process()))
-            self._store.set(f"post/{self.rank}", json.dumps(self._post()))
-        # Two threads: if the process that hosts the store is stopped, a request never returns.
-        self._posting = threading.Thread(target=self._keep_posting, name="omnitrain-post", daemon=True)
+        # Two threads: if the process that hosts the store is stopped, a request never returns, not even the first.
+        has_posted = threading.Event()
+        self._posting = threading.Thread(
+            target=self._keep_posting, args=(store, has_posted), name="omnitrain-post", daemon=True
+        )
         self._watch = threading.Thread(target=self._keep_watching, name="omnitrain-watch", daemon=True)
         self._posting.start()
         self._watch.start()
+        has_posted.wait()  # before this rank can be waited for; if it takes too long, the other thread ends it
         atexit.register(self._at_exit)
 
     # --- the start
@@ -709,10 +709,16 @@ class ProcessRanks(Ranks):
 
     # --- the threads
 
-    def _keep_posting(self) -> None:
+    def _keep_posting(self, store: distributed_c10d.Store, has_posted: threading.Event) -> None:
         """Post where this rank is, check for failures of others, and check their progress while this one waits."""
         still, unread = 0.0, 0.0
         own = self._post()
+        with contextlib.suppress(RuntimeError):  # our own connection: a stuck collective may hold the other one
+            self._store = distributed_c10d.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"process/{self.rank}", json.dumps(own_process()))
+            self._store.set(f"post/{self.rank}", json.dumps(own))
+        has_posted.set()
         for passed in _looks(self._closing):
             before, own = own, self._post()
             still = still + passed if own[1:] == before[1:] else 0.0
@@ -841,7 +847,7 @@ class ProcessRanks(Ranks):
         self._report_failure(self.place, SystemExit(128 + number))
         self._settle_verdict("alone")
         self._keep_store_for_others()
-        _leave_now(128 + number)
+        leave_now(128 + number)
 
     def _text_at_signal(self, number: int, found: Sequence[Stall]) -> str:
         return (
@@ -855,7 +861,7 @@ class ProcessRanks(Ranks):
         sys.stdout.flush()
         print(f"omnitrain.errors.DistributedError: {error}", file=sys.stderr, flush=True)
         self._keep_store_for_others()
-        _leave_now(1)
+        leave_now(1)
 
     def _at_exit(self) -> None:
         """Make sure, at the end of the program, that no other rank waits for this one."""
@@ -927,7 +933,7 @@ def _looks(ended: threading.Event) -> Iterator[float]:
         last = now
 
 
-def _leave_now(code: int) -> NoReturn:
+def leave_now(code: int) -> NoReturn:
     """End this process, from another thread than the main one, and its loaders' workers, which may hang too."""
     for child in multiprocessing.active_children():
         child.kill()

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -95,9 +96,14 @@ def _rendezvous(
     if _timeout is not None:
         limit = datetime.timedelta(seconds=max(_timeout, distributed.SILENCE_S))
     said = f"Rank {rank} waits for the others of {size} processes at {os.environ['MASTER_ADDR']}"
-    waiting = threading.Timer(quiet, logger.warning, (f"{said}, and has for {quiet:.0f} seconds.",))
-    waiting.daemon = True
-    waiting.start()
+    longest = 2 * limit.total_seconds() + distributed.SILENCE_S  # a store that has stopped may never answer
+    timers = [
+        threading.Timer(quiet, logger.warning, (f"{said}, and has for {quiet:.0f} seconds.",)),
+        threading.Timer(longest, _give_up, (f"{said}, and got no answer in {longest:.0f} seconds.",)),
+    ]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         if rank != "0":
             _await_store(limit.total_seconds())
@@ -110,10 +116,18 @@ def _rendezvous(
             f"{os.environ['MASTER_PORT']}: {error} Look whether all of them have been started, and what ended them."
         ) from error
     finally:
-        waiting.cancel()
+        for timer in timers:
+            timer.cancel()
     if world_size > 1:
         _met = ProcessRanks(store, rank, world_size, _timeout)
     yield store, rank, world_size
+
+
+def _give_up(text: str) -> None:
+    """End this process, from another thread than the main one, as the main one waits for ever."""
+    sys.stdout.flush()
+    print(f"omnitrain.errors.DistributedError: {text}", file=sys.stderr, flush=True)
+    distributed.leave_now(1)
 
 
 def _await_store(seconds: float) -> None:

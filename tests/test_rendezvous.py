@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import programs
@@ -73,3 +74,24 @@ def test_others_that_are_never_started_are_an_error_that_says_so(monkeypatch: py
             monkeypatch.setenv(name, value)
         with rendezvous.meeting(0.5) as method, pytest.raises(DistributedError, match=f"Rank {rank} has not met the"):
             dist.init_process_group("gloo", init_method=method)
+
+
+STORE_STOPS = """
+import os, socket
+import torch.distributed as dist
+from omnitrain import distributed, rendezvous
+
+distributed.SILENCE_S = 1.0
+with socket.create_server(("localhost", 0)) as store, rendezvous.meeting(1.0):
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    os.environ["MASTER_PORT"] = str(store.getsockname()[1])
+    dist.init_process_group("gloo", init_method="omnitrain://")
+"""
+
+
+def test_a_store_that_takes_connections_and_answers_nothing_ends_the_process() -> None:
+    done = programs.run(sys.executable, "-c", STORE_STOPS)
+    assert done.returncode == 1
+    assert "DistributedError: Rank 1 waits for the others of 2 processes at localhost, and got no answer in 3 s" in (
+        done.stderr
+    )

@@ -77,7 +77,22 @@ def await_lock(folder: Path) -> None:
     FileBaton.try_acquire = late  # type: ignore[method-assign]
 
 
-def make(backend: str, moment: str, rank: int, how: str, timeout: float | None = None) -> None:
+def await_fault() -> None:
+    """Let the other process leave before this one has said anything through the store."""
+    start = ProcessRanks.__init__
+
+    def late(ranks: ProcessRanks, *args: Any) -> None:
+        while not Path(os.environ["CASE_FOLDER"], "fault").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # the fault is marked just before
+        start(ranks, *args)
+
+    ProcessRanks.__init__ = late  # type: ignore[method-assign]
+
+
+def make(
+    backend: str, moment: str, rank: int, how: str, timeout: float | None = None, is_other_late: bool = False
+) -> None:
     """Make a trainer, and leave on one rank at a moment."""
     distributed.SILENCE_S = 4.0
     what, _, number = moment.partition(" ")
@@ -94,22 +109,26 @@ def make(backend: str, moment: str, rank: int, how: str, timeout: float | None =
             shutil.copytree(kept, own)
         else:
             await_lock(own)
+    elif is_other_late and not is_leaving:
+        await_fault()
     if is_leaving:
         leave_in(owner, name, int(number or 1), how)
     make_trainer(backend, nn.Linear(4, 1), rows(32, torch.float32), loss_fn=F.mse_loss, batch_size=4, timeout=timeout)
 
 
-def case(backend: str, moment: str, rank: int, how: str, hosted: bool = True) -> Case:
+def case(backend: str, moment: str, rank: int, how: str, hosted: bool = True, is_other_late: bool = False) -> Case:
     store = ", torchrun" if not hosted else ", with the store" if not rank else ""
-    name = f"{backend}, {moment}, rank {rank} {how}{store}"
+    name = f"{backend}, {moment}, rank {rank} {how}{store}{', the other late' * is_other_late}"
     environment = {} if "zero" in backend else {"ACCELERATE_USE_CPU": "true"}
-    options = {"backend": backend, "moment": moment, "rank": rank, "how": how}
+    options = {"backend": backend, "moment": moment, "rank": rank, "how": how, "is_other_late": is_other_late}
     return Case(name, "test_meeting:make", options, hosted, environment=environment)
 
 
 QUICK = [
     case("ddp", "group 1", 1, "killed"),
     case("ddp", "group 1", 0, "stopped"),
+    case("ddp", "group 1", 0, "stopped", is_other_late=True),
+    case("ddp", "group 1", 0, "killed", is_other_late=True),
     case("ddp", "group 2", 1, "stopped", hosted=False),
     case("fsdp", "ranks", 0, "killed"),
     case("zero3", "compile", 1, "killed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -51,18 +52,28 @@ class Stands:
         if self.how == "hangs":
             while True:
                 time.sleep(1)
-        self._await_posts()  # one that says where it is
+        self._await_readers()
         folder, other = Path(os.environ["CASE_FOLDER"]), 1 - int(os.environ["RANK"])
         wait = f"while [ ! -e '{folder}/{self.how}-{other}' ]; do sleep 0.05; done; kill -CONT {os.getpid()}"
         with subprocess.Popen(["sh", "-c", wait]):
             os.kill(os.getpid(), signal.SIGSTOP)
             self.is_slow = True  # so that the other sees it go on
 
-    def _await_posts(self) -> None:
+    def _await_readers(self) -> None:
+        """Make progress until the other process has read where this one is."""
         ranks: Any = find_ranks(SimpleNamespace(num_processes=2))
-        seen = ranks._beat
-        while ranks._beat < seen + 2:
+
+        def other() -> int:
+            ranks.moves += 1
             time.sleep(0.01)
+            return json.loads(ranks._store.get(f"post/{1 - ranks.rank}"))[0]
+
+        posted = ranks._beat + 2
+        while ranks._beat < posted:
+            other()
+        read = other() + 2  # one whole round of posting and reading
+        while other() < read:
+            pass
 
 
 class Rows(Dataset[Any]):
