@@ -110,12 +110,19 @@ def takes_arguments(constructor: Constructor) -> Constructor:
         fixed = frozenset(known) - MAY_BE_ASSIGNED - getattr(type(self), "ASSIGNABLE", frozenset())
         for name in fixed & vars(self).keys():
             refuse_assignment(self, name, vars(self)[name])
+        vars(self)["config"] = _config_of(self, given)
         self._construct(given)
         vars(self)["fixed_settings"] = fixed
 
     shown = [one for one in signature.parameters.values() if one.name != "unknown"]
     declared.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return cast(Constructor, declared)
+
+
+def _config_of(trainer: Any, given: Mapping[str, Any]) -> Any:
+    from omnitrain.instantiation import TrainerConfig
+
+    return TrainerConfig.of(trainer, given)
 
 
 def refuse_assignment(trainer: Any, name: str, value: Any) -> None:

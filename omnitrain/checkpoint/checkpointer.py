@@ -25,7 +25,7 @@ from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.frozen import FROZEN
 from omnitrain.checkpoint.history import HISTORY, Lines, read_history
 from omnitrain.checkpoint.identity import IDENTITIES
-from omnitrain.checkpoint.record import RUN_FILE, append_start
+from omnitrain.checkpoint.record import CONFIG_FILE, RUN_FILE, append_start, write_config
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
@@ -273,6 +273,7 @@ class Checkpointer:
             is_other = self._run.settings.overwrite and not self.goes_on
             what = self._contents.what_runs(_GIT_S)
             append_start(self.store.fs, self.store.root / RUN_FILE, what, "all" if is_other else None)
+            write_config(self.store.fs, self.store.root / CONFIG_FILE, self._run.config.text())
             self._is_noted = self._contents.start.is_complete
 
     def _note_rest(self) -> None:

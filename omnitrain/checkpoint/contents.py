@@ -28,7 +28,7 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import GROUPING, InitialOptions, changed_settings
 from omnitrain.checkpoint.frozen import FROZEN, Frozen
 from omnitrain.checkpoint.identity import Difference, Identity, content_of
-from omnitrain.checkpoint.record import Start, device_of, host, without_secrets
+from omnitrain.checkpoint.record import Start, device_of, host
 from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
 from omnitrain.checkpoint.schema import validate
 from omnitrain.checkpoint.shown import ShownWeights
@@ -39,6 +39,8 @@ from omnitrain.data.streams import Mark, check_state, has_state
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 from omnitrain.events import Algorithm, give_back
+from omnitrain.instantiation import TrainerConfig
+from omnitrain.masking import without_secrets
 from omnitrain.metrics import MetricsDict
 from omnitrain.objective import Objective
 from omnitrain.optimization import ScheduleLR
@@ -76,6 +78,7 @@ def optimizer_file(name: str) -> str:
 class Run(Protocol):
     """The part of a trainer that a checkpoint uses."""
 
+    config: TrainerConfig
     settings: Settings
     backend: Backend
     ranks: Ranks

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,21 +30,22 @@ from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.header import open_regular
 from omnitrain.checkpoint.schema import unique_keys
 from omnitrain.errors import CheckpointError, Tolerance
+from omnitrain.masking import is_secret_name, masked, masked_command
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RUN_FILE", "Start", "append_start", "device_of", "masked", "read_starts", "without_secrets"]
+__all__ = ["CONFIG_FILE", "RUN_FILE", "Start", "append_start", "device_of", "read_starts", "write_config"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
 FORMAT_VERSION = 1
 _LARGEST = 1 << 28
 """The most bytes of run.json that are read."""
-_MASK = "***"
 _LONGEST = 2000
-"""The most characters of a word of the command that are kept, as `python -c` takes whole programs."""
+"""The most characters of a value that are kept."""
 
 PACKAGES = ("torch", "numpy", "accelerate", "transformers", "deepspeed", "safetensors", "datasets", "peft", "torchao")
 """The packages whose versions are kept, beside omnitrain and Python."""
@@ -61,78 +62,6 @@ VARIABLES = {
 """The variables of the environment that are kept, beside those of a family."""
 FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ACCELERATE_", "FSDP_")
 """What the names of further such variables begin with."""
-
-# --- no secrets
-
-_SECRET_WORDS = {
-    "token", "secret", "password", "passwd", "passphrase", "pwd", "pass", "key", "apikey", "credential", "credentials",
-    "auth", "bearer", "cookie",
-}  # fmt: skip
-_ASSIGNED = re.compile(
-    r"(?i)((?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|credentials?|authorization|bearer)[\"']?\s*[:=]\s*[\"']?)"
-    r"[^\s\"',;&}\])]+"
-)
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_TOKEN = re.compile(
-    r"\b(?:hf_|sk-|pk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{8,}"
-    r"|(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])(?<![A-Za-z0-9])[A-Za-z0-9]{24,}"
-)
-
-
-def is_secret_name(name: str) -> bool:
-    """Return whether the name of an option or a variable promises a secret.
-
-    >>> is_secret_name("--hub_token"), is_secret_name("wandbApiKey"), is_secret_name("--tokenizer")
-    (True, True, False)
-    """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().translate(_AS_SPACES).split()
-    return not _SECRET_WORDS.isdisjoint(words)
-
-
-_AS_SPACES = {ord(one): " " for one in "-_.+:/@~"}
-
-
-def masked(text: str) -> str:
-    """Return a text without what looks like a token or a password in it.
-
-    >>> masked("https://me:pw@host/x?api_key=abc&n=1"), masked("lr=0.1")
-    ('https://***@host/x?api_key=***&n=1', 'lr=0.1')
-    """
-    for pattern, instead in ((_IN_ADDRESS, _MASK), (_ASSIGNED, rf"\1{_MASK}"), (_TOKEN, _MASK)):
-        text = pattern.sub(instead, text)
-    return text
-
-
-def masked_command(words: Sequence[str]) -> list[str]:
-    """Return a command line without the values of options that are secret by their name or by their looks.
-
-    >>> masked_command(["python", "a.py", "--token=abc", "--password", "b", "--max-tokens", "5"])
-    ['python', 'a.py', '--token=***', '--password', '***', '--max-tokens', '5']
-    """
-    found, is_next = list[str](), False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        is_option = word.startswith("-") or bool(equals)
-        if is_next and not word.startswith("--"):
-            found.append(_MASK)
-        elif equals and re.fullmatch(r"[-+~@\w./]+", name) and is_secret_name(name):
-            found.append(f"{name}={_MASK}")
-        else:
-            found.append(masked(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."))
-        is_next = is_option and not equals and is_secret_name(word)
-    return found
-
-
-def without_secrets(value: Any) -> Any:
-    """Return JSON types with the texts masked that look like secrets, or whose key promises one."""
-    if isinstance(value, Mapping):
-        return {
-            key: _MASK if isinstance(one, str) and is_secret_name(key) else without_secrets(one)
-            for key, one in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(one) for one in value]
-    return masked(value) if isinstance(value, str) else value
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
@@ -381,12 +310,26 @@ def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces:
             return
         kept = [] if replaces == "all" else starts[:-1] if replaces == "last" else starts
         text = json.dumps({"format_version": FORMAT_VERSION, "starts": [*kept, start]}, indent=2) + "\n"
-        new = path.with_name(f"{path.name}.tmp")
-        try:
-            fs.write(new, text.encode())
-            fs.sync(new)
-            fs.rename(new, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                fs.unlink(new)
-            raise
+        _replace(fs, path, text)
+
+
+def write_config(fs: FileSystem, path: Path, text: str) -> None:
+    """Write the configuration of a run, if it is not there already; a failing disk is reported, and nothing else."""
+    with Tolerance(path.name, "The run goes on."):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if path.read_text() == text:
+                return
+        _replace(fs, path, text)
+
+
+def _replace(fs: FileSystem, path: Path, text: str) -> None:
+    """Write a file that takes the place of another one as a whole."""
+    new = path.with_name(f"{path.name}.tmp")
+    try:
+        fs.write(new, text.encode())
+        fs.sync(new)
+        fs.rename(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fs.unlink(new)
+        raise

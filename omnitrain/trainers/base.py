@@ -32,6 +32,7 @@ from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration, Limits
 from omnitrain.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, overriding
+from omnitrain.instantiation import TrainerConfig
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
@@ -87,6 +88,8 @@ class BaseTrainer(Hooks, ABC):
     `_train_epoch`.
     """
 
+    config: TrainerConfig
+    """What the trainer was made with; `print(trainer.config)` shows it as a file for `omnitrain train`."""
     lifecycle: Lifecycle
     train_dataset: Any
     eval_dataset: Any

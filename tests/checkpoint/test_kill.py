@@ -339,7 +339,7 @@ def test_disk_that_fails_at_any_operation_costs_checkpoints_and_not_the_run(
         with disk(trainer, Disk(k, fault)):
             trainer.train()
         errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-        assert len(errors) <= (1 if fault is glitch else saves + 1)  # what ran, in run.json
+        assert len(errors) <= (1 if fault is glitch else saves + 2)  # run.json and config.yaml
         assert all("No space left" in str(record.getMessage()) for record in errors)
         assert not list(run.glob("*.tmp")) or fault is full
         got = outcome(trainer)

@@ -19,10 +19,11 @@ from recipes import rows, same, t16, weights
 from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.checkpoint import record
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.record import Git, append_start, environment_of, masked, masked_command, read_starts
+from omnitrain.checkpoint.record import Git, append_start, environment_of, read_starts
 from omnitrain.checkpoint_cli import show, show_run
 from omnitrain.cli import main
 from omnitrain.errors import CheckpointError
+from omnitrain.masking import masked, masked_command
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 

@@ -1056,7 +1056,7 @@ def test_nothing_is_pickled_and_nothing_unpickled(folder: Path, monkeypatch: pyt
     files = [path for path in (folder / "run").rglob("*") if path.is_file()]
     assert len(files) > 12
     for path in files:
-        assert path.suffix in (".safetensors", ".json", ".jsonl", "")
+        assert path.suffix in (".safetensors", ".json", ".jsonl", ".yaml", "")
         assert not path.read_bytes().startswith((b"\x80", b"PK"))
 
 
