@@ -26,6 +26,7 @@ __all__ = [
     "ModelUnit",
     "StepOutput",
     "TrainUnit",
+    "WholeBatchUnit",
     "count_labels",
     "count_tokens",
     "generated",
@@ -290,6 +291,25 @@ class ModelUnit:
                 "Reduce it in the model or in `loss_fn`, for example with reduction='mean'."
             )
         return loss.reshape(()) if loss.ndim else loss
+
+
+class WholeBatchUnit(ModelUnit):
+    """For models whose `forward` takes the whole batch as one argument, and returns the loss, alone or first.
+
+    Models for nnScaler are of this kind.
+
+    >>> class Mean(nn.Module):
+    ...     def forward(self, batch):
+    ...         return batch["x"].mean(), batch["x"]
+    >>> WholeBatchUnit()(Mean(), {"x": torch.ones(3)}).loss
+    tensor(1.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def _call(self, model: Any, batch: Any) -> Any:
+        return model(batch)
 
 
 def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:

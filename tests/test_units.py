@@ -21,6 +21,7 @@ from omnitrain.units import (
     ModelUnit,
     StepOutput,
     TrainUnit,
+    WholeBatchUnit,
     count_labels,
     count_tokens,
     run_unit,
@@ -692,3 +693,21 @@ def test_a_loss_without_effect_goes_back_through_what_the_loss_was_computed_from
     gradients = {name: one.grad for name, one in model.named_parameters()}
     assert {name for name, one in gradients.items() if one is None} == {"unused.weight", "unused.bias"}
     assert not any(one.any() for one in gradients.values() if one is not None)
+
+
+@pytest.mark.parametrize("batch", [{"x": X, "labels": Y}, (X, Y), [X, Y]])
+@pytest.mark.parametrize("returns_more", [False, True])
+def test_a_model_of_whole_batches_gets_all_of_one_as_its_only_argument(batch: Any, returns_more: bool) -> None:
+    class Whole(Scores):
+        def forward(self, data: Any, scale: float = 1.0) -> Any:
+            x, y = data.values() if isinstance(data, dict) else data
+            scores = self.out(x).squeeze(1)
+            loss = scale * F.mse_loss(scores, y)
+            return (loss, scores) if returns_more else loss
+
+    model = Whole()
+    output = run_unit(WholeBatchUnit(), model, batch)
+    assert output.required_loss().equal(F.mse_loss(model.out(X).squeeze(1), Y))
+    assert (output.outputs is not None) == returns_more
+    with torch.no_grad():
+        assert run_unit(WholeBatchUnit(), model, batch).required_loss() == output.loss

@@ -1,0 +1,870 @@
+"""nnScaler's configuration files, key by key, and runs that are made of what they become."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from omnitrain import ConfigError, TrainHook, cli
+from omnitrain.config import Config
+from omnitrain.config.nnscaler import convert, make_loader, of_value
+from omnitrain.config.reading import read
+from omnitrain.plain_yaml import write
+
+PLAIN: dict[str, Any] = {
+    "model": {"type": "my.Net"},
+    "optimizer": {"type": "torch.optim.Adam"},
+    "dataset": {"type": "my.Rows"},
+    "max_epochs": 1,
+}
+
+
+def trainer_of(**values: Any) -> dict[str, Any]:
+    return convert({**PLAIN, **values})[0]["trainer"]
+
+
+def notes_of(**values: Any) -> str:
+    return "\n".join(convert({**PLAIN, **values})[1])
+
+
+# --- models, data and hooks for runs
+
+
+class Net(nn.Module):
+    """Takes a whole batch and returns its loss first, as nnScaler wants it."""
+
+    def __init__(self, dim: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(dim, 1, dtype=torch.float64)
+
+    def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.layer(data["data"])
+        return ((found - data["target"]) ** 2).mean(), found
+
+
+class Alone(Net):
+    """Returns its loss alone."""
+
+    def forward(self, data: Any) -> Any:
+        return super().forward(data)[0]
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of numbers, and a target for each."""
+
+    def __init__(self, dim: int = 4, size: int = 12) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.data = torch.randn(size, dim, generator=generator, dtype=torch.float64)
+        self.target = self.data.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"data": self.data[index], "target": self.target[index]}
+
+
+class Stream(IterableDataset[int]):
+    """A few numbers."""
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+class Backwards(DistributedSampler[Any]):
+    """The other way round, every `step`-th."""
+
+    def __init__(self, dataset: Any, num_replicas: int, rank: int, step: int = 1) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=False)
+        self.step = step
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__())[:: -self.step])
+
+
+CALLS: list[Any] = []
+
+
+def on_epoch_end(trainer: Any, epoch: int) -> None:
+    CALLS.append(("epoch", epoch))
+
+
+class Counting(TrainHook):
+    """Notes losses of evaluations."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_val_end(self, trainer: Any, val_loss: float) -> None:
+        CALLS.append((self.name, val_loss))
+
+
+def converted(folder: Path, text: str, **changes: Any) -> Config:
+    """Return what a file of nnScaler becomes, as `omnitrain config convert` and `omnitrain train` read it."""
+    theirs, ours = folder / "nnscaler.yaml", folder / "ours.yaml"
+    theirs.write_text(textwrap.dedent(text).replace("HERE", __name__))
+    ours.write_text(write(convert({**read(theirs).values, **changes})[0]))
+    return Config.read(ours)
+
+
+# --- components
+
+
+def test_a_model_is_made_by_its_class_and_gets_whole_batches() -> None:
+    trainer = trainer_of(model={"type": "my.Net", "args": {"width": 32, "name": "small"}})
+    assert trainer["model"] == {"class_path": "my.Net", "init_args": {"width": 32, "name": "small"}}
+    assert trainer["unit"] == {"class_path": "omnitrain.units.WholeBatchUnit"}
+
+
+def test_an_optimizer_is_made_by_its_class_and_clips_only_where_nnscaler_would() -> None:
+    given = {"type": "torch.optim.SGD", "args": {"lr": 0.1, "momentum": 0.9}}
+    assert trainer_of(optimizer=given)["optimizer"] == {
+        "class_path": "torch.optim.SGD",
+        "init_args": {"lr": 0.1, "momentum": 0.9},
+    }
+    assert trainer_of(optimizer=given)["max_grad_norm"] is None
+    assert trainer_of(optimizer={**given, "clip_gnorm": 0.0})["max_grad_norm"] is None
+    assert trainer_of(optimizer={**given, "clip_gnorm": "5e-1"})["max_grad_norm"] == 0.5
+
+
+def test_gradients_are_reduced_in_the_same_way() -> None:
+    given = {"type": "torch.optim.SGD"}
+    assert "grad_reduction" not in trainer_of(optimizer=given)
+    assert trainer_of(optimizer={**given, "grad_reduction": "sum"})["grad_reduction"] == "sum"
+    counted = {**given, "grad_reduction": "per-token-mean", "aggregate_outputs_fn": "my.aggregate"}
+    assert trainer_of(optimizer=counted)["grad_reduction"] == "per-token-mean"
+    assert "`optimizer.aggregate_outputs_fn`: it is never called" in notes_of(optimizer=counted)
+    assert "`optimizer.loss_reduction`" in notes_of(optimizer={**given, "loss_reduction": "sum"})
+
+
+def test_a_schedule_moves_after_each_epoch_unless_it_says_otherwise() -> None:
+    given = {"type": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1}}
+    trainer = trainer_of(lr_scheduler=given)
+    assert trainer["lr_scheduler"] == {
+        "class_path": "torch.optim.lr_scheduler.StepLR",
+        "init_args": {"step_size": 1},
+    }
+    assert trainer["scheduler_interval"] == "epoch"
+    assert trainer_of(lr_scheduler={**given, "interval": "step"})["scheduler_interval"] == "step"
+
+
+def test_datasets_other_than_the_training_set_need_arguments() -> None:
+    trainer = trainer_of(dataset={"type": "my.Rows", "val_args": {"split": "val"}, "test_args": {}})
+    assert trainer["train_dataset"] == {"class_path": "my.Rows"}
+    assert trainer["eval_dataset"] == {"class_path": "my.Rows", "init_args": {"split": "val"}}
+    assert "test_dataset" not in trainer
+    assert "test_dataset" in trainer_of(dataset={"type": "my.Rows", "test_args": {"split": "test"}})
+
+
+def test_arguments_of_a_dataloader_are_those_of_the_trainer() -> None:
+    given = {
+        "num_workers": 2, "pin_memory": True, "prefetch_factor": 4, "drop_last": True, "collate_fn": "my.collate",
+        "persistent_workers": True,
+    }  # fmt: skip
+    trainer = trainer_of(dataloader={"train_args": given})
+    found = {name: trainer[name] for name in ("num_workers", "pin_memory", "prefetch_factor", "drop_last")}
+    assert found == {"num_workers": 2, "pin_memory": True, "prefetch_factor": 4, "drop_last": True}
+    assert trainer["data_collator"] == {"import_path": "my.collate"}
+
+
+def test_a_collator_that_is_an_object_is_made() -> None:
+    trainer = trainer_of(dataloader={"train_args": {"collate_fn": {"__type": "my.Collator", "size": 8}}})
+    assert trainer["data_collator"] == {"class_path": "my.Collator", "init_args": {"size": 8}}
+
+
+def test_the_default_sampler_says_whether_to_shuffle() -> None:
+    sampler = {"train_args": {"shuffle": False, "seed": 3, "drop_last": True, "rank": 0}, "val_args": {"seed": 1}}
+    assert trainer_of(dataset_sampler=sampler)["shuffle"] is False
+    notes = notes_of(dataset_sampler=sampler)
+    for name in ("train_args.seed", "train_args.drop_last", "train_args.rank", "val_args"):
+        assert f"`dataset_sampler.{name}`" in notes
+    assert "shuffle" not in trainer_of()
+
+
+def test_a_loader_of_ones_own_is_called_with_the_dataset_the_batch_size_and_a_sampler() -> None:
+    trainer = trainer_of(
+        dataloader={"type": "my.Loader", "train_args": {"turns": 2}},
+        dataset={"type": "my.Rows", "train_args": {"size": 8}, "val_args": {"size": 4}},
+        micro_batch_size=2,
+        grad_accumulation_steps=3,
+    )
+    assert trainer["train_loader"] == {
+        "class_path": "omnitrain.config.nnscaler.make_loader",
+        "init_args": {
+            "loader": {"import_path": "my.Loader"},
+            "dataset": {"class_path": "my.Rows", "init_args": {"size": 8}},
+            "batch_size": 2,
+            "sampler_args": {"shuffle": True},
+            "turns": 2,
+        },
+    }
+    assert trainer["eval_loader"]["init_args"]["sampler_args"] == {"shuffle": False}
+    assert trainer["gradient_accumulation_steps"] == 3
+    assert not {"train_dataset", "eval_dataset", "batch_size", "global_batch_size", "shuffle"} & trainer.keys()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dataset_sampler": {"type": "my.Sampler", "train_args": {"length": 3}}},
+        {"dataloader": {"train_args": {"timeout": 5}}},
+    ],
+)
+def test_a_sampler_or_an_option_that_only_loaders_have_makes_a_loader(values: dict[str, Any]) -> None:
+    trainer = trainer_of(**values)
+    assert "train_loader" in trainer
+    assert trainer["train_loader"]["init_args"]["loader"] == {"import_path": "torch.utils.data.DataLoader"}
+    assert "each takes every n-th" in notes_of(**values)
+
+
+def test_another_collator_for_evaluations_makes_their_loader() -> None:
+    trainer = trainer_of(
+        dataset={"type": "my.Rows", "val_args": {"size": 4}},
+        dataloader={"train_args": {"collate_fn": "my.one"}, "val_args": {"collate_fn": "my.two"}},
+    )
+    assert trainer["data_collator"] == {"import_path": "my.one"}
+    assert trainer["eval_loader"]["init_args"]["collate_fn"] == {"import_path": "my.two"}
+
+
+def test_make_loader_gives_a_loader_all_samples_in_the_order_of_the_sampler() -> None:
+    loader = make_loader(DataLoader, [10, 11, 12, 13], 2, Backwards, {"step": 1})
+    assert [batch.tolist() for batch in loader] == [[13, 12], [11, 10]]
+    plain = make_loader(DataLoader, [10, 11, 12], 2, sampler_args={"shuffle": False}, drop_last=True)
+    assert [batch.tolist() for batch in plain] == [[10, 11]]
+
+
+def test_make_loader_gives_a_stream_no_sampler() -> None:
+    assert [batch.tolist() for batch in make_loader(DataLoader, Stream(), 3)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="no effect on Stream"):
+        make_loader(DataLoader, Stream(), 3, Backwards)
+
+
+# --- settings of a run
+
+
+def test_lengths_seed_and_weights_have_other_names() -> None:
+    trainer = trainer_of(max_epochs=4, max_train_steps="100", seed=0, tracing_from_weights="w.pt")
+    assert [trainer[name] for name in ("epochs", "max_steps", "seed", "init_from")] == [4, 100, 0, "w.pt"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"batch_size": 1}),
+        ({"micro_batch_size": 4, "global_batch_size": 16}, {"batch_size": 4, "global_batch_size": 16}),
+        ({"micro_batch_size": 4, "grad_accumulation_steps": 2}, {"batch_size": 4, "gradient_accumulation_steps": 2}),
+        (  # a model on two devices: two replicas of it, and four processes here
+            {"micro_batch_size": 4, "grad_accumulation_steps": 2, "compute_config": {"plan_ngpus": 2,
+             "runtime_ngpus": 4}},
+            {"batch_size": 4, "global_batch_size": 16},
+        ),
+    ],
+)  # fmt: skip
+def test_batch_sizes(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    trainer = trainer_of(**given)
+    names = ("batch_size", "global_batch_size", "gradient_accumulation_steps")
+    assert {name: trainer[name] for name in names if name in trainer} == expected
+
+
+def test_accumulation_of_a_loader_of_ones_own_follows_from_the_processes() -> None:
+    values = {"dataloader": {"type": "my.Loader"}, "micro_batch_size": 2, "global_batch_size": 16}
+    with_processes = {**values, "compute_config": {"runtime_ngpus": 4, "plan_ngpus": 1}}
+    assert trainer_of(**with_processes)["gradient_accumulation_steps"] == 2
+    with pytest.raises(ConfigError, match="grad_accumulation_steps"):
+        trainer_of(**values)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"val_every_n_epochs": 2}, "2ep"),
+        ({"val_every_n_train_steps": 5}, 5),
+        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_train_steps": "7"}}, 7),  # where it saves, it evaluates
+        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
+    ],
+)
+def test_intervals_of_evaluations(given: dict[str, Any], expected: Any) -> None:
+    assert trainer_of(**given, dataset={"type": "my.Rows", "val_args": {"size": 1}}).get("eval_steps") == expected
+    assert "eval_steps" not in trainer_of(**given)  # there is nothing to evaluate
+
+
+def test_checkpoints() -> None:
+    assert trainer_of()["save_dir"] == "./checkpoints"
+    assert "save_dir" not in trainer_of(checkpoint={"no_save": True, "keep_last_n_checkpoints": 3})
+    given = {"save_dir": "runs", "every_n_train_steps": 50, "keep_last_n_checkpoints": 3, "save_best": False}
+    trainer = trainer_of(checkpoint=given)
+    names = ("save_dir", "save_steps", "save_total_limit", "keep_best")
+    assert [trainer[name] for name in names] == ["runs", 50, 3, 0]
+    assert trainer_of(checkpoint={"every_n_epochs": 2})["save_steps"] == "2ep"
+    assert "save_steps" not in trainer_of(checkpoint={"every_n_epochs": 1})  # which is the default
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("last", "auto"),
+        ("best", "best"),
+        ("runs/a", "runs/a"),
+        ({}, "auto"),
+        ({"checkpoint": "runs/a", "convert_fn": "my.convert"}, "runs/a"),
+        (
+            {"checkpoint": {"__type": "my.choose", "kind": "x"}},
+            {"class_path": "my.choose", "init_args": {"kind": "x"}},
+        ),
+    ],
+)
+def test_a_run_is_resumed_by_an_argument_of_train(given: Any, expected: Any) -> None:
+    config, notes = convert({**PLAIN, "checkpoint": {"resume_from": given}})
+    assert config["train"] == {"resume_from": expected}
+    assert ("convert_fn" in given) == any("checkpoint.resume_from.convert_fn" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("bf16", {"parameters": "bf16", "buffers": "bf16", "inputs": "bf16"}),
+        ({"param": "bf16", "buffer": "fp32"}, {"parameters": "bf16", "buffers": "fp32"}),
+        ("none", None),
+        ({"input": "fp16"}, {"inputs": "fp16"}),
+    ],
+)
+def test_precision(given: Any, expected: Any) -> None:
+    assert trainer_of(precision=given).get("dtypes") == expected
+
+
+def test_weights_in_fp16_become_autocast() -> None:
+    assert trainer_of(precision="fp16")["autocast"] == "fp16"
+    assert "dtypes" not in trainer_of(precision="fp16")
+    assert "`precision`: parameters of fp16 do not train" in notes_of(precision="fp16")
+
+
+def test_one_process_needs_no_accelerate() -> None:
+    assert trainer_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 1})["class_path"] == "Trainer"
+    assert trainer_of(compute_config={"plan_ngpus": 1})["class_path"] == "AccelerateTrainer"
+    assert "omnitrain launch --fsdp" in notes_of(compute_config={"plan_ngpus": 1, "use_zero": True})
+    assert "omnitrain launch -n 4" in notes_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 4})
+
+
+# --- reports and hooks
+
+
+def test_loggers() -> None:
+    log = [
+        {"type": "TensorBoardLogger", "args": {"name": "tb", "root_dir": "logs/$(seed)", "max_queue": 3}},
+        {"type": "nnscaler.cli.loggers.WandbLogger", "args": {"project": "p", "entity": "e"}},
+        {"type": "my.Logger"},
+    ]
+    assert trainer_of(log=log, seed=7)["loggers"] == [
+        {"class_path": "TensorBoardLogger", "init_args": {"log_dir": "logs/7/tb"}},
+        {"class_path": "WandbLogger", "init_args": {"project": "p", "entity": "e"}},
+    ]
+    notes = notes_of(log=log, seed=7)
+    assert "`log[0].args.max_queue`" in notes
+    assert "`log[2]`: my.Logger is written for nnScaler" in notes
+
+
+def test_the_progress_bar_can_be_off() -> None:
+    assert trainer_of(enable_progress_bar=False)["progress_bar"] is False
+    assert "progress_bar" not in trainer_of(enable_progress_bar=True)
+
+
+def test_a_hook_by_class() -> None:
+    values = {"hook": {"type": "my.Hook", "args": {"every": 2}}}
+    hook = {"class_path": "my.Hook", "init_args": {"every": 2}}
+    assert trainer_of(**values)["callbacks"] == [{"class_path": "HookCallback", "init_args": {"hooks": hook}}]
+    assert "`hook.type`: derive my.Hook from omnitrain.TrainHook" in notes_of(**values)
+
+
+def test_hooks_by_a_map() -> None:
+    values = {"hook": {"on_epoch_end": "my.end", "on_step_end": "my.step", "before_sync_grad": "my.sync",
+                       "after_setup": None}}  # fmt: skip
+    assert trainer_of(**values)["callbacks"] == [
+        {
+            "class_path": "HookCallback",
+            "init_args": {"hooks": {"on_epoch_end": {"import_path": "my.end"},
+                                    "on_step_end": {"import_path": "my.step"}}},
+        }
+    ]  # fmt: skip
+    assert "`hook.before_sync_grad`: it is never called. Use after_sync_grad" in notes_of(**values)
+    assert "`hook.on_step_end`: it is called with trainer, epoch, idx here" in notes_of(**values)
+
+
+HOOKS = """
+    after_setup on_finalize on_train_start on_train_end on_val_start on_val_end on_epoch_start on_epoch_end
+    on_step_start on_step_end on_train_step_start on_train_step_end on_val_step_start on_val_step_end
+    after_aggregate_train_step_outputs after_aggregate_val_step_outputs before_zero_grad after_zero_grad
+    before_sync_grad after_sync_grad before_gnorm_clip after_gnorm_clip before_optimizer_step after_optimizer_step
+    before_log_train_metrics before_log_val_metrics on_load_checkpoint after_load_checkpoint on_save_checkpoint
+"""
+
+
+@pytest.mark.parametrize("name", HOOKS.split())
+def test_every_hook_of_nnscaler_is_taken_or_named(name: str) -> None:
+    config, notes = convert({**PLAIN, "hook": {name: "my.function"}})
+    assert ("callbacks" in config["trainer"]) or any(name in note for note in notes)
+
+
+# --- values
+
+
+def arguments_of(**values: Any) -> dict[str, Any]:
+    return trainer_of(model={"type": "my.Net", "args": values})["model"].get("init_args", {})
+
+
+def test_objects_inside_of_arguments_are_made_at_any_depth() -> None:
+    inner = {"__type": "my.Config", "parts": [{"__type": "my.Part", "sizes": {"a": {"__type": "my.Size"}}}]}
+    assert arguments_of(config=inner) == {
+        "config": {
+            "class_path": "my.Config",
+            "init_args": {
+                "parts": [{"class_path": "my.Part", "init_args": {"sizes": {"a": {"class_path": "my.Size"}}}}]
+            },
+        }
+    }
+
+
+def test_values_of_a_type() -> None:
+    assert arguments_of(
+        text={"__value_type": "str", "value": "1e3"},
+        number={"__value_type": "float", "value": "1e-3"},
+        function={"__value_type": "function", "value": "my.function"},
+        folder={"__value_type": "pathlib.Path", "value": "runs"},
+        made={"__value_type": "set", "value": [{"__type": "my.Thing"}]},
+    ) == {
+        "text": "1e3",
+        "number": 0.001,
+        "function": {"import_path": "my.function"},
+        "folder": {
+            "class_path": "omnitrain.config.nnscaler.of_value",
+            "init_args": {"type": {"import_path": "pathlib.Path"}, "value": "runs"},
+        },
+        "made": {
+            "class_path": "omnitrain.config.nnscaler.of_value",
+            "init_args": {"type": {"import_path": "builtins.set"}, "value": [{"class_path": "my.Thing"}]},
+        },
+    }
+    assert of_value(Path, "runs") == Path("runs")
+
+
+def test_strings_that_are_literals_of_python_are_these() -> None:
+    found = arguments_of(a="1e-3", b="true", c="[1, 'x']", d="(0.9, 0.99)", e="None", f="plain", g="1/2", h="1j")
+    assert found == {
+        "a": 0.001, "b": True, "c": [1, "x"], "d": [0.9, 0.99], "e": None, "f": "plain", "g": "1/2", "h": "1j",
+    }  # fmt: skip
+
+
+def test_keys_of_maps_are_guessed_too_unless_no_map_could_have_them() -> None:
+    assert arguments_of(sizes={"1": "a", "[1]": "b"}) == {"sizes": {1: "a", "[1]": "b"}}
+
+
+def test_references_to_vars_stay_references() -> None:
+    config, _ = convert(
+        {
+            **PLAIN,
+            "vars": {"dim": 16, "rate": "1e-3", "double": "$(vars.dim)", "name": "a", "shape": {"dim": 3},
+                     "tokens": {"__type": "my.Tokens"}},
+            "model": {"type": "my.Net", "args": {"dim": "$(vars.dim)", "shape": "$(vars.shape)",
+                                                 "tokens": "$!(vars.tokens)"}},
+            "checkpoint": {"save_dir": "runs/$(vars.name)/x"},
+            "max_epochs": "$(vars.dim)",
+        }
+    )  # fmt: skip
+    assert config["vars"] == {
+        "dim": 16, "rate": 0.001, "double": "${vars.dim}", "name": "a", "shape": {"dim": 3},
+        "tokens": {"class_path": "my.Tokens"},
+    }  # fmt: skip
+    trainer = config["trainer"]
+    assert trainer["model"]["init_args"] == {"dim": "${vars.dim}", "shape": {"dim": 3}, "tokens": "${vars.tokens}"}
+    assert (trainer["save_dir"], trainer["epochs"]) == ("runs/${vars.name}/x", "${vars.dim}")
+
+
+def test_references_to_other_keys_become_what_they_stand_for() -> None:
+    trainer = trainer_of(
+        micro_batch_size=2,
+        dataset={"type": "my.Rows", "train_args": {"size": "$(micro_batch_size)", "name": "b${micro_batch_size}"},
+                 "val_args": "$(dataset.train_args)"},
+        log=[{"type": "TensorBoardLogger", "args": {"root_dir": "logs"}}],
+        model={"type": "my.Net", "args": {"logs": "$(log.0.args.root_dir)"}},
+    )  # fmt: skip
+    assert trainer["train_dataset"]["init_args"] == {"size": 2, "name": "b2"}
+    assert trainer["eval_dataset"] == trainer["train_dataset"]
+    assert trainer["model"]["init_args"] == {"logs": "logs"}
+
+
+def test_references_to_the_environment_stay_references() -> None:
+    assert arguments_of(home="${HOME}/data", user="$(USER)") == {"home": "${env:HOME}/data", "user": "${env:USER}"}
+    assert trainer_of(checkpoint={"save_dir": "${RUNS}"})["save_dir"] == "${env:RUNS}"
+
+
+# --- errors
+
+
+def refused(match: str, **values: Any) -> None:
+    with pytest.raises(ConfigError, match=match):
+        convert({**PLAIN, **values})
+
+
+@pytest.mark.parametrize(
+    ("match", "values"),
+    [
+        ("`max_epoch` is no key of nnScaler. Did you mean 'max_epochs'", {"max_epoch": 1}),
+        ("`optimizer.clip_norm` .*Did you mean 'clip_gnorm'", {"optimizer": {"type": "a.B", "clip_norm": 1}}),
+        ("`checkpoint.every_n_step`", {"checkpoint": {"every_n_step": 1}}),
+        ("`compute_config.use_zeros` .*'use_zero'", {"compute_config": {"use_zeros": True}}),
+        ("`hook.on_epoch_ends` .*Did you mean 'on_epoch_end'", {"hook": {"on_epoch_ends": "my.f"}}),
+        ("`checkpoint.resume_from.converter`", {"checkpoint": {"resume_from": {"converter": "my.f"}}}),
+        (r"`log\[0\].kind`", {"log": [{"type": "TensorBoardLogger", "kind": 1}]}),
+        ("Did you mean 'WandbLogger'", {"log": [{"type": "WandBLogger"}]}),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest(match: str, values: dict[str, Any]) -> None:
+    refused(match, **values)
+
+
+@pytest.mark.parametrize(
+    ("match", "values"),
+    [
+        ("`max_epochs` must be a whole number, got 'many'", {"max_epochs": "many"}),
+        ("`max_epochs` must be a whole number, got 1.5", {"max_epochs": 1.5}),
+        ("`micro_batch_size` must be at least 1, got 0", {"micro_batch_size": 0}),
+        ("`enable_progress_bar` must be true or false, got 'maybe'", {"enable_progress_bar": "maybe"}),
+        ("`model` must be a map, got 'my.Net'", {"model": "my.Net"}),
+        ("`log` must be a list", {"log": {"type": "TensorBoardLogger"}}),
+        ("`optimizer.clip_gnorm` must be a number", {"optimizer": {"type": "a.B", "clip_gnorm": [1]}}),
+        ("`optimizer.grad_reduction` must be one of", {"optimizer": {"type": "a.B", "grad_reduction": "avg"}}),
+        ("`lr_scheduler.interval` .*'epochs'.*'epoch'", {"lr_scheduler": {"type": "a.B", "interval": "epochs"}}),
+        ("`precision` must be one of .*'fp64'", {"precision": "fp64"}),
+        ("`precision.params` .*'param'", {"precision": {"params": "bf16"}}),
+        ("`model.type` must be the name of a class", {"model": {"type": "my net"}}),
+        ("`lr_scheduler.type` is missing", {"lr_scheduler": {"args": {"gamma": 1}}}),
+        ("`optimizer.type` is missing", {"optimizer": None}),
+        ("`max_epochs` or `max_train_steps` is missing", {"max_epochs": None}),
+        ("`max_epochs` is read from the environment", {"max_epochs": "${EPOCHS}"}),
+        ("'__value_type' and no 'value'", {"model": {"type": "a.B", "args": {"x": {"__value_type": "str"}}}}),
+        ("names of arguments as keys, got 1", {"dataloader": {"train_args": {1: 2}}}),
+        ("names of arguments as keys, got 1", {"model": {"type": "a.B", "args": {"x": {"__type": "a.C", 1: 2}}}}),
+        ("`precision.1` is none of", {"precision": {1: "bf16"}}),
+        ("refers to itself", {"vars": "$(vars.x)"}),
+        ("of the type int, got 'x'", {"model": {"type": "a.B", "args": {"x": {"__value_type": "int", "value": "x"}}}}),
+    ],
+)
+def test_wrong_values_are_refused_by_their_key(match: str, values: dict[str, Any]) -> None:
+    refused(match, **values)
+
+
+@pytest.mark.parametrize(
+    ("match", "values"),
+    [
+        (
+            "`global_batch_size` is 8, and `micro_batch_size` 2 x 25 replicas .*100 / .*4.* makes 50.*leave "
+            "`runtime_ngpus` out",
+            {"micro_batch_size": 2, "global_batch_size": 8, "compute_config": {"plan_ngpus": 4, "runtime_ngpus": 100}},
+        ),
+        (
+            "`global_batch_size` is 16, .*2 replicas .*`grad_accumulation_steps` 2 makes 8. Make it that",
+            {"micro_batch_size": 2, "global_batch_size": 16, "grad_accumulation_steps": 2,
+             "compute_config": {"plan_ngpus": 1, "runtime_ngpus": 2}},
+        ),
+        ("makes 6. Make it a multiple", {"micro_batch_size": 3, "global_batch_size": 9, "grad_accumulation_steps": 2}),
+        ("5, which is no multiple of .*, 2", {"compute_config": {"plan_ngpus": 2, "runtime_ngpus": 5}}),
+        ("use_end2end", {"compute_config": {"plan_ngpus": 1, "use_end2end": False}}),
+        ("takes one. Leave one", {"checkpoint": {"every_n_train_steps": 1, "every_n_epochs": 1}}),
+        ("no_save", {"checkpoint": {"no_save": True, "resume_from": "last"}}),
+        ("aggregate_outputs_fn. is missing", {"optimizer": {"type": "a.B", "grad_reduction": "per-token-mean"}}),
+        ("`micro_batch_size` instead", {"dataloader": {"train_args": {"batch_size": 4}}}),
+        ("beside a sampler", {"dataloader": {"train_args": {"shuffle": True}}}),
+        ("no argument that nnScaler could pass", {"dataloader": {"train_args": {"num_worker": 4}}}),
+        ("no argument of a DistributedSampler.*'shuffle'", {"dataset_sampler": {"train_args": {"shufle": False}}}),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(match: str, values: dict[str, Any]) -> None:
+    refused(match, **values)
+
+
+@pytest.mark.parametrize(
+    ("match", "args"),
+    [
+        ("`model.args.x` refers to 'vars.dims', .*Did you mean 'vars.dim'", {"x": "$(vars.dims)"}),
+        ("refers to itself: vars.a -> vars.b -> vars.a", {"x": "$(vars.a)"}),
+        ("must be 'self', or begin with 'vars.'", {"x": "$!(model.type)"}),
+        ("one by one", {"x": "$!(self)"}),
+        ("literal", {"x": r"$\{x}"}),
+        ("describes an object here", {"x": {"class_path": "y"}}),
+    ],
+)
+def test_references_that_lead_nowhere_are_refused(match: str, args: dict[str, Any]) -> None:
+    values = {"model": {"type": "my.Net", "args": args}}
+    if "itself" in match:
+        refused("refers to itself", **values, vars={"dim": 1, "a": "$(vars.b)", "b": "$(vars.a)"})
+    else:
+        refused(match, **values, vars={"dim": 1})
+
+
+def test_a_file_that_is_no_map_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is a map"):
+        convert([])  # type: ignore[arg-type]
+
+
+# --- notes
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("gen_savedir", {"gen_savedir": "./gen"}),
+        ("pas_policy", {"pas_policy": "autodist"}),
+        ("instance_name", {"instance_name": {"__type": "my.name"}}),
+        ("init_module", {"init_module": "my"}),
+        ("init_env_fn", {"init_env_fn": "my.init"}),
+        ("run_mode", {"run_mode": "compile"}),
+        ("compute_config.plan_ngpus", {"compute_config": {"plan_ngpus": 2}}),
+        ("compute_config.pas_config", {"compute_config": {"plan_ngpus": 1, "pas_config": {"seed": 1}}}),
+        ("model.parallel_modules", {"model": {"type": "my.Net", "parallel_modules": [{"type": "my.Part"}]}}),
+        ("debug.check_gradient_sync_cross_devices", {"debug": {"check_gradient_sync_cross_devices": True}}),
+        ("checkpoint.save_type", {"checkpoint": {"save_type": "deduped"}}),
+        ("max_val_steps", {"max_val_steps": 5, "dataset": {"type": "my.Rows", "val_args": {"size": 3}}}),
+        ("log_progress_every_n_train_steps", {"log_progress_every_n_train_steps": 10}),
+    ],
+)
+def test_keys_without_counterpart_are_named_with_what_to_do(key: str, values: dict[str, Any]) -> None:
+    notes = [note for note in convert({**PLAIN, **values})[1] if note.startswith(f"`{key}`: ")]
+    assert len(notes) == 1
+    assert notes[0].endswith(".")
+
+
+def test_a_file_with_nothing_of_that_kind_has_no_notes() -> None:
+    assert not convert({**PLAIN, "compute_config": {"plan_ngpus": 1, "use_end2end": True, "use_zero": False}})[1]
+
+
+# --- runs
+
+
+def test_a_converted_run_has_the_numbers_of_nnscalers_loop(tmp_path: Path) -> None:
+    file = f"""
+        compute_config: {{plan_ngpus: 1, runtime_ngpus: 1, use_end2end: true}}
+        vars: {{dim: 4, size: 12}}
+        micro_batch_size: 2
+        global_batch_size: 4
+        max_epochs: 3
+        model: {{type: HERE.Net, args: {{dim: $(vars.dim)}}}}
+        optimizer: {{type: torch.optim.SGD, args: {{lr: 1e-1, momentum: 0.9}}, clip_gnorm: 0.5}}
+        lr_scheduler: {{type: torch.optim.lr_scheduler.StepLR, args: {{step_size: 1, gamma: 0.5}}}}
+        dataset: {{type: HERE.Rows, train_args: {{size: $(vars.size)}}, val_args: {{size: 6}}}}
+        dataset_sampler: {{train_args: {{shuffle: false}}}}
+        checkpoint: {{save_dir: {tmp_path}/runs, keep_last_n_checkpoints: 1}}
+        enable_progress_bar: false
+    """
+    trainer = converted(tmp_path, file).make_trainer()
+    trainer.train()
+
+    model, rows = Net(4), Rows(4, 12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    losses = []
+    for _ in range(3):
+        for start in range(0, 12, 4):
+            optimizer.zero_grad()
+            for micro in (slice(start, start + 2), slice(start + 2, start + 4)):
+                (model({"data": rows.data[micro], "target": rows.target[micro]})[0] / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        schedule.step()
+        valid = Rows(4, 6)
+        with torch.no_grad():
+            losses.append(model({"data": valid.data, "target": valid.target})[0].item())
+    assert trainer.progress.step == 9
+    assert [row["eval_loss"] for row in trainer.metrics["valid"]] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("hook", ["{on_epoch_end: HERE.on_epoch_end}", "{type: HERE.Counting, args: {name: mine}}"])
+@pytest.mark.parametrize("loading", ["{}", "{type: torch.utils.data.DataLoader, train_args: {timeout: 0}}"])
+def test_hooks_loaders_and_models_of_nnscaler_run(tmp_path: Path, hook: str, loading: str) -> None:
+    file = f"""
+        max_train_steps: 4
+        micro_batch_size: 3
+        model: {{type: HERE.Alone}}
+        optimizer: {{type: torch.optim.Adam, args: {{lr: 0.01}}}}
+        dataset: {{type: HERE.Rows, train_args: {{size: 6}}, val_args: {{size: 3}}}}
+        dataset_sampler: {{type: HERE.Backwards, train_args: {{step: 1}}}}
+        dataloader: {loading}
+        checkpoint: {{no_save: true}}
+        hook: {hook}
+        enable_progress_bar: false
+    """
+    CALLS.clear()
+    trainer = converted(tmp_path, file).make_trainer()
+    trainer.train()
+    assert trainer.progress.step == 4
+    assert len(CALLS) == 2
+    expected = ["epoch", "epoch"] if "on_epoch_end" in hook else ["mine", "mine"]
+    assert [name for name, _ in CALLS] == expected
+
+
+def test_a_run_in_bf16_resumes_where_it_ended(tmp_path: Path) -> None:
+    file = f"""
+        max_epochs: 1
+        micro_batch_size: 2
+        precision: bf16
+        model: {{type: HERE.Alone}}
+        optimizer: {{type: torch.optim.Adam, args: {{lr: 0.01}}}}
+        dataset: {{type: HERE.Rows, train_args: {{size: 6}}}}
+        dataloader: {{train_args: {{drop_last: true, num_workers: 0}}}}
+        checkpoint: {{save_dir: {tmp_path}/runs, resume_from: last}}
+        enable_progress_bar: false
+    """
+    for epochs, steps in ((1, 3), (2, 6)):
+        config = converted(tmp_path, file, max_epochs=epochs)
+        trainer = config.make_trainer()
+        trainer.train(**config.tree.values["train"])
+        assert trainer.progress.step == steps
+        assert trainer.model.get_parameter("layer.weight").dtype == torch.bfloat16
+
+
+MINE = """
+    import torch
+    from torch.utils.data import Dataset, DistributedSampler
+
+    from omnitrain import TrainHook
+
+
+    class Tokens:
+        def __init__(self, size, kind):
+            self.size, self.kind = size, kind
+
+
+    class Shape:
+        def __init__(self, tokens, width, names, folder, act):
+            self.tokens, self.width, self.names, self.folder, self.act = tokens, width, names, folder, act
+
+
+    class Net(torch.nn.Module):
+        def __init__(self, shape, dropout=0.0):
+            super().__init__()
+            print("shape", shape.tokens.size, shape.tokens.kind, shape.width, shape.names, shape.folder, shape.act(-1))
+            self.embedding = torch.nn.Embedding(shape.tokens.size, shape.width)
+            self.head = torch.nn.Linear(shape.width, shape.tokens.size)
+
+        def forward(self, batch):
+            found = self.head(self.embedding(batch["inputs"]))
+            return torch.nn.functional.cross_entropy(found, batch["labels"]), found
+
+
+    class Rows(Dataset):
+        def __init__(self, tokens, size, split="train"):
+            self.tokens, self.size = tokens, size
+
+        def __len__(self):
+            return self.size
+
+        def __getitem__(self, index):
+            return index % self.tokens.size
+
+
+    def collate(rows, shift=1, size=8):
+        return {"inputs": torch.tensor(rows), "labels": (torch.tensor(rows) + shift) % size}
+
+
+    class Sampler(DistributedSampler):
+        pass
+
+
+    def negative(number):
+        return -number
+
+
+    class Hook(TrainHook):
+        def __init__(self, word):
+            self.word = word
+
+        def on_val_end(self, trainer, val_loss):
+            print(self.word, round(val_loss, 4))
+
+
+    def on_epoch_end(trainer, epoch):
+        print("epoch ended")
+"""
+DOCUMENTED = """
+    compute_config: {plan_ngpus: 1, runtime_ngpus: 1, use_end2end: true, constant_folding: true}
+    run_mode: run
+    pas_policy: autodist
+    vars:
+      tokens: {__type: mine.Tokens, size: 8, kind: {__value_type: str, value: 12}}
+      width: 16
+      rate: 1e-2
+    micro_batch_size: 4
+    global_batch_size: 8
+    max_epochs: 3
+    seed: 1
+    val_every_n_epochs: 1
+    enable_progress_bar: true
+    precision: {param: fp32, input: none}
+    model:
+      type: mine.Net
+      args:
+        shape:
+          __type: mine.Shape
+          tokens: $!(vars.tokens)
+          width: $(vars.width)
+          names: "['a', 'b']"
+          folder: {__value_type: pathlib.PurePosixPath, value: data/$(vars.width)}
+          act: {__value_type: function, value: mine.negative}
+        dropout: "0.1"
+    optimizer:
+      type: torch.optim.AdamW
+      args: {lr: $(vars.rate), betas: "(0.9, 0.99)", fused: false}
+      clip_gnorm: 1.0
+    lr_scheduler: {type: torch.optim.lr_scheduler.CosineAnnealingLR, args: {T_max: 12}, interval: step}
+    dataset:
+      type: mine.Rows
+      train_args: {tokens: $!(vars.tokens), size: 32}
+      val_args: {tokens: $!(vars.tokens), size: 8, split: val}
+    dataloader:
+      train_args: {collate_fn: {__value_type: function, value: mine.collate}, drop_last: true, num_workers: 0}
+      SAMPLER_OPTION
+    dataset_sampler: SAMPLER
+    checkpoint: {save_dir: runs, every_n_epochs: 1, keep_last_n_checkpoints: 2, resume_from: last}
+    log:
+      - {type: nnscaler.cli.loggers.TensorBoardLogger, args: {root_dir: logs, name: small}}
+    hook: HOOK
+"""
+
+
+@pytest.mark.parametrize("way", ["plain", "own"])
+def test_a_file_with_every_section_is_converted_and_trained_by_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setitem(sys.modules, "mine", sys)  # so that it is forgotten after the test
+    monkeypatch.delitem(sys.modules, "mine")
+    own = way == "own"
+    text = DOCUMENTED.replace("SAMPLER_OPTION", "type: torch.utils.data.DataLoader" if own else "test_args: {}")
+    text = text.replace("SAMPLER", "{type: mine.Sampler, train_args: {shuffle: true}}" if own else "{}")
+    text = text.replace("HOOK", "{type: mine.Hook, args: {word: mean}}" if own else "{on_epoch_end: mine.on_epoch_end}")
+    Path("mine.py").write_text(textwrap.dedent(MINE))
+    Path("nnscaler.yaml").write_text(textwrap.dedent(text))
+
+    def command(*words: str) -> str:
+        code, printed = cli.main([*words]), capsys.readouterr()
+        assert code == 0, printed.err
+        return printed.out
+
+    Path("a.yaml").write_text(command("config", "convert", "nnscaler.yaml"))
+    assert "# `pas_policy`: the model runs as it is" in Path("a.yaml").read_text()
+    first = command("train", "a.yaml", "--trainer.epochs", "2", "--vars.width", "24")
+    assert "shape 8 12 24 ['a', 'b'] data/24 1" in first
+    assert first.count("mean " if own else "epoch ended") == 2
+    assert (Path("logs") / "small").is_dir()
+    again = command("train", "a.yaml", "--vars.width", "24")  # goes on with what there is
+    assert again.count("mean " if own else "epoch ended") == 1
+    assert Path("runs/last").resolve().name == "checkpoint-12"
