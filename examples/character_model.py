@@ -24,12 +24,12 @@ from omnitrain import CrossEntropy, PackedDataset, Trainer
 LENGTH, WIDTH, HEADS = 128, 64, 4
 
 
-def functions(modules: int) -> list[dict[str, list[int]]]:
-    """Return the functions of the first modules of the standard library, as ASCII codes."""
+def functions(modules: int, part: slice = slice(None)) -> list[dict[str, list[int]]]:
+    """Return the functions, or a part of them, of the first modules of the standard library, as ASCII codes."""
     texts = [path.read_text("utf-8", "replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     nodes = [(text, node) for text in texts[:modules] for node in ast.walk(ast.parse(text))]
     found = [ast.get_source_segment(text, node) for text, node in nodes if isinstance(node, ast.FunctionDef)]
-    return [{"input_ids": list(inspect.cleandoc(one or "").encode("ascii", "replace"))} for one in found]
+    return [{"input_ids": list(inspect.cleandoc(one or "").encode("ascii", "replace"))} for one in found[part]]
 
 
 class Writer(nn.Module):

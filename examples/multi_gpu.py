@@ -19,22 +19,29 @@ from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import Dataset, TensorDataset, random_split
 
 from omnitrain import AccelerateTrainer, MetricsDict
 
 
-def main(epochs: int = 10, out: Path = Path("runs/multi_gpu")) -> MetricsDict:
+def digits(part: int) -> Dataset[tuple[Tensor, ...]]:
+    """Return those to train on (0), to evaluate on (1), or to test on (2)."""
     pixels, labels = load_digits(return_X_y=True)
     samples = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
-    train, valid, test = random_split(samples, [1200, 297, 300], torch.Generator().manual_seed(0))
+    return random_split(samples, [1200, 297, 300], torch.Generator().manual_seed(0))[part]
 
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def main(epochs: int = 10, out: Path = Path("runs/multi_gpu")) -> MetricsDict:
+    train, valid, test = map(digits, range(3))
     torch.manual_seed(0)  # for the weights; all processes start from those of the main one
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     trainer = AccelerateTrainer(
-        model,
+        network(),
         train,
         valid,
         loss_fn=F.cross_entropy,

@@ -9,7 +9,7 @@ weights, and one row per log and evaluation in runs/native_digits.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from sklearn.datasets import load_digits
@@ -44,6 +44,11 @@ def load_samples() -> tuple[Any, Any, Any]:
     train, rest = train_test_split(samples, test_size=600, random_state=0)
     valid, test = train_test_split(rest, test_size=300, random_state=0)
     return train, valid, test
+
+
+def load_part(part: Literal["train", "valid", "test"]) -> Any:
+    """Return one of the three, as native_digits.yaml names it."""
+    return dict(zip(("train", "valid", "test"), load_samples(), strict=True))[part]
 
 
 def main(epochs: int = 20, out: Path = Path("runs/native_digits")) -> MetricsDict:

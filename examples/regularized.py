@@ -23,20 +23,26 @@ def convolution(channels_in: int, channels_out: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.GroupNorm(4, channels_out), nn.ReLU())
 
 
-def main(epochs: int = 20, regularizes: bool = True) -> dict[str, float]:
-    digits, classes = load_digits(return_X_y=True)
-    images, labels = torch.tensor(digits, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(classes)
-
-    torch.manual_seed(0)  # the weights that the model starts from
-    model = nn.Sequential(
+def network() -> nn.Module:
+    return nn.Sequential(
         convolution(1, 16), convolution(16, 32), nn.MaxPool2d(2), convolution(32, 64), nn.AdaptiveAvgPool2d(1),
         nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
+
+
+def digits(first: int, last: int) -> TensorDataset:
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels[first:last], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    return TensorDataset(images, torch.tensor(labels[first:last]))
+
+
+def main(epochs: int = 20, regularizes: bool = True) -> dict[str, float]:
+    torch.manual_seed(0)  # the weights that the model starts from
     trainer = Trainer(
-        model,
-        TensorDataset(images[:1000], labels[:1000]),
-        TensorDataset(images[1000:1400], labels[1000:1400]),
-        TensorDataset(images[1400:], labels[1400:]),
+        network(),
+        digits(0, 1000),
+        digits(1000, 1400),
+        digits(1400, 1797),
         loss_fn=nn.CrossEntropyLoss(),
         algorithms=[CutMix(num_classes=10), EMA(0.98)] if regularizes else [],
         lr_scheduler=WSDScheduler(decay="0.3dur", warmup="0.1dur"),

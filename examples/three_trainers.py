@@ -44,6 +44,10 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return image, self.labels[index]
 
 
+def network() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+
+
 class StopAfter(Callback):
     """Ends a run after so many steps, as a time limit would."""
 
@@ -59,7 +63,7 @@ def train(trainer_class: type[BaseTrainer], epochs: int, resume_from: str | None
     """Train with one of the three; which one is all that differs."""
     torch.manual_seed(0)  # for the weights that the model starts from
     trainer = trainer_class(
-        nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10)),
+        network(),
         train_dataset=Digits(slice(0, 1500), moves=True),
         eval_dataset=Digits(slice(1500, None)),
         loss_fn=F.cross_entropy,

@@ -1,0 +1,125 @@
+"""The configuration files of `examples/` start the runs of the scripts beside them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+import torch
+
+from omnitrain import cli
+from omnitrain.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ["character_model", "multi_gpu", "native_digits", "regularized", "three_trainers"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be where the files are to be started, with no other folder `examples` in Python's path."""
+    monkeypatch.chdir(ROOT)
+    others = [path for path in sys.path if Path(path).resolve() != ROOT and (Path(path) / "examples").is_dir()]
+    monkeypatch.setattr(sys, "path", [str(ROOT), *(path for path in sys.path if path not in others)])
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+        del sys.modules[name]
+
+
+def script(name: str) -> Any:
+    return importlib.import_module(f"examples.{name}")
+
+
+def run_of(name: str, **overrides: Any) -> Any:
+    """Return a trainer that has run what a file describes, with some of the trainer's arguments changed."""
+    config = Config.read(f"examples/{name}.yaml", overrides={f"trainer.{key}": one for key, one in overrides.items()})
+    trainer = config.make_trainer()
+    trainer.train(**config.tree.values.get("train", {}))
+    return trainer
+
+
+def without_rates(metrics: Any) -> Any:
+    """Return what a run has measured, less what a clock has."""
+    rows = [*metrics["train_metrics_history"], *metrics["valid"]]
+    return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
+
+
+def test_there_is_a_script_beside_each_file() -> None:
+    assert sorted(path.stem for path in (ROOT / "examples").glob("*.yaml")) == FILES
+    assert all((ROOT / "examples" / f"{name}.py").is_file() for name in FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_says_how_to_start_it_and_nothing_is_wrong_with_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Path(f"examples/{name}.yaml").read_text(encoding="utf-8").splitlines()
+    assert re.fullmatch(rf"# .*omnitrain .*train examples/{name}\.yaml", lines[0])
+    option = re.search(r" --(trainer|vars)[\w.]* .*", lines[1])
+    assert lines[1].startswith("# ") and option is not None
+    words = option[0].split()
+    for given in ([], words):
+        assert cli.main(["config", "check", f"examples/{name}.yaml", *given]) == 0
+        assert "Nothing is wrong." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["native_digits", "multi_gpu"])
+def test_a_run_with_a_folder_has_the_numbers_of_its_script(name: str, tmp_path: Path) -> None:
+    trainer = run_of(name, epochs=1, save_dir=str(tmp_path / "file"))
+    metrics = script(name).main(epochs=1, out=tmp_path / "script")
+    assert without_rates(trainer.metrics) == without_rates(metrics)
+    assert len(trainer.metrics["valid"]) == 1
+
+
+def test_cutmix_and_averages_have_the_numbers_of_their_script() -> None:
+    trainer = run_of("regularized", epochs=1)
+    tested = script("regularized").main(epochs=1)
+    found = trainer.test()
+    assert {name: found[name] for name in ("test_loss", "test_accuracy")} == {
+        name: tested[name] for name in ("test_loss", "test_accuracy")
+    }
+
+
+def test_a_language_model_has_the_numbers_of_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    best = script("character_model").main(modules=6)
+    assert cli.main(["train", "examples/character_model.yaml", "--vars.modules", "6"]) == 0
+    assert f"eval_loss {best['eval_loss']:.4g}  (best)" in capsys.readouterr().out
+    trainer = Config.read("examples/character_model.yaml", overrides={"vars.modules": 6}).make_trainer()
+    assert without_rates({**trainer.train(), "train_metrics_history": []}) == without_rates(
+        {"train_metrics_history": [], "valid": [best]}
+    )
+
+
+@pytest.mark.parametrize("name", ["Trainer", "AccelerateTrainer", "HFTrainer"])
+def test_a_file_runs_by_any_of_the_three_trainers_with_the_weights_of_the_script(name: str) -> None:
+    pytest.importorskip("transformers")
+    example = script("three_trainers")
+    config = Config.read("examples/three_trainers.yaml", overrides=[("trainer", name), ("trainer.epochs", "1")])
+    trainer = config.make_trainer()
+    trainer.train()
+    assert type(trainer).__name__ == name
+    assert example.distance(trainer, example.train(type(trainer), 1)) == 0
+
+
+def test_two_processes_train_what_a_file_describes(tmp_path: Path) -> None:
+    words = ["--trainer.epochs", "1", "--trainer.save_dir", str(tmp_path / "run"), "--trust"]
+    done = programs.run(
+        sys.executable, "-m", "omnitrain", "launch", "-n", "2", "--cpu", "train", "examples/multi_gpu.yaml", *words,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    again = run_of("multi_gpu", epochs=1, save_dir=str(tmp_path / "run"))  # one process: the run has ended already
+    alone = run_of("multi_gpu", epochs=1, save_dir=str(tmp_path / "alone"))
+    assert again.progress.step == alone.progress.step == 19
+    torch.testing.assert_close(dict(again.get_model().state_dict()), dict(alone.get_model().state_dict()))
