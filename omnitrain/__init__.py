@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.tracking import Tracking
     from omnitrain.callbacks.wandb import WandbLogger
     from omnitrain.comparison import RunComparison, compare_runs
+    from omnitrain.config.configuration import Config
     from omnitrain.data.collation import Collator
     from omnitrain.data.grouping import GroupByLength
     from omnitrain.data.packing import PackedDataset
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from omnitrain.events import Algorithm, Callback, Event, Histogram
     from omnitrain.hf.arguments import HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer
+    from omnitrain.instantiation import instantiate
     from omnitrain.losses import CrossEntropy, WeightedLosses, chunked_cross_entropy
     from omnitrain.metrics import MetricsDict
     from omnitrain.multitask import MultiTask, MultiTaskUnit
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
         StepScheduler,
         WSDScheduler,
     )
+    from omnitrain.sweeps import SearchResult, SearchTrial, search
     from omnitrain.trainers.accelerated import AccelerateTrainer
     from omnitrain.trainers.base import BaseTrainer
     from omnitrain.trainers.native import Trainer
@@ -97,6 +100,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Collator": "data.collation",
     "Compiled": "run.compilation",
+    "Config": "config.configuration",
     "ConfigError": "errors",
     "ConstantScheduler": "schedules",
     "CosineAnnealingScheduler": "schedules",
@@ -153,6 +157,8 @@ _HOMES = {
     "RunComparison": "comparison",
     "Schedule": "schedules",
     "SchedulePreview": "preview",
+    "SearchResult": "sweeps",
+    "SearchTrial": "sweeps",
     "ProgressiveResizing": "algorithms.progressive_resizing",
     "SAM": "algorithms.sam",
     "SWA": "algorithms.swa",
@@ -172,10 +178,12 @@ _HOMES = {
     "WandbLogger": "callbacks.wandb",
     "describe_metric": "descriptors",
     "preview_schedule": "preview",
+    "instantiate": "instantiation",
     "layerwise_decay": "param_groups",
     "WeightedLosses": "losses",
     "chunked_cross_entropy": "losses",
     "compare_runs": "comparison",
+    "search": "sweeps",
 }
 
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
@@ -189,6 +197,7 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "CheckpointError",
     "Collator",
     "Compiled",
+    "Config",
     "ConfigError",
     "ConstantScheduler",
     "CosineAnnealingScheduler",
@@ -245,6 +254,8 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "RunComparison",
     "Schedule",
     "SchedulePreview",
+    "SearchResult",
+    "SearchTrial",
     "ProgressiveResizing",
     "SAM",
     "SWA",
@@ -266,8 +277,10 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
     "chunked_cross_entropy",
     "compare_runs",
     "describe_metric",
+    "instantiate",
     "layerwise_decay",
     "preview_schedule",
+    "search",
 ]
 
 

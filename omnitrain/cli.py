@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; None takes those of the process.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, words = parser.parse_known_args(argv)
+    if words and "takes_words" not in args:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    args.words = words
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
@@ -73,7 +77,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (_add_demo, _add_launch, _add_checkpoint, _add_show, _add_compare, _add_schedule):
+    for add in (
+        _add_demo,
+        _add_train,
+        _add_sweep,
+        _add_config,
+        _add_launch,
+        _add_checkpoint,
+        _add_show,
+        _add_compare,
+        _add_schedule,
+    ):
         add(commands)
     return parser
 
@@ -105,6 +119,113 @@ def _demo(args: argparse.Namespace) -> None:
     getattr(demo, args.data)(trainer_class, args.out)
 
 
+def _add_train(commands: Any) -> None:
+    about = "Train what a file describes."
+    train = commands.add_parser(
+        "train",
+        help=about,
+        description=f"{about} Change its values: --trainer.learning_rate 1e-4 --trainer.callbacks.0.patience 3",
+        usage="omnitrain train [CONFIG ...] [--resume RUN] [options] [--trainer.NAME VALUE ...]",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    _add_configuration(train)
+    add = train.add_argument
+    add("--resume", type=Path, metavar="RUN", help="the folder of a run or a checkpoint to go on with; needs no CONFIG")
+    add("--print_config", action="store_true", help="print the configuration with all changes, and train nothing")
+    add("-h", "--help", action=_HelpOfTrain, nargs=0, help="show this, with the arguments of the trainers, and exit")
+    train.set_defaults(run=_train, takes_words=True)
+
+
+def _add_configuration(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.epilog = "CONFIG is a YAML file; of several, each is put over those before."
+    about = "import modules that are neither installed nor in the current folder: a configuration can run any code"
+    add("--trust", action="store_true", help=about)
+
+
+class _HelpOfTrain(argparse.Action):
+    """Prints the help with the arguments of the trainers."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        from omnitrain.config.command import help_of_trainers
+
+        parser.print_help()
+        print(f"\n{help_of_trainers()}", end="")
+        parser.exit()
+
+
+def _train(args: argparse.Namespace) -> int | None:
+    from omnitrain.config import command
+
+    try:
+        command.train(args.words, args.resume, args.trust, args.print_config)
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks find the same
+            print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
+    return None
+
+
+def _add_sweep(commands: Any) -> None:
+    about = "Train what a file describes with many values, one run for each; the same command goes on where it ended."
+    sweep = commands.add_parser(
+        "sweep",
+        help=about,
+        description=f"{about} Example: omnitrain sweep a.yaml --trainer.learning_rate 1e-4,3e-4",
+        usage="omnitrain sweep CONFIG ... --trainer.NAME A,B,C [--trainer.NAME '{low: A, high: B}'] [options]",
+        allow_abbrev=False,
+    )
+    _add_configuration(sweep)
+    add = sweep.add_argument
+    add("--trials", type=int, metavar="N", help="trials in all; may be left out if the values can be listed")
+    add("--sampler", choices=("tpe", "random", "grid"), help="what chooses (default: grid if all fit in, else tpe)")
+    add("--pruner", choices=("median", "none"), help="what stops bad trials (default: median)")
+    add("--save_dir", type=Path, metavar="FOLDER", help="of the sweep (default: that of the configuration)")
+    sweep.set_defaults(run=_sweep, takes_words=True)
+
+
+def _sweep(args: argparse.Namespace) -> int | None:
+    from omnitrain.config import command
+
+    try:
+        command.sweep(args.words, args.trials, args.sampler, args.pruner, args.save_dir, args.trust)
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
+    return None
+
+
+def _add_config(commands: Any) -> None:
+    about = "Check configuration files, and convert those of nnScaler."
+    config = commands.add_parser("config", help=about, description=about, allow_abbrev=False)
+    actions = config.add_subparsers(title="commands", metavar="command", required=True)
+    about = "Name everything that is wrong with a configuration, with file and line, without making anything."
+    usage = "omnitrain config check CONFIG ... [options] [--trainer.NAME VALUE ...]"
+    check = actions.add_parser("check", help=about, description=about, usage=usage, allow_abbrev=False)
+    _add_configuration(check)
+    check.set_defaults(run=_config, action="check", takes_words=True)
+    about = "Print a configuration of nnScaler's trainer as one of ours."
+    convert = actions.add_parser("convert", help=about, description=about, allow_abbrev=False)
+    convert.add_argument("file", type=Path, metavar="FILE", help="the YAML file")
+    convert.set_defaults(run=_config, action="convert")
+
+
+def _config(args: argparse.Namespace) -> int | None:
+    from omnitrain.config import command
+
+    try:
+        if args.action == "convert":
+            command.convert(args.file)
+        else:
+            command.check(args.words, args.trust)
+    except ConfigError as error:
+        print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
+    return None
+
+
 def _add_launch(commands: Any) -> None:
     about = "Start a script that uses AccelerateTrainer on several processes, with or without GPUs."
     launch = commands.add_parser(
@@ -132,7 +253,9 @@ def _add_launch(commands: Any) -> None:
 def _launch(args: argparse.Namespace) -> int:
     from omnitrain import launch
 
-    options = {name: value for name, value in vars(args).items() if name != "run"}
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "words")}
+    if args.script in ("train", "sweep") and not args.is_module and not Path(args.script).exists():  # commands of ours
+        options |= {"is_module": True, "script": "omnitrain", "arguments": [args.script, *args.arguments]}
     try:
         return launch.start(launch.Launch(**options))
     except ConfigError as error:

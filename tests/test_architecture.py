@@ -33,7 +33,7 @@ FLOORS = {
     1: "whatever is named on no other floor",
     2: "backends checkpoint callbacks algorithms multitask units",
     3: "run",
-    4: "trainers hf",
+    4: "trainers hf sweeps",
     5: "config cli checkpoint_cli demo launch __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() if floor != 1 for name in names.split()}
@@ -50,7 +50,7 @@ NO_TORCH = [
         "checkpoint.store",
     )
 ]
-TORCH_ON_FIRST_USE = ["omnitrain.cli", "omnitrain.checkpoint_cli", "omnitrain.launch"]
+TORCH_ON_FIRST_USE = ["omnitrain.cli", "omnitrain.checkpoint_cli", "omnitrain.config.nnscaler", "omnitrain.launch"]
 HEAVY = {
     "accelerate",
     "deepspeed",
@@ -424,7 +424,9 @@ def test_constraints_pin_every_requirement() -> None:
     assert needed <= {normalized(name) for name in pins("constraints.txt")}
 
 
-@pytest.mark.parametrize("extra", ["", "hf", "deepspeed", "metrics", "torchmetrics", "plot", "tensorboard", "wandb"])
+@pytest.mark.parametrize(
+    "extra", ["", "hf", "deepspeed", "metrics", "torchmetrics", "plot", "tensorboard", "wandb", "search"]
+)
 def test_oldest_constraints_are_the_floors_of_the_metadata(extra: str) -> None:
     floors = dict(line.split(">=") for line in project()[extra])
     oldest = pins("constraints-oldest.txt")

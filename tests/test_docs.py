@@ -96,6 +96,7 @@ def test_no_code_hides_from_the_tests_in_another_fence(page: str) -> None:
     assert languages <= {
         "python",
         "console",
+        "yaml",
         "text",
         "{eval-rst}",
         "{toctree}",

@@ -1,0 +1,265 @@
+"""The commands `omnitrain train`, `omnitrain sweep` and `omnitrain config`: their words, and what they print.
+
+`cli.py` adds their parsers. Nothing here imports torch before a configuration has been read and found right.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omnitrain.checkpoint.record import CONFIG_FILE
+from omnitrain.config.configuration import SECTIONS, TRAINERS, Config
+from omnitrain.config.reading import Place, parse_value, read
+from omnitrain.errors import ConfigError
+from omnitrain.plain_yaml import write
+from omnitrain.settings import DEFAULTS
+
+__all__ = ["check", "convert", "help_of_trainers", "make_config", "pairs_of", "sweep", "train"]
+
+Pairs = Sequence[tuple[str, str | None]]
+
+
+def train(words: Sequence[str], resume: Path | None, trust: bool, only_print: bool) -> None:
+    """Train what files and the words after them describe.
+
+    Args:
+        words: Configuration files, each put over those before, and then options such as --trainer.epochs 3.
+        resume: The folder of a run, or of a checkpoint, with which to go on.
+        trust: Whether modules may be imported that are neither installed nor in the current folder.
+        only_print: Whether only to print the configuration.
+
+    Raises:
+        ConfigError: If something is wrong; nothing has been made or written then.
+    """
+    config = make_config(words, resume, trust)
+    if only_print:
+        print(write(config.tree.values), end="")
+        return
+    _report(config.check())
+    config.train()
+
+
+def check(words: Sequence[str], trust: bool) -> None:
+    """Print what is wrong with a configuration, without making anything.
+
+    Raises:
+        ConfigError: With all of it.
+    """
+    _report(make_config(words, None, trust).check())
+    print("Nothing is wrong.")
+
+
+def convert(file: Path) -> None:
+    """Print a configuration of nnScaler as one of ours, with comments for what has no counterpart."""
+    from omnitrain.config.nnscaler import convert
+
+    values, notes = convert(read(file).values)
+    for note in notes:
+        print(f"# {note}")
+    print(write(values), end="")
+
+
+def make_config(words: Sequence[str], resume: Path | None = None, trust: bool = False) -> Config:
+    """Return the configuration that a command line describes; modules of the current folder can be imported then.
+
+    Raises:
+        ConfigError: If it cannot be read, or there is none.
+    """
+    files, pairs = _divided(words)
+    if resume is not None:
+        is_checkpoint = resume.name.startswith("checkpoint-")
+        run = resume.parent if is_checkpoint else resume
+        if not (run / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"--resume {resume}: there is no {CONFIG_FILE!r} in {str(run)!r}. Name the folder of a run, or the "
+                "file that it was started with and --train.resume_from last."
+            )
+        files.insert(0, run / CONFIG_FILE)
+        from_where = str(resume) if is_checkpoint else "last"
+        own = [(_folder_key(files), str(run)), ("trainer.overwrite", "false"), ("train.resume_from", from_where)]
+        pairs = [*own, *pairs]
+    if not files:
+        raise ConfigError("Name a file, such as config.yaml, or a run to go on with: --resume runs/a.")
+    return Config.read(*files, overrides=_of_transformers(files, pairs), trust=trust)
+
+
+def _divided(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
+    """Return the files and the options of a command line; modules of the current folder can be imported then."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+    return [Path(word) for word in words[:first]], pairs_of(words[first:])
+
+
+def _folder_key(files: Sequence[Path]) -> str:
+    """Return the name of the folder of the run: HFTrainer's can be in its training arguments."""
+    for file in files:
+        trainer = read(file).values.get("trainer")
+        for name in ("training_args", "args"):
+            theirs = trainer.get(name) if isinstance(trainer, Mapping) else None
+            within = theirs.get("init_args", theirs) if isinstance(theirs, Mapping) else None
+            if isinstance(within, Mapping) and "output_dir" in within:
+                return f"trainer.{name}.output_dir"
+    return "trainer.save_dir"
+
+
+def sweep(
+    words: Sequence[str],
+    trials: int | None,
+    sampler: str | None,
+    pruner: str | None,
+    save_dir: Path | None,
+    trust: bool,
+) -> None:
+    """Train once for each of many values, and print what they gave; the same command goes on where it ended.
+
+    Args:
+        words: As for `train`; options with several values, `1e-4,3e-4` or `{low: 1e-5, high: 1e-2}`, are searched.
+        trials: How many trials in all.
+        sampler: Chooses the values: "tpe", "random" or "grid".
+        pruner: Stops bad trials: "median" or "none".
+        save_dir: The folder of the sweep.
+        trust: Whether modules may be imported that are neither installed nor in the current folder.
+
+    Raises:
+        ConfigError: If something is wrong; nothing has been made or written then.
+    """
+    files, pairs = _divided(words)
+    if not files:
+        raise ConfigError("Name a file, such as config.yaml.")
+    pairs = _of_transformers(files, pairs)
+    space = {name: values for name, text in pairs if (values := _searched(name, text)) is not None}
+    if not space:
+        raise ConfigError(
+            "Nothing is searched. Give several values, --trainer.learning_rate 1e-4,3e-4, or a range, "
+            "--trainer.learning_rate '{low: 1e-5, high: 1e-2, log: true}'."
+        )
+    fixed = [(name, text) for name, text in pairs if name not in space]
+    key = _folder_key(files)
+    values = {name: one if isinstance(one, list) else [one["low"], one["high"]] for name, one in space.items()}
+    first = [(name, json.dumps(some[0])) for name, some in values.items()]
+    config = Config.read(*files, overrides=[*fixed, *first], trust=trust)
+    _report(config.check())
+    for name, some in values.items():  # each value by itself, beside the first of the others
+        for value in some[1:]:
+            changed = Config.read(*files, overrides=[*fixed, *first, (name, json.dumps(value))], trust=trust)
+            _report(changed.check())
+    if save_dir is None:
+        save_dir = Path(config.tree.get(tuple(key.split("."))) or "runs/sweep")
+
+    def make_trainer(params: Mapping[str, Any], folder: Path) -> Any:
+        chosen = [(name, json.dumps(value)) for name, value in params.items()]
+        return Config.read(
+            *files, overrides=[*fixed, *chosen, (key, json.dumps(str(folder)))], trust=trust
+        ).make_trainer()
+
+    from omnitrain.sweeps import search
+
+    count = math.prod(len(one) if isinstance(one, list) else math.inf for one in space.values())
+    if sampler is None and count < math.inf and (trials is None or count <= trials):
+        sampler = "grid"  # all of them
+    found = search(make_trainer, space, trials=trials, save_dir=save_dir, sampler=sampler, pruner=pruner)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{found}\nThe best is in {found.best.folder}.")
+
+
+def _searched(name: str, text: str | None) -> Any:
+    """Return the values of an option that is searched: a list of choices, or a range; None for one value."""
+    if text is None:
+        return None
+    place = Place(f"--{name}")
+    value = parse_value(text, place)
+    if isinstance(value, Mapping) and {"low", "high"} <= value.keys():
+        return dict(value)
+    if isinstance(value, str) and "," in value:
+        return [parse_value(one.strip(), place) for one in value.split(",")]
+    return None
+
+
+def pairs_of(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Return names and texts from the words of a command line; None for a name to remove, `--trainer.patience!`.
+
+    Raises:
+        ConfigError: If a word belongs to no name.
+
+    >>> pairs_of(["--trainer.epochs", "3", "--trainer.shuffle=false", "--trainer.overwrite", "--trainer.patience!"])
+    [('trainer.epochs', '3'), ('trainer.shuffle', 'false'), ('trainer.overwrite', 'true'), ('trainer.patience', None)]
+    """
+    found: list[tuple[str, str | None]] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, text = word.partition("=")
+        if not re.fullmatch(r"--[A-Za-z_][\w.-]*!?", name):
+            raise ConfigError(f"{word!r} is no option. Values are given as --trainer.epochs 3 or --trainer.epochs=3.")
+        name = name[2:].replace("-", "_")
+        if name.endswith("!"):
+            found.append((name[:-1], None))
+        elif equals:
+            found.append((name, text))
+        else:
+            is_value = bool(left) and not re.match(r"--[A-Za-z_]", left[0])
+            found.append((name, left.pop(0) if is_value else "true"))
+    return found
+
+
+def _of_transformers(files: Sequence[Path], pairs: Pairs) -> list[tuple[str, str | None]]:
+    """Return the pairs with transformers' own options, which have no dots, in their place under `training_args`."""
+    found, trainer = [], "Trainer"
+    for file in files:
+        trainer = (read(file).values.get("trainer") or {}).get("class_path", trainer)
+    trainer = dict(pairs).get("trainer.class_path", dict(pairs).get("trainer", trainer))
+    for name, text in pairs:
+        if name.partition(".")[0] not in SECTIONS:
+            if str(trainer).rpartition(".")[2] != "HFTrainer":
+                is_argument = name in DEFAULTS or name == "model"
+                hint = f" Write --trainer.{name}." if is_argument else ""
+                raise ConfigError(f"--{name}: options begin with {', '.join(f'--{one}.' for one in SECTIONS)}.{hint}")
+            name = f"trainer.training_args.{name}"
+        found.append((name, text))
+    return found
+
+
+def _report(errors: Sequence[ConfigError]) -> None:
+    """Raise one error for all."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError(f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors))
+
+
+def help_of_trainers(names: Sequence[str] = TRAINERS) -> str:
+    """Return the arguments of the trainers in words, read from their docstrings without importing them."""
+    package = Path(__file__).resolve().parent.parent
+    homes = {
+        "Trainer": "trainers/base.py",
+        "AccelerateTrainer": "trainers/accelerated.py",
+        "HFTrainer": "hf/trainer.py",
+    }
+    lines, seen = [], set[str]()
+    for name in names:
+        arguments = {one: words for one, words in _arguments_in(package / homes[name]).items() if one not in seen}
+        seen |= arguments.keys()
+        lines.append(f"arguments of {'every trainer' if name == 'Trainer' else name}, each as --trainer.NAME VALUE:")
+        lines += [f"  {one:<30}{words}" for one, words in arguments.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _arguments_in(path: Path) -> Mapping[str, str]:
+    """Return what the docstrings of the constructors in a file say of each argument."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and len(node.args.kwonlyargs) > 20:
+            text = inspect.cleandoc(ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
+            found |= dict(re.findall(r"^ +(\w+): (.*)$", text, re.M))
+    return found

@@ -1,0 +1,335 @@
+"""The parts of a run: objects that the names in a configuration stand for, and what is wrong with their arguments.
+
+An object is a mapping with `class_path` and `init_args`, or a text where an argument takes no text; jsonargparse checks
+and converts its arguments by the annotations of the class or function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from omnitrain.config import names
+from omnitrain.config.reading import OF_A_PART, Key, Tree, read
+from omnitrain.errors import ConfigError, MissingExtraError, OmnitrainError, add_place, did_you_mean
+
+__all__ = ["Mode", "Parts", "StandIn", "mode_of"]
+
+Mode = Literal["text", "object", "function", "class"]
+"""What a text means where it stands as an argument: itself, what an object is made of, a function, or a class."""
+
+
+class StandIn:
+    """Takes the place of an object while the other arguments are checked."""
+
+    save_pretrained: Callable[..., None]
+
+    def __init__(self) -> None:
+        self.save_pretrained = lambda: None
+
+    def __call__(self) -> None:
+        """Be callable."""
+
+
+_NUMBERS = ("int", "float", "bool", "complex")
+_PLAIN = frozenset(["None", "NoneType", "bytes", "dict", "list", "tuple", "set",
+                    "Mapping", "Sequence", "Iterable", "Path", "Duration", "Any"])  # fmt: skip
+"""Types of which a text makes no object."""
+
+
+def mode_of(annotation: Any, is_any_object: bool = False) -> Mode:
+    """Return what a text means as an argument with this annotation.
+
+    Args:
+        annotation: The type, or its source.
+        is_any_object: Whether `Any` stands for objects.
+
+    >>> mode_of("Callable[[Any], str] | None"), mode_of(int | str), mode_of("Iterable[Callback]"), mode_of("list[int]")
+    ('function', 'text', 'object', 'text')
+    """
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    if text in ("Any", "typing.Any"):
+        return "object" if is_any_object else "text"
+    found: Mode = "text"
+    for one in _alternatives(text):
+        outer, _, inner = one.partition("[")
+        outer = outer.rpartition(".")[2]
+        if outer in ("str", "Literal", *_NUMBERS) or outer.endswith("Name"):
+            return "text"
+        if outer == "Optional" or outer == "Union" or (outer in ("Iterable", "Sequence", "list") and inner != "Any]"):
+            mode = mode_of(inner.removesuffix("]").replace(",", "|"), is_any_object)
+            found = mode if found == "text" else found
+        elif outer in ("Callable", "type"):
+            found = "function" if outer == "Callable" else "class"
+        elif outer not in _PLAIN and outer.isidentifier() and found == "text":
+            found = "object"
+        elif one == "Iterable[Any]" and is_any_object:
+            found = "object"  # a loader
+    return found
+
+
+def _alternatives(text: str) -> list[str]:
+    """Return the members of a union of types."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "|" and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [one.strip() for one in found if one.strip()]
+
+
+class Parts:
+    """Makes what the values of a tree describe, or looks only whether it can be made.
+
+    Args:
+        tree: The values.
+        trust: As for `Config`.
+        seed: That of the random numbers while a part is made.
+        makes: Whether to make anything; if not, errors are collected.
+    """
+
+    def __init__(self, tree: Tree, trust: bool, seed: int, makes: bool) -> None:
+        self.tree, self.trust, self.seed, self.makes = tree, trust, seed, makes
+        self.errors: list[ConfigError] = []
+
+    def arguments_of_trainer(self, trainer_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with which the class is called, in the order of its signature."""
+        parameters = inspect.signature(trainer_class).parameters
+        order = {name: number for number, name in enumerate(parameters)}
+        found = {}
+        for name in sorted(given, key=lambda one: order.get(one, 0)):
+            annotation: Any = parameters[name].annotation if name in parameters else "Any"
+            key: Key = ("trainer", name)
+            if name == "compute_metrics":  # names of metrics, and functions by their paths
+                found[name] = self._metrics(given[name], key)
+            else:
+                found[name] = self._by_annotation(given[name], annotation, key)
+        return found
+
+    def _metrics(self, value: Any, key: Key) -> Any:
+        if isinstance(value, list):
+            return [self._metrics(one, (*key, number)) for number, one in enumerate(value)]
+        is_name = isinstance(value, str) and not names.is_path(value)
+        return self.value(value, key, "text" if is_name else "function")
+
+    def _by_annotation(self, value: Any, annotation: Any, key: Key) -> Any:
+        """Return what a value stands for where one class is expected, such as TrainingArguments.
+
+        Then its arguments can stand there alone, or the path of a file that has them.
+        """
+        kind, mode = str(annotation).partition("|")[0].strip(), mode_of(annotation, is_any_object=True)
+        if not (names.is_path(kind) and kind[0].islower()):
+            return self.value(value, key, mode)
+        if isinstance(value, str) and Path(value).suffix in (".json", ".yaml", ".yml"):
+            value = read(value).values
+        if not isinstance(value, Mapping) or not value.keys().isdisjoint(OF_A_PART):
+            return self.value(value, key, mode)
+        return self._part(kind, value, key, "object")
+
+    def fail(self, key: Key, message: str, error: BaseException | None = None) -> StandIn:
+        """Collect an error, or raise it if things are being made."""
+        found = self.tree.error(key, message)
+        found.__cause__ = error
+        if self.makes:
+            raise found
+        self.errors.append(found)
+        return StandIn()
+
+    def value(self, value: Any, key: Key, mode: Mode) -> Any:
+        """Return what a value stands for.
+
+        Args:
+            value: Plain values.
+            key: Where they stand.
+            mode: What a text is there.
+        """
+        if isinstance(value, Mapping):
+            if "class_path" in value or "import_path" in value:
+                return self._described(value, key, mode)
+            return {name: self.value(one, (*key, name), mode) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self.value(one, (*key, number), mode) for number, one in enumerate(value)]
+        if not isinstance(value, str) or mode == "text":
+            return value
+        return self._part(value, {}, key, mode)
+
+    def _described(self, value: Mapping[str, Any], key: Key, mode: Mode) -> Any:
+        beside = [one for one in value if one not in (*OF_A_PART, "seed")]
+        path = value.get("class_path", value.get("import_path"))
+        if beside:
+            known = "`init_args`" if "class_path" in value else "nothing"
+            return self.fail(
+                (*key, beside[0]), f"beside `class_path` stands {known}, got {beside[0]!r}. Write it under `init_args`."
+            )
+        if "class_path" in value and "import_path" in value:
+            return self.fail(key, "`class_path` and `import_path` exclude each other: an object is made of the first.")
+        if not isinstance(path, str) or not path:
+            return self.fail(key, f"a class or function is named by a text, got {path!r:.100}.")
+        if "import_path" in value:
+            if "init_args" in value:
+                return self.fail((*key, "init_args"), "`import_path` is the thing itself, which takes no `init_args`.")
+            found = self._find(path, key)
+            return found if isinstance(found, StandIn) else found[1]
+        init_args, seed = value.get("init_args"), value.get("seed", self.seed)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            return self.fail((*key, "seed"), f"`seed` must be an integer of at least 0, got {seed!r:.100}.")
+        return self._part(path, {} if init_args is None else init_args, key, mode, seed)
+
+    def _check_trust(self, value: Any, key: Key) -> None:
+        """Refuse names of modules that are not trusted, wherever they stand in a value."""
+        if isinstance(value, Mapping):
+            for name, one in value.items():
+                self._check_trust(one, (*key, name))
+        elif isinstance(value, list):
+            for number, one in enumerate(value):
+                self._check_trust(one, (*key, number))
+        elif isinstance(value, str) and names.is_path(value):
+            try:
+                names.check_trust(value)
+            except ConfigError as error:
+                self.fail(key, str(error), error)
+
+    def _find(self, path: str, key: Key) -> Any:
+        try:
+            return names.find(path, self.trust)
+        except ConfigError as error:
+            return self.fail(key, str(error), error)
+
+    def _part(self, path: str, init_args: Any, key: Key, mode: Mode, seed: int | None = None) -> Any:
+        """Return the object that a class or function makes of its arguments, or the function itself."""
+        found = self._find(path, key)
+        if isinstance(found, StandIn):
+            return found
+        full, function = found
+        is_bare = isinstance(self.tree.get(key), str)
+        if is_bare and (
+            not callable(function) or mode == "class" or (mode == "function" and not isinstance(function, type))
+        ):
+            return function
+        if not callable(function):
+            return self.fail(key, f"{full} cannot be called. Use `import_path` for the thing itself.")
+        if not isinstance(init_args, (Mapping, list)):
+            return self.fail(
+                (*key, "init_args"),
+                f"the arguments of {full} are names with values, or a list, got {init_args!r:.100}.",
+            )
+        before = len(self.errors)
+        arguments = self._arguments(full, function, init_args, key)
+        from omnitrain.instantiation import is_partial, made
+
+        if isinstance(arguments, dict) and mode != "object" and not is_bare and is_partial(function, arguments):
+            return functools.partial(function, **arguments)
+        if len(self.errors) == before and (missing := _missing(function, arguments)):
+            return self.fail(
+                key,
+                f"{full} needs {', '.join(map(repr, missing))}: give a value under `init_args`.",
+            )
+        if not self.makes:
+            return StandIn()
+        try:
+            return made(full, function, arguments, self.seed if seed is None else seed, init_args)
+        except OmnitrainError as error:
+            return self.fail(key, str(error), error)
+        except Exception as error:
+            add_place(error, f"{self.tree.place(key)}, where {full} is called")
+            raise
+
+    def _arguments(self, full: str, function: Any, init_args: Any, key: Key) -> Any:
+        """Return the arguments of a class or function, after a check of their names and types."""
+        within = (*key, "init_args") if "init_args" in (self.tree.get(key) or ()) else key
+        parameters = _parameters(function)
+        if isinstance(init_args, list):
+            return [self.value(one, (*within, number), "text") for number, one in enumerate(init_args)]
+        made: dict[str, Any] = {}
+        annotations = _annotations(function, parameters)
+        for name, value in init_args.items():
+            annotation = annotations.get(name, "Any")
+            made[name] = self.value(value, (*within, name), mode_of(annotation))
+            if not self.trust and made[name] == value and not _is_plain(annotation):
+                before = len(self.errors)
+                self._check_trust(value, (*within, name))  # before jsonargparse imports it
+                made[name] = made[name] if len(self.errors) == before else StandIn()
+        return _checked(self, full, function, init_args, made, within)
+
+
+def _is_plain(annotation: Any) -> bool:
+    """Return whether no text can be the name of something in a value of this type."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    words = {word.rpartition(".")[2] for word in re.findall(r"[A-Za-z_][\w.]*", re.sub(r"(['\"]).*?\1", "", text))}
+    return words <= {*_PLAIN, *_NUMBERS, "str", "Literal", "Optional", "Union"}
+
+
+def _annotations(function: Any, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return the annotations of the parameters, with aliases resolved where their names can be looked up."""
+    found = {name: one.annotation for name, one in parameters.items() if one.annotation is not one.empty}
+    with contextlib.suppress(Exception):  # names that only a type checker imports
+        found |= typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
+    return found
+
+
+def _missing(function: Any, arguments: Any) -> list[str]:
+    """Return the parameters without a value."""
+    parameters = list(_parameters(function).values())
+    given = set(arguments) if isinstance(arguments, dict) else {one.name for one in parameters[: len(arguments)]}
+    open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        one.name for one in parameters
+        if one.kind not in open_kinds and one.default is inspect.Parameter.empty and one.name not in given
+    ]  # fmt: skip
+
+
+def _checked(
+    building: Parts, full: str, function: Any, plain: Mapping[str, Any], made: dict[str, Any], key: Key
+) -> dict[str, Any]:
+    """Return the arguments as jsonargparse converts them to the annotations, those that were made as they are."""
+    try:
+        import jsonargparse
+    except ImportError as error:
+        raise MissingExtraError("A configuration file", "jsonargparse", "config") from error
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    add = parser.add_class_arguments if isinstance(function, type) else parser.add_function_arguments
+    objects = {name for name, value in made.items() if value is not plain[name] and value != plain[name]}
+    skipped = {*objects, *_missing(function, made)}
+    try:
+        known = add(function, fail_untyped=False, skip=set[str | int](skipped), sub_configs=False)
+    except Exception:  # an annotation that jsonargparse does not know, or a function of C
+        return made
+    parameters = _parameters(function)
+    open_names = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for name in made.keys() - {*objects, *known} if not open_names else ():
+        hint = did_you_mean(name, {*known, *parameters} - {"self"})
+        building.fail((*key, name), f"{full} has no argument {name!r}.{hint}")
+    left = {name: value for name, value in made.items() if name in known}
+    while left:
+        try:
+            return made | dict(parser.parse_object(left, defaults=False).as_dict())
+        except Exception as error:
+            found = re.search(r'Parser key "([^".]+)', str(error))
+            if found is None or found[1] not in left:
+                break
+            name, value = found[1], left.pop(found[1])
+            building.fail((*key, name), f"`{name}` of {full} {_expected(str(error))}, got {value!r:.100}.", error)
+    return made
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function of C
+        return {}
+
+
+def _expected(message: str) -> str:
+    """Return what jsonargparse expected, in words."""
+    kinds = re.findall(r"Expected an? (.+?)(?:\. Got value| string: |$)", message, re.M)
+    kinds = [re.sub(r"<class '(.+?)'>|typing\.", lambda found: found[1] or "", one) for one in kinds]
+    kinds = ["None" if one == "NoneType" else one for one in dict.fromkeys(kinds)]
+    return f"must be {' or '.join(kinds)}" if kinds else "has a wrong type"

@@ -1,0 +1,355 @@
+"""YAML files as trees of plain values that know the file and line they come from.
+
+Files are read, merged and overridden here, and references in them are resolved. What the values mean, and what is made
+of them, is decided in `building.py`. Nothing that a file names is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.plain_yaml import loader
+
+__all__ = ["Key", "Place", "Tree", "parse_value", "read", "spelled"]
+
+Key = tuple[str | int, ...]
+"""The way to a value: names of mappings and positions in lists."""
+
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+OF_A_PART = ("class_path", "init_args", "import_path")
+"""The keys of a mapping that stands for an object."""
+_MOST_VALUES = 100_000
+"""Values in one file; more of them are a file whose aliases multiply."""
+
+
+class _Nothing:
+    """No value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value stands: a file and a line of it, or a word of the command line."""
+
+    source: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+@dataclass(slots=True)
+class Tree:
+    """Values by name, and the place of each."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
+
+    def place(self, key: Key) -> Place:
+        """Return where a value stands, or else the closest one around it."""
+        for end in range(len(key), -1, -1):
+            if key[:end] in self.places:
+                return self.places[key[:end]]
+        return Place("the configuration")
+
+    def error(self, key: Key, message: str) -> ConfigError:
+        """Return the error for a value, with its place."""
+        return ConfigError(f"{self.place(key)}: {message}")
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        """Return the value at a key."""
+        value: Any = self.values
+        for number, part in enumerate(key):
+            if isinstance(value, Mapping) and "class_path" in value and number > 1 and part not in OF_A_PART:
+                value = value.get("init_args", {})
+            found: Any = _Nothing
+            if isinstance(value, Mapping):
+                found = value.get(part, _Nothing)
+            elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+                found = value[part]
+            if found is _Nothing:
+                return default
+            value = found
+        return value
+
+    def merge(self, other: Tree) -> None:
+        """Put the values of another tree over these: mappings are joined, anything else is replaced.
+
+        A part that gets another class loses the arguments of the one before, which the new class may not take.
+        """
+        self.values = _merged(self.values, other.values)
+        self.places |= other.places
+
+    def override(self, word: str, text: str | None, place: Place) -> None:
+        """Set one value from the command line, such as `trainer.callbacks.0.patience`.
+
+        Args:
+            word: The names and positions with dots between them.
+            text: The value, as in a file; None removes the key.
+            place: Where it is said.
+
+        Raises:
+            ConfigError: If there is no such position in a list, nothing to remove, or the text is no value.
+        """
+        value = None if text is None else parse_value(text, place)
+        self.put(word, value, place, removes=text is None)
+
+    def put(self, word: str, value: Any, place: Place, removes: bool = False) -> None:
+        """Set one value, or remove it; as `override`, with the value itself."""
+        key: Key = ()
+        inside: Any = self.values
+        parts = word.split(".")
+        for number, part in enumerate(parts):
+            is_last = number == len(parts) - 1
+            if isinstance(inside, dict) and "class_path" in inside and number > 1 and part not in OF_A_PART:
+                inside, key = inside.setdefault("init_args", {}), (*key, "init_args")
+            index = self._position(inside, part, word, place) if isinstance(inside, list) else _name_in(inside, part)
+            key = (*key, index)
+            if not is_last:
+                inside = self._within(inside, index)
+                continue
+            if removes:
+                self._remove(inside, index, word, place)
+                continue
+            if key == ("trainer",) and isinstance(value, str):  # such as `--trainer AccelerateTrainer`
+                inside, index, key = self.values.setdefault("trainer", {}), "class_path", ("trainer", "class_path")
+            self.places = {one: there for one, there in self.places.items() if one[: len(key)] != key}
+            _put(inside, index, value)
+            self.places[key] = place
+
+    @staticmethod
+    def _within(inside: Any, index: Any) -> Any:
+        """Return what lies inside of a value, which becomes a mapping if it is none; a name becomes that of a class."""
+        if isinstance(inside, dict) and not isinstance(inside.get(index), (dict, list)):
+            is_name = isinstance(inside.get(index), str)
+            inside[index] = {"class_path": inside[index]} if is_name else {}
+        elif isinstance(inside, list) and index == len(inside):
+            inside.append({})
+        return inside[index]
+
+    @staticmethod
+    def _remove(inside: Any, index: Any, word: str, place: Place) -> None:
+        if isinstance(inside, dict) and index not in inside:
+            near = did_you_mean(str(index), [str(one) for one in inside])
+            raise ConfigError(f"{place}: there is no {word!r} to remove.{near}")
+        if isinstance(inside, list) and index >= len(inside):
+            raise ConfigError(f"{place}: there is no {word!r} to remove: the list has {len(inside)} entries.")
+        del inside[index]
+
+    @staticmethod
+    def _position(values: list[Any], part: str, word: str, place: Place) -> int:
+        if not part.isdecimal() or int(part) > len(values):
+            raise ConfigError(
+                f"{place}: {word!r} goes into a list of {len(values)}, where {part!r} is no position. Those there are "
+                f"0 to {len(values)}, the last of which adds one."
+            )
+        return int(part)
+
+    def resolve(self) -> None:
+        """Replace references, `${trainer.seed}` and `${env:HOME}`, by what they refer to.
+
+        Raises:
+            ConfigError: If one refers to nothing, or to itself.
+        """
+        self.values = self._resolved(self.values, (), ())
+
+    def _resolved(self, value: Any, key: Key, within: tuple[str, ...]) -> Any:
+        if isinstance(value, dict):
+            return {name: self._resolved(one, (*key, name), within) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self._resolved(one, (*key, number), within) for number, one in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return self._referred(whole[1].strip(), key, within)
+        return _REFERENCE.sub(lambda found: str(self._referred(found[1].strip(), key, within)), value)
+
+    def _referred(self, name: str, key: Key, within: tuple[str, ...]) -> Any:
+        if name in within:
+            circle = " -> ".join((*within[within.index(name) :], name))
+            raise self.error(key, f"the reference {circle} leads back to itself. Write the value out in one of them.")
+        if name.startswith("env:"):
+            variable, has_default, default = name.removeprefix("env:").partition(",")
+            if variable not in os.environ and not has_default:
+                raise self.error(
+                    key, f"the environment has no variable {variable!r}. Set it, or write ${{env:{variable},default}}."
+                )
+            return parse_value(os.environ.get(variable, default), self.place(key))
+        target: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+        missing = object()
+        value = self.get(target, missing)
+        if value is missing:
+            names = [spelled(one) for one in self.every_key()]
+            raise self.error(key, f"${{{name}}} refers to nothing.{did_you_mean(name, names)}")
+        return self._resolved(value, target, (*within, name))
+
+    def every_key(self) -> Iterator[Key]:
+        """Yield the key of every value, those of mappings and lists too."""
+        yield from _keys(self.values, ())
+
+
+def spelled(key: Key) -> str:
+    """Return a key as it is written on the command line.
+
+    >>> spelled(("trainer", "callbacks", 0, "patience"))
+    'trainer.callbacks.0.patience'
+    """
+    return ".".join(map(str, key))
+
+
+def read(path: str | Path) -> Tree:
+    """Read a YAML file.
+
+    Numbers are those of YAML 1.2 (`1e-4` is one), and only `true` and `false` are truth values; dates stay text.
+
+    Raises:
+        ConfigError: With file and line, if it is missing, empty, no YAML, no mapping, or has a key twice.
+        MissingExtraError: If PyYAML is not installed.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as a configuration: {error}.") from error
+    return _parse(text, str(path))
+
+
+def parse_value(text: str, place: Place) -> Any:
+    """Return the value of a text of YAML, such as that of an option of the command line.
+
+    >>> here = Place("here")
+    >>> [parse_value(text, here) for text in ("1e-4", "2h", "null", "[1, a]", "off")]
+    [0.0001, '2h', None, [1, 'a'], 'off']
+    """
+    if not text.strip():
+        return text
+    try:
+        return _parse(f"value: {text}\n", str(place)).values["value"]
+    except ConfigError:
+        if text[:1] in "[{":
+            raise
+        return text  # such as "a: b", which is no value in one line
+
+
+def _parse(text: str, source: str) -> Tree:
+    try:
+        import yaml
+    except ImportError as error:
+        raise MissingExtraError("A configuration file", "pyyaml", "config") from error
+    try:
+        node = yaml.compose(text, loader())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = Place(source, mark.line + 1 if mark else 1)
+        what = getattr(error, "problem", None) or str(error)
+        tab = " Indent with spaces: YAML allows no tabs." if "\\t" in what else ""
+        raise ConfigError(f"{place}: this is not YAML: {what}.{tab}") from error
+    if node is None:
+        raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
+    tree = Tree()
+    values = _Reading(yaml, source, tree.places).value(node, ())
+    if not isinstance(values, dict):
+        raise ConfigError(f"{Place(source, node.start_mark.line + 1)}: expected names with values, got {values!r}.")
+    tree.values = values
+    return tree
+
+
+class _Reading:
+    """Turns nodes of PyYAML into values, and notes where each stands."""
+
+    def __init__(self, yaml: Any, source: str, places: dict[Key, Place]) -> None:
+        self._construct = yaml.constructor.SafeConstructor()
+        self._source, self._places = source, places
+        self._open: list[Any] = []
+
+    def value(self, node: Any, key: Key) -> Any:
+        """Return the value of a node."""
+        here = Place(self._source, node.start_mark.line + 1)
+        self._places.setdefault(key, here)
+        if len(self._places) > _MOST_VALUES or any(node is one for one in self._open):
+            raise ConfigError(f"{here}: an alias (*name) contains itself, or too many. Write the values out.")
+        if node.id != "scalar" and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            raise _unknown_tag(node, here)
+        self._open.append(node)
+        try:
+            if node.id == "mapping":
+                return self._mapping(node, key)
+            if node.id == "sequence":
+                return [self.value(one, (*key, number)) for number, one in enumerate(node.value)]
+            return self._scalar(node, here)
+        finally:
+            self._open.pop()
+
+    def _mapping(self, node: Any, key: Key) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for name_node, _ in node.value:
+            here = Place(self._source, name_node.start_mark.line + 1)
+            name = self._scalar(name_node, here) if name_node.id == "scalar" else None
+            if name is None:
+                raise ConfigError(f"{here}: a key must be a name or a number.")
+            if name in lines:
+                raise ConfigError(
+                    f"{here}: {name!r} stands here a second time; the first is in line {lines[name]}. Leave one out."
+                )
+            lines[name] = here.line
+        self._construct.flatten_mapping(node)
+        found: dict[Any, Any] = {}
+        for name_node, value_node in node.value:
+            name = self._scalar(name_node, Place(self._source, name_node.start_mark.line + 1))
+            self._places[*key, name] = Place(self._source, name_node.start_mark.line + 1)
+            found[name] = self.value(value_node, (*key, name))
+        return found
+
+    def _scalar(self, node: Any, here: Place) -> Any:
+        text, kind = node.value, node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind in ("str", "merge"):
+            return text
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() == "true"
+        if kind == "int":
+            return int(text.replace("_", ""))
+        if kind == "float":
+            return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()).replace("_", ""))
+        raise _unknown_tag(node, here)
+
+
+def _unknown_tag(node: Any, here: Place) -> ConfigError:
+    return ConfigError(f"{here}: the tag {node.tag!r} is not known. Only plain values are read.")
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    if "class_path" in above and above["class_path"] != below.get("class_path", above["class_path"]):
+        below = {name: value for name, value in below.items() if name != "init_args"}
+    return below | {name: _merged(below.get(name), value) for name, value in above.items()}
+
+
+def _name_in(inside: Any, part: str) -> Any:
+    """Return the key of a mapping that is spelled so; it may be a number."""
+    return next((name for name in inside if str(name) == part), part) if isinstance(inside, dict) else part
+
+
+def _put(inside: Any, index: Any, value: Any) -> None:
+    if isinstance(inside, list) and index == len(inside):
+        inside.append(value)
+    else:
+        inside[index] = value
+
+
+def _keys(value: Any, key: Key) -> Iterator[Key]:
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        items = enumerate(value)
+    for name, one in items:
+        yield (*key, name)
+        yield from _keys(one, (*key, name))

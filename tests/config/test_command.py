@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import named
+import programs
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from omnitrain import ConfigError, Trainer, cli
+from omnitrain.config.command import help_of_trainers, pairs_of
+from omnitrain.config.reading import read
+from omnitrain.plain_yaml import write
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TRAINER: dict[str, Any] = {
+    "model": {"class_path": "named.Net", "init_args": {"width": 4}},
+    "train_dataset": "named.rows",
+    "eval_dataset": {"class_path": "named.rows", "init_args": {"seed": 1}},
+    "loss_fn": "named.loss",
+    "callbacks": [{"class_path": "EarlyStopping", "init_args": {"patience": 5}}],
+    "learning_rate": 1e-2,
+    "epochs": 2,
+    "batch_size": 8,
+    "progress_bar": False,
+    "save_dir": "runs/a",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "a.yaml").write_text(write({"trainer": TRAINER}))
+    return tmp_path
+
+
+def run(*words: str, folder: Path, **options: Any) -> Any:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **options.pop("env", {})}
+    return programs.run(sys.executable, "-m", "omnitrain", *words, cwd=folder, env=environment, **options)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+# Training
+
+
+def test_a_file_trains_as_the_same_arguments_in_python_do(folder: Path) -> None:
+    assert cli.main(["train", "a.yaml"]) == 0
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+        model = named.Net(width=4)
+    same = Trainer(
+        model, named.rows(), named.rows(seed=1), loss_fn=named.loss, learning_rate=1e-2, epochs=2, batch_size=8,
+        progress_bar=False, save_dir="runs/b", patience=5,
+    )  # fmt: skip
+    same.train()
+    one, other = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_words_change_values_and_the_file_of_the_run_has_them(folder: Path) -> None:
+    words = [
+        "--trainer",
+        "AccelerateTrainer",
+        "--trainer.epochs=1",
+        "--trainer.model.width",
+        "6",
+        "--trainer.callbacks.0.patience",
+        "2",
+    ]
+    words += ["--trainer.learning-rate", "1e-3", "--trainer.overwrite", "--trainer.eval_dataset.seed", "3"]
+    words += [
+        "--trainer.loss_fn",
+        "CrossEntropyLoss",
+        "--trainer.loss_fn.label_smoothing",
+        "0.1",
+        "--trainer.batch_size!",
+    ]
+    assert cli.main(["train", "a.yaml", *words]) == 0
+    trainer = read(folder / "runs" / "a" / "config.yaml").values["trainer"]
+    assert trainer["model"]["init_args"] == {"width": 6} and trainer["epochs"] == 1 and "batch_size" not in trainer
+    assert trainer["class_path"] == "AccelerateTrainer"
+    assert trainer["callbacks"][0]["init_args"] == {"patience": 2} and trainer["learning_rate"] == 1e-3
+    assert trainer["eval_dataset"]["init_args"] == {"seed": 3} and trainer["overwrite"] is True
+    assert trainer["loss_fn"] == {"class_path": "torch.nn.CrossEntropyLoss", "init_args": {"label_smoothing": 0.1}}
+
+
+def test_several_files_are_put_over_one_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "b.yaml").write_text(
+        "vars: {width: 3}\ntrainer:\n  model: {init_args: {width: '${vars.width}'}}\n  epochs: 1\n"
+    )
+    assert cli.main(["train", "a.yaml", "b.yaml", "--vars.width", "9", "--print_config"]) == 0
+    (folder / "c.yaml").write_text(capsys.readouterr().out)
+    found = read("c.yaml").values["trainer"]
+    assert (found["model"]["init_args"], found["epochs"], found["batch_size"]) == ({"width": 9}, 1, 8)
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_goes_on_without_a_file(folder: Path) -> None:
+    assert cli.main(["train", "a.yaml", "--trainer.epochs", "1", "--trainer.save_dir", "runs/b"]) == 0
+    (folder / "runs" / "b").rename(folder / "moved")
+    assert cli.main(["train", "--resume", "moved", "--trainer.epochs", "2"]) == 0
+    assert cli.main(["train", "a.yaml"]) == 0
+    whole, cut = (load_file(folder / run / "checkpoint-8" / "model.safetensors") for run in ("runs/a", "moved"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert (
+        cli.main(["train", "--resume", "moved/checkpoint-4", "--trainer.save_dir", "third", "--trainer.epochs", "2"])
+        == 0
+    )
+    again = load_file(folder / "third" / "checkpoint-8" / "model.safetensors")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_the_options_of_transformers_are_those_of_its_training_arguments(folder: Path) -> None:
+    arguments = {"output_dir": "hf", "num_train_epochs": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    trainer = {name: TRAINER[name] for name in ("model", "train_dataset", "loss_fn", "progress_bar")}
+    (folder / "hf.yaml").write_text(
+        write({"trainer": {**trainer, "class_path": "HFTrainer", "training_args": arguments}})
+    )
+    words = ["--per_device_train_batch_size", "4", "--learning_rate=1e-3", "--num_train_epochs", "1"]
+    assert cli.main(["train", "hf.yaml", *words]) == 0
+    written = read(folder / "hf" / "config.yaml").values["trainer"]["training_args"]["init_args"]
+    assert (written["per_device_train_batch_size"], written["learning_rate"], written["num_train_epochs"]) == (
+        4,
+        1e-3,
+        1,
+    )
+    assert rows(folder / "hf")[-1]["step"] == 8
+    (folder / "hf").rename(folder / "moved")
+    assert cli.main(["train", "--resume", "moved", "--num_train_epochs", "2"]) == 0
+    assert rows(folder / "moved")[-1]["step"] == 16 and not (folder / "hf").exists()
+
+
+def test_settings_of_deepspeed_are_referred_to_by_their_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 7}}')
+    words = ["--trainer", "AccelerateTrainer", "--trainer.deepspeed_config", "ds.json"]
+    assert cli.main(["config", "check", "a.yaml", *words]) == 0
+    assert cli.main(["config", "check", "a.yaml", "--trainer.deepspeed_config", "ds.json"]) == 2
+    assert "--trainer.deepspeed_config: " in capsys.readouterr().err
+
+
+def test_two_processes_train_what_one_does(folder: Path) -> None:
+    words = ["train", "--trust", "a.yaml", "--trainer", "AccelerateTrainer", "--trainer.batch_size", "4"]
+    done = run("launch", "-n", "2", "--cpu", *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert cli.main(["train", "a.yaml", "--trainer.save_dir", "runs/b"]) == 0
+    one, two = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ba")
+    assert all(torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-7) for name in one)
+    written = read(folder / "runs" / "a" / "config.yaml").values["trainer"]
+    assert written["class_path"] == "AccelerateTrainer"
+
+
+def test_the_file_of_the_documentation_trains(folder: Path) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    (folder / "digits.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (folder / "digits.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    assert cli.main(["train", "digits.yaml", "--trainer.epochs", "1", "--trainer.callbacks.0.patience", "3"]) == 0
+    assert rows(folder / "runs" / "digits")[-1]["step"] == 24
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "Name a file, such as config.yaml, or a run to go on with: --resume runs/a."),
+        (["nothing.yaml"], "'nothing.yaml' cannot be read as a configuration"),
+        (["a.yaml", "b"], "'b' cannot be read as a configuration"),
+        (
+            ["a.yaml", "--epochs", "3"],
+            "--epochs: options begin with --vars., --trainer., --train.. Write --trainer.epochs.",
+        ),
+        (["a.yaml", "--trainer.epochs", "3", "4"], "'4' is no option. Values are given as --trainer.epochs 3"),
+        (["a.yaml", "--trainer.epoch", "3"], "--trainer.epoch: Trainer has no argument 'epoch'."),
+        (["a.yaml", "--trainer.epochs", "x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
+        (["a.yaml", "--trainer.epochz!"], "there is no 'trainer.epochz' to remove. Did you mean 'epochs'?"),
+        (["a.yaml", "--trainer.callbacks.3.patience", "1"], "'3' is no position"),
+        (["a.yaml", "--trainer.model.widht", "1"], "--trainer.model.widht: named.Net has no argument 'widht'."),
+        (["a.yaml", "--trainer.model", "named.Nett"], "--trainer.model: named has no 'Nett'"),
+        (["--resume", "nowhere"], "--resume nowhere: there is no 'config.yaml' in 'nowhere'."),
+        (["a.yaml", "--train.resume_frm", "last"], "train() has no argument 'resume_frm'. Did you mean 'resume_from'?"),
+    ],
+)
+def test_wrong_words_exit_with_2_and_are_named(
+    folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *words]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+def test_a_check_lists_everything_that_is_wrong_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "check", "a.yaml"]) == 0
+    assert capsys.readouterr().out == "Nothing is wrong.\n"
+    (folder / "b.yaml").write_text(write({"trainer": {**TRAINER, "epochs": "x", "batch_size": 0, "shufle": False}}))
+    assert cli.main(["config", "check", "b.yaml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "omnitrain: 3 errors:" and len(lines) == 4
+    assert all(re.match(r"  b\.yaml:\d+: ", line) for line in lines[1:])
+
+
+def test_the_help_lists_every_argument_of_every_trainer() -> None:
+    import inspect
+
+    from omnitrain import AccelerateTrainer, HFTrainer
+
+    text = help_of_trainers()
+    for kind in (Trainer, AccelerateTrainer, HFTrainer):
+        for name in inspect.signature(kind).parameters:
+            assert re.search(rf"^  {name} +\S", text, re.M), name
+
+
+def test_help_and_a_mistake_do_not_wait_for_torch(folder: Path) -> None:
+    program = (
+        "import sys; from omnitrain import cli\n"
+        "try: cli.main({})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    for words in (
+        ["train", "--help"],
+        ["train", "a.yaml", "--trainer.epochs", "x"],
+        ["config", "check", "a.yaml", "--e", "3"],
+    ):
+        done = programs.run(sys.executable, "-c", program.format(words), cwd=folder)
+        assert done.returncode == 0, done.stderr
+
+
+def test_pairs_are_read_as_they_are_meant() -> None:
+    assert pairs_of(["--trainer.delta", "-1e-3", "--trainer.loss_fn="]) == [
+        ("trainer.delta", "-1e-3"),
+        ("trainer.loss_fn", ""),
+    ]
+    with pytest.raises(ConfigError, match="'-x' is no option"):
+        pairs_of(["-x"])
+
+
+# Sweeps
+
+
+def test_a_sweep_tries_every_value_and_says_which_was_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--trainer.learning_rate", "1e-4,1e-1", "--trainer.model.width", "4,8", "--trainer.epochs", "1"]
+    assert cli.main(["sweep", "a.yaml", *words, "--save_dir", "s"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer.learning_rate" in out and "The best is in" in out and (folder / "s" / "search.txt").exists()
+    tried = [read(folder / "s" / f"trial-000{n}" / "config.yaml").values["trainer"] for n in range(4)]
+    found = [(one["learning_rate"], one["model"]["init_args"]["width"]) for one in tried]
+    assert found == [(1e-4, 4), (1e-4, 8), (1e-1, 4), (1e-1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--trainer.epochs", "3"], "Nothing is searched."),
+        (["--trainer.epochs", "3,x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
+        (["--trainer.epoch", "3,4"], "--trainer.epoch: Trainer has no argument 'epoch'."),
+        (["--trainer.delta", "{low: 3, high: 1}"], "'low' must be below 'high'"),
+        (["--trainer.delta", "{low: 0.1, high: 1}"], "`trials` says how many trials there are in all"),
+        (["--trainer.epochs", "1,2", "--trials", "0"], "`trials` must be a positive integer"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_anything_is_written(
+    folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sweep", "a.yaml", *words]) == 2
+    assert expected in capsys.readouterr().err
+    assert not list((folder / "runs").rglob("*.safetensors"))
+
+
+def test_a_sweep_of_12_that_is_killed_goes_on_and_finds_the_same(folder: Path) -> None:
+    space = ["--trainer.learning_rate", "{low: 1e-4, high: 1e-1, log: true}", "--trainer.model.width", "4,8,16"]
+    words = ["sweep", "--trust", "a.yaml", *space, "--trials", "12", "--trainer.epochs", "3", "--save_dir"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "omnitrain", *words, "cut"]
+    with programs.started(*command, cwd=folder, env=environment) as process:
+        end = time.monotonic() + programs.LIMIT
+        while not (folder / "cut" / "trial-0004" / "checkpoint-4").exists():
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert cli.main([*words, "cut"]) == 0
+    assert cli.main([*words, "whole"]) == 0
+    one, other = ((folder / name / "search.txt").read_text() for name in ("cut", "whole"))
+    assert [line.split()[:-1] for line in one.splitlines()] == [line.split()[:-1] for line in other.splitlines()]
+    assert sorted(path.name for path in (folder / "cut").glob("trial-*")) == [f"trial-{n:04d}" for n in range(12)]

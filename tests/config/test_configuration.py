@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import named
+import programs
+import pytest
+import torch
+from torch import nn
+
+from omnitrain import AccelerateTrainer, ConfigError, EarlyStopping, HFTrainer, Trainer
+from omnitrain.config import Config
+from omnitrain.plain_yaml import write
+
+BASE: dict[str, Any] = {
+    "model": "named.Net",
+    "train_dataset": "named.rows",
+    "loss_fn": "named.loss",
+    "epochs": 1,
+    "progress_bar": False,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(folder: Path, trust: bool = False, **arguments: Any) -> Config:
+    given = {name: value for name, value in {**BASE, **arguments}.items() if value != "left out"}
+    (folder / "a.yaml").write_text(write({"trainer": given}))
+    return Config.read("a.yaml", trust=trust)
+
+
+def made(folder: Path, **arguments: Any) -> Any:
+    return config(folder, **arguments).make_trainer()
+
+
+def part(class_path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": init_args}
+
+
+# What names stand for
+
+
+def test_a_model_is_made_of_a_class_or_function_with_its_arguments(folder: Path) -> None:
+    assert isinstance(made(folder).model, named.Net)
+    model = made(
+        folder,
+        model=part(
+            "named.Net", width=3, activation="torch.nn.Tanh", kind="deep", sizes=[4, 3], scale=2,
+            init="torch.nn.init.zeros_", folder="a/b",
+        ),
+    ).model  # fmt: skip
+    assert isinstance(model.activation, nn.Tanh) and model.body[0].weight.shape == (3, 4)
+    assert (model.kind, model.scale, model.folder, model.sizes) == ("deep", 2, Path("a/b"), (4, 3))
+    assert not model.body[0].weight.any()
+    stack = made(
+        folder, model=part("Sequential") | {"init_args": [part("Linear", in_features=4, out_features=2)]}
+    ).model
+    assert isinstance(stack, nn.Sequential) and isinstance(stack[0], nn.Linear)
+    assert isinstance(made(folder, model=part("named.Own", width=4), loss_fn="left out").model, named.Own)
+
+
+def test_data_are_made_of_functions_classes_or_are_there_already(folder: Path) -> None:
+    trainer = made(
+        folder, train_dataset=part("named.rows", size=12), test_dataset="named.CONSTANT",
+        eval_dataset={"a": "named.rows", "b": part("named.rows", size=4)},
+    )  # fmt: skip
+    assert len(trainer.train_dataset) == 12 and {name: len(one) for name, one in trainer.eval_dataset.items()} == {
+        "a": 32, "b": 4,
+    }  # fmt: skip
+    assert trainer.test_dataset is named.CONSTANT
+    loader = part("named.loader", dataset=part("named.rows", size=8), batch_size=2)
+    loaded = made(folder, train_dataset="left out", train_loader=loader)
+    assert len(loaded.train_loader) == 4
+
+
+def test_functions_are_passed_and_classes_where_functions_are_expected_are_made(folder: Path) -> None:
+    assert made(folder).loss_fn is named.loss
+    assert isinstance(made(folder, loss_fn="CrossEntropyLoss").loss_fn, nn.CrossEntropyLoss)
+    smooth = made(folder, loss_fn=part("torch.nn.CrossEntropyLoss", label_smoothing=0.1)).loss_fn
+    assert smooth.label_smoothing == 0.1
+    weighted = made(folder, loss_fn=part("named.weighted_loss", weight=0.5)).loss_fn
+    assert isinstance(weighted, functools.partial) and weighted.keywords == {"weight": 0.5}
+    collator = made(folder, data_collator=part("named.make_collate", times=2.0)).data_collator
+    assert collator.keywords == {"times": 2.0}
+    assert made(folder, data_collator="named.collate").data_collator is named.collate
+    evaluated = {
+        "eval_dataset": "named.rows",
+        "early_stopper": "named.stop_early",
+        "compute_metrics": "named.share_of_ones",
+    }
+    assert made(folder, **evaluated).settings.early_stopper is named.stop_early
+    assert made(folder, compute_metrics={"import_path": "named.share_of_ones"}).compute_metrics is named.share_of_ones
+    assert (
+        made(folder, compute_metrics=["accuracy", {"import_path": "named.share_of_ones"}]).compute_metrics[0]
+        == "accuracy"
+    )
+
+
+def test_an_optimizer_and_a_schedule_are_made_by_the_trainer(folder: Path) -> None:
+    trainer = made(
+        folder, optimizer=part("torch.optim.SGD", lr=1e-1, momentum=0.9),
+        lr_scheduler=part("StepLR", step_size=1, gamma=0.5),
+    )  # fmt: skip
+    trainer.train()
+    assert type(trainer.optimizer) is torch.optim.SGD and trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+    assert type(made(folder, optimizer="sgd", learning_rate=0.1).optimizer) is torch.optim.SGD
+    by_name = made(folder, lr_scheduler="cosine", lr_scheduler_kwargs={"min_lr": 1e-6}, warmup_steps="0.1dur")
+    assert by_name.settings.lr_scheduler == "cosine"
+    ours = made(folder, lr_scheduler=part("CosineAnnealingScheduler", t_max="0.5dur"))
+    assert str(ours.settings.lr_scheduler.t_max) == "0.5dur"
+
+
+def test_callbacks_algorithms_and_loggers_are_made_by_name(folder: Path) -> None:
+    trainer = made(
+        folder, eval_dataset="named.rows", callbacks=["named.Counts", part("EarlyStopping", patience=3)],
+        algorithms=["EMA", part("omnitrain.LabelSmoothing", num_classes=2, smoothing=0.1)], save_dir="run",
+        loggers=["csv", part("omnitrain.TensorBoardLogger", log_dir="tb")],
+    )  # fmt: skip
+    kinds = [type(one).__name__ for one in trainer._callbacks[:2]]
+    assert kinds == ["Counts", "EarlyStopping"]
+    assert [type(one).__name__ for one in trainer.algorithms] == ["EMA", "LabelSmoothing"]
+    trainer.train()
+    assert (folder / "tb").is_dir() and (folder / "run" / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Trainer", Trainer), ("AccelerateTrainer", AccelerateTrainer), ("HFTrainer", HFTrainer),
+     ("omnitrain.HFTrainer", HFTrainer), ("named.MyTrainer", named.MyTrainer)],
+)  # fmt: skip
+def test_a_trainer_is_chosen_by_its_class(folder: Path, name: str, kind: type) -> None:
+    assert type(made(folder, class_path=name)) is kind
+    (folder / "b.yaml").write_text(write({"trainer": {"class_path": name, "init_args": BASE}}))
+    assert type(Config.read("b.yaml").make_trainer()) is kind
+
+
+def test_training_arguments_stand_by_themselves_or_in_a_file(folder: Path) -> None:
+    values = {"output_dir": "hf", "num_train_epochs": 1, "use_cpu": True, "report_to": "none", "seed": 7}
+    for given in (values, part("transformers.TrainingArguments", **values), part("HFTrainingArguments", **values)):
+        trainer = made(folder, class_path="HFTrainer", training_args=given, epochs="left out")
+        assert trainer.training_args.seed == 7
+    (folder / "args.yaml").write_text(write(values))
+    (folder / "args.json").write_text('{"output_dir": "hf", "use_cpu": true, "seed": 9}')
+    for name, seed in (("args.yaml", 7), ("args.json", 9)):
+        trainer = made(folder, class_path="HFTrainer", training_args=name, epochs="left out")
+        assert trainer.training_args.seed == seed
+    wrong = config(folder, class_path="HFTrainer", training_args={**values, "num_train_epoch": 3}, epochs="left out")
+    (error,) = wrong.check()
+    assert "a.yaml" in str(error) and "Did you mean 'num_train_epochs'?" in str(error)
+
+
+def test_every_part_begins_from_the_seed_and_leaves_the_random_numbers_alone(folder: Path) -> None:
+    state = torch.get_rng_state()
+    one, other = made(folder, train_dataset="named.drawn"), made(folder, model=part("named.Net", width=8))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one.model.body[0].weight, other.model.body[0].weight)
+    assert torch.equal(one.train_dataset.tensors[0], made(folder, train_dataset="named.drawn").train_dataset.tensors[0])
+    assert not torch.equal(one.model.body[0].weight, made(folder, seed=7).model.body[0].weight)
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"learning_rat": 1}, "a.yaml:7: Trainer has no argument 'learning_rat'. Did you mean 'learning_rate'?"),
+        ({"num_train_epochs": 1}, "a.yaml:7: Trainer has no argument 'num_train_epochs'. Here it is `epochs`."),
+        ({"epochs": "three"}, "a.yaml:5: `epochs` must be a positive number or None, got 'three'."),
+        ({"batch_size": "1e-4"}, "a.yaml:7: `batch_size` must be a positive integer, got '1e-4'."),
+        ({"patience": 3}, "a.yaml:7: `patience=3` needs evaluations"),
+        ({"shuffle": "on"}, "a.yaml:7: `shuffle` must be True or False, got 'on'."),
+        ({"grad_reduction": "meen"}, "a.yaml:7: `grad_reduction` must be one of 'mean', 'sum'"),
+        ({"max_duration": "2x"}, "a.yaml:7: `max_duration` must be a positive duration"),
+        ({"model": "???"}, "a.yaml:2: `trainer.model` has no value (???)"),
+        ({"model": part("named.Net", width="???")}, "a.yaml:5: `trainer.model.init_args.width` has no value"),
+        ({"class_path": "Trayner"}, "a.yaml:7: there is no trainer 'Trayner'"),
+        ({"class_path": "named.Net"}, "a.yaml:7: named.Net is no trainer: it does not derive from BaseTrainer."),
+        ({"class_path": "HFTrainer", "device": "cpu"}, "a.yaml:8: `device` is an argument of Trainer."),
+        ({"class_path": "AccelerateTrainer", "fsdp_plugn": 1}, "Did you mean 'fsdp_plugin'?"),
+        ({"model": "named.Nett"}, "a.yaml:2: named has no 'Nett', which 'named.Nett' needs. Did you mean 'Net'?"),
+        ({"model": "nothing_here.Net"}, "a.yaml:2: there is no module 'nothing_here'"),
+        ({"model": "named.deeper.Net"}, "a.yaml:2: named has no 'deeper'"),
+        ({"model": "__main__.Net"}, "Move it into a module."),
+        ({"loss_fn": "CrossEntropyLos"}, "Did you mean 'CrossEntropyLoss'?"),
+        ({"model": part("named.Net", width="wide")}, "a.yaml:5: `width` of named.Net must be int, got 'wide'."),
+        ({"model": part("named.Net", kind="flat")}, "a.yaml:5: `kind` of named.Net must be Literal['plain', 'deep']"),
+        ({"model": part("named.Net", sizes=[1])}, "a.yaml:5: `sizes` of named.Net must be tuple with 2 elements"),
+        ({"model": part("named.Net", widht=3)}, "a.yaml:5: named.Net has no argument 'widht'. Did you mean 'width'?"),
+        ({"model": part("named.Net", activation="torch.nn.Tahn")}, "Did you mean 'Tanh'?"),
+        ({"model": part("torch.nn.Linear", in_features=4)}, "a.yaml:2: torch.nn.Linear needs 'out_features'"),
+        ({"model": {"class_path": "named.Net", "width": 3}}, "a.yaml:4: beside `class_path` stands `init_args`"),
+        ({"model": {"class_path": "named.Net", "import_path": "named.Net"}}, "exclude each other"),
+        ({"model": {"class_path": 3}}, "a.yaml:2: a class or function is named by a text, got 3."),
+        ({"model": {"class_path": "named.Net", "init_args": 3}}, "a.yaml:4: the arguments of named.Net are names"),
+        ({"model": {"import_path": "named.Net", "init_args": {}}}, "takes no `init_args`"),
+        ({"model": part("named.CONSTANT")}, "cannot be called. Use `import_path` for the thing itself."),
+        ({"optimizer": part("torch.optim.SGD", lrr=1)}, "a.yaml:10: torch.optim.SGD has no argument 'lrr'."),
+        ({"optimizer": part("torch.optim.SGD", lr="fast")}, "`lr` of torch.optim.SGD must be float"),
+        ({"callbacks": ["EarlyStoping"]}, "a.yaml:8: there is nothing called 'EarlyStoping'"),
+        ({"callbacks": [part("EarlyStopping", patienc=1)]}, "a.yaml:10: omnitrain.EarlyStopping has no"),
+        ({"algorithms": {"a": 1}}, "`algorithms`"),
+    ],
+)  # fmt: skip
+def test_an_error_names_file_line_value_and_remedy(folder: Path, arguments: Any, words: str) -> None:
+    wrong = config(folder, **arguments)
+    before = sorted(folder.iterdir())
+    try:
+        found = " ".join(map(str, wrong.check()))
+    except ConfigError as error:
+        found = str(error)
+    if "algorithms" in arguments:  # which only the constructor refuses
+        with pytest.raises(ConfigError, match="algorithms"):
+            wrong.make_trainer()
+        return
+    assert words in found
+    with pytest.raises(ConfigError):
+        wrong.make_trainer()
+    assert sorted(folder.iterdir()) == before
+
+
+def test_all_errors_are_found_at_once(folder: Path) -> None:
+    found = config(folder, patience=-3, batch_size=0, shuffle="yes", learning_rat=1).check()
+    text = " ".join(map(str, found))
+    assert len(found) == 4 and all(name in text for name in ("patience", "batch_size", "shuffle", "learning_rat"))
+    found = config(
+        folder, model=part("named.Net", width="a", kind="b"), callbacks=["EarlyStoping"], loss_fn="x.y"
+    ).check()
+    assert len(found) == 4
+
+
+def test_a_check_makes_nothing_and_a_plain_error_imports_nothing(folder: Path) -> None:
+    assert config(folder, model="named.slow", train_dataset="named.fails", save_dir="run").check() == []
+    assert not (folder / "run").exists()
+    program = (
+        "import sys; from omnitrain.config import Config\n"
+        "found = Config.read('a.yaml').check(); print(len(found), 'torch' in sys.modules, 'named' in sys.modules)"
+    )
+    config(folder, epochs="three", learning_rat=1, model="named.slow")
+    done = programs.run(sys.executable, "-c", program, cwd=folder)
+    assert done.stdout.split() == ["2", "False", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"trainer": {"epochs": 1}, "epochs": 3}, "a.yaml:3: unknown section 'epochs'. There are vars"),
+        ({"traner": {}}, "Did you mean 'trainer'?"),
+        ({"vars": {}}, "there is no `trainer:`"),
+        ({"trainer": 3}, "a.yaml:1: `trainer` must hold names with values, got 3."),
+        ({"trainer": BASE, "train": {"resume": 1}}, "train() has no argument 'resume'. Did you mean 'resume_from'?"),
+        ({"trainer": {"init_args": BASE, "epochs": 1}}, "'epochs' stands under `trainer` as well"),
+    ],
+)  # fmt: skip
+def test_wrong_sections_are_errors(folder: Path, values: Any, words: str) -> None:
+    (folder / "a.yaml").write_text(write(values))
+    with pytest.raises(ConfigError) as caught:
+        Config.read("a.yaml").make_trainer()
+    assert words in str(caught.value)
+
+
+def test_an_error_of_the_users_own_code_says_where_it_was_called(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="no data today") as caught:
+        made(folder, train_dataset="named.fails")
+    assert "a.yaml:3, where named.fails is called" in caught.value.__notes__[0]
+
+
+def test_a_module_that_fails_is_an_error_that_names_it(folder: Path) -> None:
+    (folder / "breaks.py").write_text("import nothing_like_this\n")
+    (folder / "raises.py").write_text("1 / 0\n")
+    sys.path.insert(0, str(folder))
+    try:
+        assert "No module named 'nothing_like_this'" in str(config(folder, model="breaks.Net").check()[0])
+        assert "ZeroDivisionError in raises" in str(config(folder, model="raises.Net").check()[0])
+    finally:
+        sys.path.remove(str(folder))
+
+
+# Safety
+
+
+def test_code_from_elsewhere_is_imported_only_if_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    for place in (elsewhere, here):
+        place.mkdir()
+        (place / f"of_{place.name}.py").write_text(
+            f"open(r'{tmp_path}/ran-{place.name}', 'w').close()\nfrom named import Net\n"
+        )
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(str(elsewhere))
+    monkeypatch.syspath_prepend(str(here))
+    (error,) = config(here, model="of_elsewhere.Net").check()
+    assert "neither installed nor in the current folder" in str(error) and "--trust" in str(error)
+    (error,) = config(here, optimizer={"import_path": "of_elsewhere.Net"}).check()
+    assert not (tmp_path / "ran-elsewhere").exists()
+    assert config(here, model="of_here.Net").check() == [] and (tmp_path / "ran-here").exists()
+    for given in ({"functions": {"a": "of_elsewhere.f"}}, {"kind": "of_elsewhere.Net"}, {"either": "of_elsewhere.Net"},
+                  {"pair": ["of_elsewhere.f", 3]}, {"lists": [["of_elsewhere.f"]]}):  # fmt: skip
+        (error,) = config(here, model=part("named.Takes", **given)).check()
+        assert "neither installed nor in the current folder" in str(error)
+    assert not (tmp_path / "ran-elsewhere").exists()
+    assert config(here, trust=True, model="of_elsewhere.Net").check() == [] and (tmp_path / "ran-elsewhere").exists()
+
+
+def test_classes_are_passed_where_classes_are_expected(folder: Path) -> None:
+    taken = made(folder, model=part("named.Takes", kind="torch.nn.Tanh", functions={"a": "named.loss"})).model
+    assert taken.kind is nn.Tanh and taken.functions == {"a": named.loss}
+
+
+def test_values_changed_in_python_are_those_of_the_file(folder: Path) -> None:
+    config(folder)
+    changed = Config.read("a.yaml", overrides={"trainer.epochs": 2, "trainer.model": part("named.Net", width=3)})
+    trainer: Any = changed.make_trainer()
+    assert trainer.epochs == 2 and trainer.model.body[0].weight.shape == (3, 4)
+    assert changed.train()["stop_reason"] == "epochs"
+    (error,) = Config.read("a.yaml", overrides={"trainer.epochs": -1}).check()
+    assert str(error).startswith("the overrides: `epochs`")
+
+
+def test_early_stopping_given_by_name_is_the_class_of_this_library(folder: Path) -> None:
+    trainer = made(folder, eval_dataset="named.rows", callbacks=[part("EarlyStopping", patience=2)])
+    assert type(trainer._callbacks[0]) is EarlyStopping

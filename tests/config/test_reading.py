@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from omnitrain import ConfigError
+from omnitrain.config.reading import Place, Tree, parse_value, read
+from omnitrain.plain_yaml import write
+
+
+def written(folder: Path, text: str, name: str = "a.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def resolved(folder: Path, text: str) -> dict[str, Any]:
+    tree = read(written(folder, text))
+    tree.resolve()
+    return tree.values
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4), ("1E5", 1e5), (".5", 0.5), ("1.", 1.0), ("-3", -3), ("1_000", 1000), ("0", 0),
+        (".inf", math.inf), ("-.inf", -math.inf), ("true", True), ("False", False), ("null", None), ("~", None),
+        ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"),
+        ("2024-01-01", "2024-01-01"), ("1:30", "1:30"), ("0o7", "0o7"), ("0x10", "0x10"), ("010", "010"),
+        ("'1'", "1"), ("2h30m", "2h30m"), ("[1, a]", [1, "a"]), ("{a: 1e-3}", {"a": 1e-3}), ("a: b", "a: b"),
+        ("a # b", "a"), ("", ""), ("*x", "*x"), ("%", "%"),
+    ],
+)  # fmt: skip
+def test_values_are_those_that_one_means(text: str, value: Any) -> None:
+    found = parse_value(text, Place("here"))
+    assert found == value and type(found) is type(value)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    values = {
+        "vars": {"a": 1e-5, "b": "on", "c": "1e-4", "d": "null", "e": None, "f": [True, "true", 1.0, 1], "g": "é: #"},
+        "trainer": {"x": math.inf, "y": "1:30", "z": "2024-01-01", "0": 1, 3: "0x1", "w": "a\nb", "v": ""},
+    }
+    assert read(written(tmp_path, write(values))).values == values
+    assert yaml.safe_load(write(values)) == values  # by others, too
+
+
+def test_anchors_and_merge_keys_are_those_of_yaml(tmp_path: Path) -> None:
+    assert resolved(tmp_path, "a: &x {q: 1, r: 2}\nb: {<<: *x, r: 3}\nc: *x\n") == {
+        "a": {"q": 1, "r": 2}, "b": {"q": 1, "r": 3}, "c": {"q": 1, "r": 2},
+    }  # fmt: skip
+
+
+# Files that are wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: 1\nb: 2\na: 3\n", 3, "'a' stands here a second time; the first is in line 1"),
+        ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", 3, "'d' stands here a second time"),
+        ("a:\n\tb: 1\n", 2, "Indent with spaces: YAML allows no tabs"),
+        ("a: [1,\nb: 2\n", 3, "this is not YAML"),
+        ("a: b: c\n", 1, "this is not YAML"),
+        ("- 1\n- 2\n", 1, "expected names with values"),
+        ("only words\n", 1, "expected names with values"),
+        ("a: !!python/object/apply:os.system ['true']\n", 1, "not known. Only plain values are read"),
+        ("a: !thing 3\n", 1, "not known. Only plain values are read"),
+        ("a: &x [1, *x]\n", 1, "contains itself"),
+        ("? [1, 2]\n: 3\n", 1, "a key must be a name or a number"),
+        ("a: 1\n---\nb: 2\n", 2, "found another document"),
+    ],
+)
+def test_a_wrong_file_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ") and words in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n"])
+def test_an_empty_file_is_an_error_that_says_what_it_needs(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"a\.yaml: the file is empty. It needs at least `trainer:`"):
+        read(written(tmp_path, text))
+
+
+def test_a_file_that_is_none_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    for name in ("nothing.yaml", ".", "latin.yaml"):
+        with pytest.raises(ConfigError, match="cannot be read as a configuration"):
+            read(tmp_path / name)
+
+
+def test_aliases_that_multiply_are_an_error_and_take_no_memory(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    with pytest.raises(ConfigError, match="too many"):
+        read(written(tmp_path, "\n".join(lines)))
+
+
+# References
+
+
+def test_references_are_replaced_by_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_RATE", "1e-3")
+    text = (
+        "vars: {n: 3, name: run, deep: '${vars.n}'}\n"
+        "trainer:\n  a: ${vars.n}\n  b: runs/${vars.name}-${vars.n}\n  c: ['${vars.deep}', '${trainer.d.0}']\n"
+        "  d: [7]\n  e: ${env:SOME_RATE}\n  f: ${env:NOT_THERE_,5}\n  g: ${trainer.d}\n"
+    )
+    assert resolved(tmp_path, text)["trainer"] == {
+        "a": 3, "b": "runs/run-3", "c": [3, 7], "d": [7], "e": 1e-3, "f": 5, "g": [7],
+    }  # fmt: skip
+
+
+def test_a_reference_steps_into_the_arguments_of_an_object(tmp_path: Path) -> None:
+    text = "trainer:\n  model: {class_path: a.B, init_args: {width: 3}}\n  batch_size: ${trainer.model.width}\n"
+    assert resolved(tmp_path, text)["trainer"]["batch_size"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: 1\nb: ${b}\n", 2, "the reference b -> b leads back to itself"),
+        ("a: ${b}\nb: ${c}\nc: ${a}\n", 1, "the reference b -> c -> a -> b leads back to itself"),
+        ("a: {x: '${a}'}\n", 1, "leads back to itself"),
+        ("a: ${bb.c}\nbb: {d: 1}\n", 1, "${bb.c} refers to nothing. Did you mean 'bb.d'?"),
+        ("a: 1\nb: ${env:NOT_THERE_}\n", 2, "the environment has no variable 'NOT_THERE_'"),
+    ],
+)
+def test_a_wrong_reference_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(tmp_path, text)
+    assert f"a.yaml:{line}: " in str(caught.value) and words in str(caught.value)
+
+
+# Several files, and the command line
+
+
+def test_a_file_over_another_joins_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
+    tree = read(written(tmp_path, "a: {b: 1, c: [1, 2]}\nd: {class_path: X, init_args: {p: 1}}\ne: 1\n"))
+    tree.merge(read(written(tmp_path, "a: {c: [3]}\nd: {class_path: Y, init_args: {q: 2}}\n", "b.yaml")))
+    assert tree.values == {"a": {"b": 1, "c": [3]}, "d": {"class_path": "Y", "init_args": {"q": 2}}, "e": 1}
+    assert str(tree.place(("a", "c"))).endswith("b.yaml:1") and str(tree.place(("e",))).endswith("a.yaml:3")
+
+
+def overridden(word: str, text: str | None) -> dict[str, Any]:
+    part = {"class_path": "A", "init_args": {"p": 1}}
+    tree = Tree({"trainer": {"epochs": 1, "callbacks": [part], "sizes": {0: 64}, "loss_fn": "my.loss"}}, {})
+    tree.override(word, text, Place(f"--{word}"))
+    return tree.values["trainer"]
+
+
+def test_a_word_of_the_command_line_changes_one_value() -> None:
+    assert overridden("trainer.epochs", "3")["epochs"] == 3
+    assert overridden("trainer.new.x", "a")["new"] == {"x": "a"}
+    assert overridden("trainer.callbacks.0.p", "2")["callbacks"][0]["init_args"] == {"p": 2}
+    assert overridden("trainer.callbacks.0.init_args.q", "2")["callbacks"][0]["init_args"] == {"p": 1, "q": 2}
+    assert overridden("trainer.callbacks.1.class_path", "B")["callbacks"][1] == {"class_path": "B"}
+    assert overridden("trainer.callbacks", "[]")["callbacks"] == []
+    assert overridden("trainer.sizes.0", "32")["sizes"] == {0: 32}
+    assert overridden("trainer.loss_fn.weight", "2")["loss_fn"] == {"class_path": "my.loss", "init_args": {"weight": 2}}
+    assert overridden("trainer", "HFTrainer")["class_path"] == "HFTrainer"
+    assert "epochs" not in overridden("trainer.epochs", None)
+    assert overridden("trainer.callbacks.0", None)["callbacks"] == []
+
+
+def test_the_class_of_the_trainer_can_be_changed_and_the_rest_keeps_its_place(tmp_path: Path) -> None:
+    tree = read(written(tmp_path, "trainer:\n  epochs: 1\n  model: {class_path: A}\n"))
+    tree.override("trainer", "HFTrainer", Place("--trainer"))
+    tree.override("trainer.model", "B", Place("--trainer.model"))
+    assert str(tree.place(("trainer", "class_path"))) == "--trainer"
+    assert str(tree.place(("trainer", "epochs"))).endswith("a.yaml:2")
+    assert str(tree.place(("trainer", "model", "class_path"))) == "--trainer.model"
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "words"),
+    [
+        ("trainer.callbacks.5.p", "1", "'5' is no position"),
+        ("trainer.callbacks.p", "1", "'p' is no position"),
+        ("trainer.epoch", None, "there is no 'trainer.epoch' to remove. Did you mean 'epochs'?"),
+        ("trainer.callbacks.1", None, "the list has 1 entries"),
+        ("trainer.epochs", "[1,", "this is not YAML"),
+    ],
+)
+def test_a_wrong_word_is_an_error_that_names_it(word: str, text: str | None, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        overridden(word, text)
+    assert f"--{word}" in str(caught.value) and words in str(caught.value)

@@ -1,0 +1,200 @@
+"""What a run writes into `config.yaml` starts the same run again, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import named
+import pytest
+import torch
+from torch import nn
+
+from omnitrain import EMA, ConfigError, EarlyStopping, Trainer, instantiate
+from omnitrain.config import Config
+from omnitrain.plain_yaml import write
+from omnitrain.schedules import CosineAnnealingScheduler
+
+BASE: dict[str, Any] = {
+    "model": "named.Net", "train_dataset": "named.rows", "loss_fn": "named.loss", "epochs": 2, "learning_rate": 1e-2,
+    "progress_bar": False,
+}  # fmt: skip
+EVAL = {"eval_dataset": {"class_path": "named.rows", "init_args": {"seed": 1}}}
+ARGUMENTS = {"num_train_epochs": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+
+
+def part(class_path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": init_args}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "widths": {"model": part("named.Net", width=5, activation="torch.nn.Tanh", kind="deep", scale=0.5)},
+    "dropout": {"model": part("named.Net", dropout=0.5), "seed": 7},
+    "its own loss": {"model": part("named.Own", width=4), "train_dataset": "named.dicts", "loss_fn": None},
+    "data of the seed": {"train_dataset": part("named.drawn", size=24)},
+    "several sets": {"eval_dataset": {"a": "named.rows", "b": part("named.rows", size=8)}, "save_total_limit": 1},
+    "sgd": {"optimizer": part("torch.optim.SGD", lr=0.1, momentum=0.9), "learning_rate": 2e-5},
+    "optimizer by name": {"optimizer": "adamw", "weight_decay": 0.1},
+    "schedule": {"lr_scheduler": part("CosineAnnealingScheduler", t_max="0.5dur", min_lr=1e-4, warmup="1ba")},
+    "schedule by name": {"lr_scheduler": "linear", "warmup_steps": 0.25},
+    "torch's schedule": {"lr_scheduler": part("StepLR", step_size=1, gamma=0.5), "scheduler_interval": "epoch"},
+    "loss of torch": {"loss_fn": part("CrossEntropyLoss", label_smoothing=0.1)},
+    "loss with an option": {"loss_fn": part("named.weighted_loss", weight=0.25)},
+    "collator": {"data_collator": part("named.make_collate", times=0.5), "batch_size": 4},
+    "loader": {
+        "train_dataset": None, "batch_size": None,
+        "train_loader": part("named.loader", dataset=part("named.rows"), batch_size=8),
+    },
+    "accumulation": {"gradient_accumulation_steps": 2, "batch_size": 4, "max_grad_norm": 0.1, "drop_last": True},
+    "groups": {"param_groups": [{"match": "bias", "weight_decay": 0.0, "lr_scale": 2.0}], "freeze": ["body.3"]},
+    "growing batch": {"global_batch_size": {0: 8, "0.5dur": 16}, "batch_size": 8},
+    "callbacks": {**EVAL, "callbacks": [part("EarlyStopping", patience=1), part("named.Counts", every=2, name="n")]},
+    "algorithms": {**EVAL, "algorithms": [part("EMA", decay=0.9), part("SAM", rho=0.05)]},
+    "metrics": {**EVAL, "compute_metrics": ["accuracy", "named.share_of_ones"], "optimization_metric": "accuracy"},
+    "accelerate": {"class_path": "AccelerateTrainer", **EVAL},
+    "transformers": {"class_path": "HFTrainer", "training_args": ARGUMENTS, "epochs": None, "learning_rate": None},
+    "ours by transformers": {"class_path": "HFTrainer", **EVAL, "algorithms": ["EMA"]},
+    "a trainer of one's own": {"class_path": "named.MyTrainer"},
+    "references": {"learning_rate": "${vars.rate}", "model": part("named.Net", width="${trainer.batch_size}")},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def outcome(trainer: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    history = trainer.train()["train_metrics_history"] + trainer.metrics["valid"]
+    measured = ("samples_per_second", "tokens_per_second", "seconds")
+    rows = [{name: value for name, value in row.items() if not name.endswith(measured)} for row in history]
+    return trainer.get_model().state_dict(), rows
+
+
+def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    weights = one[0].keys() == other[0].keys() and all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+    return weights and repr(one[1]) == repr(other[1]) and bool(one[1])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_file_that_a_run_writes_starts_the_same_run(folder: Path, name: str) -> None:
+    given = {key: value for key, value in {**BASE, "batch_size": 8, **RUNS[name]}.items() if value is not None}
+    place = "save_dir" if "training_args" not in given else "training_args.output_dir"
+    (folder / "a.yaml").write_text(write({"vars": {"rate": 0.02}, "trainer": given}))
+    first = outcome(Config.read("a.yaml", overrides={f"trainer.{place}": "one"}).make_trainer())
+    written = folder / "one" / "config.yaml"
+    assert "???" not in written.read_text()
+    again = Config.read(written, overrides={f"trainer.{place}": "two"}).make_trainer()
+    torch.rand(3)  # what came before makes no difference
+    assert same(outcome(again), first)
+    second = (folder / "two" / "config.yaml").read_text()
+    assert second == written.read_text().replace("_dir: one", "_dir: two")
+
+
+def test_a_run_made_in_python_is_written_down_where_its_parts_have_names(folder: Path) -> None:
+    model = instantiate("named.Net", {"width": 5, "activation": nn.Tanh()})
+    watching = [EarlyStopping(patience=2), named.Counts(2, name="n")]
+    trainer = Trainer(
+        model, instantiate("named.rows", {"size": 24}), instantiate("named.rows", [16, 1]), epochs=2,
+        max_duration="2ep", loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1), optimizer=torch.optim.SGD,
+        learning_rate=0.1, lr_scheduler=CosineAnnealingScheduler(min_lr=1e-3), callbacks=watching,
+        compute_metrics=["accuracy", named.share_of_ones], algorithms=[EMA(decay=0.9)], save_dir=folder / "one",
+        autocast=torch.float32, progress_bar=False,
+    )  # fmt: skip
+    assert not trainer.config.missing, trainer.config.text()
+    first = outcome(trainer)
+    again = Config.read("one/config.yaml", overrides={"trainer.save_dir": "two"}).make_trainer()
+    assert same(outcome(again), first)
+
+
+class Local(nn.Linear):
+    pass
+
+
+def test_a_part_without_a_name_is_named_and_refused_until_it_has_one(folder: Path) -> None:
+    trainer = Trainer(
+        nn.Linear(4, 2), named.rows(), loss_fn=lambda a, b: named.loss(a, b), epochs=1, save_dir="one",
+        progress_bar=False, callbacks=[named.Counts()], data_collator=lambda samples: named.collate(samples),
+    )  # fmt: skip
+    trainer.train()
+    text = (folder / "one" / "config.yaml").read_text()
+    for line in (
+        "# trainer.model: an object of torch.nn.modules.linear.Linear, whose arguments are not known.",
+        "# trainer.train_dataset: an object of torch.utils.data.dataset.TensorDataset, whose arguments are not known.",
+        "# trainer.loss_fn: an object of builtins.function, whose arguments are not known.",
+        "  model: ???",
+    ):
+        assert line in text.splitlines(), text
+    errors = Config.read("one/config.yaml").check()
+    assert [str(error).partition(" has")[0].partition("`")[2] for error in errors] == [
+        "trainer.model`", "trainer.train_dataset`", "trainer.data_collator`", "trainer.loss_fn`",
+    ]  # fmt: skip
+    names: dict[str, Any] = {"train_dataset": "named.rows", "loss_fn": "named.loss", "data_collator": "named.collate"}
+    names["model"] = part("torch.nn.Linear", in_features=4, out_features=2)
+    (folder / "parts.yaml").write_text(write({"trainer": names}))
+    Config.read("one/config.yaml", "parts.yaml", overrides={"trainer.save_dir": "two"}).train()
+    assert (folder / "two" / "last").exists()
+
+
+def test_samples_are_not_written_into_the_file(folder: Path) -> None:
+    trainer = Trainer(named.Own(), named.dicts(), {"a": named.rows()}, progress_bar=False)
+    assert trainer.config.values["trainer"]["train_dataset"] == "???"
+    assert "a list of samples" in trainer.config.missing["trainer", "train_dataset"]
+    assert trainer.config.values["trainer"]["eval_dataset"] == {"a": "???"}
+    made = Trainer(named.Own(), instantiate("named.dicts"), progress_bar=False)
+    assert made.config.values["trainer"]["train_dataset"] == {"class_path": "named.dicts"}
+
+
+def test_a_trainer_with_a_constructor_of_its_own_is_not_taken_for_another_one(folder: Path) -> None:
+    trainer = named.OtherTrainer(named.Net(), named.rows(), loss_fn=named.loss, weight=2.0, progress_bar=False)
+    assert trainer.config.values["trainer"]["class_path"] == "???"
+    assert "own constructor" in trainer.config.missing["trainer", "class_path"]
+
+
+def test_secrets_are_not_written(folder: Path) -> None:
+    from omnitrain import HFTrainer, HFTrainingArguments
+
+    arguments = HFTrainingArguments(output_dir="hf", use_cpu=True, report_to="none", hub_token="hf_abcdefghijklmnop")
+    trainer = HFTrainer(named.Net(), arguments, named.rows(), loss_fn=named.loss, progress_bar=False)
+    assert "hf_abc" not in str(trainer.config)
+    place = ("trainer", "training_args", "init_args", "hub_token")
+    assert "secret" in trainer.config.missing[place]
+
+
+def test_training_arguments_are_written_with_what_was_changed(folder: Path) -> None:
+    import transformers
+
+    from omnitrain import HFTrainer
+
+    arguments = transformers.TrainingArguments(
+        output_dir="one", num_train_epochs=2, learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=2,
+        optim="sgd", per_device_train_batch_size=4, use_cpu=True, report_to="none", seed=3, max_grad_norm=0.1,
+    )  # fmt: skip
+    trainer = HFTrainer(
+        instantiate("named.Net"), arguments, instantiate("named.rows"), loss_fn=named.loss,
+        progress_bar=False,
+    )  # fmt: skip
+    first = outcome(trainer)
+    assert "???" not in (folder / "one" / "config.yaml").read_text()
+    again = Config.read("one/config.yaml", overrides={"trainer.training_args.output_dir": "two"}).make_trainer()
+    assert same(outcome(again), first)
+
+
+def test_a_run_goes_on_from_its_folder(folder: Path) -> None:
+    (folder / "a.yaml").write_text(write({"trainer": {**BASE, "batch_size": 8, "save_dir": "whole"}}))
+    whole = outcome(Config.read("a.yaml").make_trainer())
+    Config.read(
+        "a.yaml", overrides={"trainer.save_dir": "cut", "trainer.callbacks": [part("named.StopsAt", step=3)]}
+    ).train()
+    resumed = Config.read("a.yaml", overrides={"trainer.save_dir": "cut", "train.resume_from": "last"})
+    trainer = resumed.make_trainer()
+    trainer.train(**resumed.tree.values["train"])
+    assert all(torch.equal(trainer.get_model().state_dict()[name], whole[0][name]) for name in whole[0])
+
+
+def test_a_file_that_is_not_yaml_any_more_is_an_error_and_no_run(folder: Path) -> None:
+    (folder / "a.yaml").write_text("trainer: {")
+    with pytest.raises(ConfigError, match=r"a\.yaml:1: this is not YAML"):
+        Config.read("a.yaml")
