@@ -36,29 +36,31 @@ _KEYS: dict[str, dict[str, str]] = {
         "global_batch_size": _WHOLE, "grad_accumulation_steps": _WHOLE, "max_epochs": _WHOLE,
         "max_train_steps": _WHOLE, "max_val_steps": _WHOLE, "val_every_n_train_steps": _WHOLE,
         "val_every_n_epochs": _WHOLE, "enable_progress_bar": _SWITCH, "log_progress_every_n_train_steps": _WHOLE,
-        "seed": _WHOLE, "init_env_fn": _TEXT,
+        "seed": _WHOLE, "init_env_fn": _TEXT, "dummy_sample_post_process_fn": _TEXT,
     },
     "compute_config": {
         "plan_ngpus": _WHOLE, "runtime_ngpus": _WHOLE, "constant_folding": _SWITCH, "trace_strategy": _TEXT,
-        "use_zero": _SWITCH, "zero_ngroups": _WHOLE, "zero_use_reduce_scatter": _SWITCH, "inference_only": _SWITCH,
+        "use_zero": _ANY, "zero_ngroups": _WHOLE, "zero_use_reduce_scatter": _SWITCH,
+        "zero_param_level_sharding": _SWITCH, "inference_only": _SWITCH,
         "use_end2end": _SWITCH, "use_async_reducer": _SWITCH, "reducer_bucket_cap_mb": _NUMBER, "pas_config": _MAP,
         "user_config": _MAP,
     },
     "model": {"type": _TEXT, "args": _MAP, "parallel_modules": _LIST},
     "optimizer": {
         "type": _TEXT, "args": _MAP, "clip_gnorm": _NUMBER, "loss_reduction": _TEXT, "grad_reduction": _TEXT,
-        "aggregate_outputs_fn": _TEXT,
+        "aggregate_outputs_fn": _TEXT, "param_clss_fn": _TEXT, "grad_reduce_divisor": _NUMBER,
     },
     "dataset": _OF_STAGES,
     "dataloader": _OF_STAGES,
     "dataset_sampler": _OF_STAGES,
     "lr_scheduler": {"type": _TEXT, "args": _MAP, "interval": _TEXT},
     "checkpoint": {
-        "save_dir": _TEXT, "no_save": _SWITCH, "save_type": _TEXT, "save_last": _SWITCH, "save_best": _SWITCH,
+        "save_dir": _TEXT, "no_save": _SWITCH, "format": _TEXT, "serializer": _ANY,
+        "save_type": _TEXT, "save_last": _SWITCH, "save_best": _SWITCH,
         "symlink_best_and_last": _SWITCH, "every_n_train_steps": _WHOLE, "every_n_epochs": _WHOLE,
         "keep_last_n_checkpoints": _WHOLE, "resume_from": _ANY,
     },
-    "checkpoint.resume_from": {"checkpoint": _ANY, "convert_fn": _TEXT, "with_merged": _SWITCH},
+    "checkpoint.resume_from": {"checkpoint": _ANY, "convert_fn": _TEXT, "with_merged": _SWITCH, "save_memory": _SWITCH},
     "log": {"type": _TEXT, "args": _MAP},
     "hook": {"type": _TEXT, "args": _MAP},
     "debug": {"check_gradient_sync_cross_devices": _SWITCH},
@@ -75,6 +77,7 @@ _NONE_HERE: dict[str, str] = {
     "broadcast_strategy": _AS_IT_IS,
     "instance_name": _AS_IT_IS,
     "dummy_sample_gen_fn": _AS_IT_IS,
+    "dummy_sample_post_process_fn": _AS_IT_IS,
     "init_env_fn": "there is no call before the model is made. Do it at the top of the model's module; `seed`, "
     "`deterministic` and `matmul_precision` of the trainer may be what it is for.",
     "compute_config.constant_folding": _AS_IT_IS,
@@ -84,9 +87,15 @@ _NONE_HERE: dict[str, str] = {
     "compute_config.user_config": _AS_IT_IS,
     "compute_config.zero_ngroups": _SHARDS,
     "compute_config.zero_use_reduce_scatter": _SHARDS,
+    "compute_config.zero_param_level_sharding": _SHARDS,
     "compute_config.use_async_reducer": "gradients are averaged while the backward pass makes them.",
     "compute_config.reducer_bucket_cap_mb": "PyTorch's default of 25 MB holds.",
     "model.parallel_modules": f"the model is sharded as a whole. {_SHARDS}",
+    "optimizer.param_clss_fn": "PyTorch decides which gradients are sent together. `param_groups` of the trainer gives "
+    "parameters options of their own.",
+    "optimizer.grad_reduce_divisor": "gradients are averaged by PyTorch.",
+    "checkpoint.format": "checkpoints have one format, of safetensors and JSON.",
+    "checkpoint.serializer": "checkpoints have one format, of safetensors and JSON.",
     "checkpoint.symlink_best_and_last": "`best` and `last` are small files that name a checkpoint.",
     "debug.check_gradient_sync_cross_devices": "gradients are averaged by PyTorch, and not compared again.",
 }
@@ -95,6 +104,7 @@ _NONE_HERE: dict[str, str] = {
 _NEVER_CALLED = {
     "after_aggregate_train_step_outputs": "use before_log_train_metrics, or on_train_step_end for this rank's outputs",
     "after_aggregate_val_step_outputs": "use on_val_end, or on_val_step_end for this rank's outputs",
+    "on_expire_checkpoint": "copy what is to be kept in on_save_checkpoint: nothing is called before one is deleted",
     "before_sync_grad": "use after_sync_grad: gradients are averaged while the backward pass makes them",
 }
 """Hooks that are not called here, and what to use instead."""
@@ -156,6 +166,7 @@ class _References:
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self._tree = tree
+        self.objects: dict[str, int] = {}  # how often each is referred to
 
     def resolve(self, value: Any, where: str, inline: bool, pending: tuple[str, ...] = ()) -> Any:
         """Return a value with references as ours.
@@ -206,7 +217,10 @@ class _References:
                 "are needed one by one: '$(micro_batch_size)'."
             )
         found = self._target(name, where, inline, pending)
-        return found if inline else f"${{{name}}}"
+        if inline:
+            return found
+        self.objects[name] = self.objects.get(name, 0) + 1
+        return f"${{{name}}}"
 
     def _at(self, name: str, pending: tuple[str, ...]) -> Any:
         found: Any = self._tree
@@ -450,7 +464,8 @@ class _Conversion:
         self._linked = references.resolve(values, "", inline=False)
         self.trainer: dict[str, Any] = {}
         self.train: dict[str, Any] = {}
-        self.notes: list[str] = []
+        several = [name for name, times in references.objects.items() if times > 1]
+        self.notes = [f"`{name}`: each place that refers to it gets an object of its own." for name in several]
         self.run = self._section("")
         self.checkpoint = self._section("checkpoint")
 
@@ -464,7 +479,7 @@ class _Conversion:
         self._checkpoints()
         self._precision()
         self._reports()
-        self._rest()
+        self._section("debug")
         free = _made(self.run.arguments("vars"), "vars")
         parts = {"vars": free, "trainer": self.trainer, "train": self.train}
         return {name: part for name, part in parts.items() if part}, self.notes
@@ -511,7 +526,10 @@ class _Conversion:
             )
         if self.processes:
             self.note("compute_config.runtime_ngpus", f"`omnitrain launch -n {self.processes}` starts the processes.")
-        if compute.get("use_zero"):
+        zero = str(compute.get("use_zero", False)).lower()
+        if zero not in ("false", "true", "0", "1", "2", "3"):
+            raise ConfigError(f"`compute_config.use_zero` must be true, false, or a stage from 0 to 3, got {zero!r}.")
+        if zero not in ("false", "0"):
             self.note("compute_config.use_zero", "`omnitrain launch --fsdp` shards weights, gradients and moments; "
                       "`--zero 1` the moments alone, by DeepSpeed.")  # fmt: skip
         if self.run.choice("run_mode", "run", ("run", "compile")) == "compile":
@@ -650,9 +668,9 @@ class _Conversion:
         whole, accumulation = run.get("global_batch_size") or None, run.get("grad_accumulation_steps") or None
         replicas = self.processes // self.of_a_model if self.processes else None
         each = micro * (replicas or 1)
-        if whole is not None and (whole % each or (accumulation and (whole // each) % accumulation)):
-            raise _inconsistent(whole, micro, accumulation, self.processes, self.of_a_model)
-        if whole is not None and accumulation and replicas and whole != each * accumulation:
+        turns, rest = divmod(whole or each, each)
+        is_off = accumulation and (turns != accumulation if replicas else turns % accumulation)
+        if whole is not None and (rest or is_off):
             raise _inconsistent(whole, micro, accumulation, self.processes, self.of_a_model)
         if whole is None and replicas and self.of_a_model > 1:
             whole = each * (accumulation or 1)
@@ -903,9 +921,6 @@ class _Conversion:
                 self.note(f"hook.{name}", f"{_CALLED_WITH_LESS[name]} here.")
             functions[name] = {"import_path": _name(section.get(name), f"hook.{name}")}
         return {"class_path": "HookCallback", "init_args": {"hooks": functions}} if functions else None
-
-    def _rest(self) -> None:
-        self._section("debug")
 
 
 def _inconsistent(whole: int, micro: int, accumulation: int | None, processes: int | None, plan: int) -> ConfigError:
