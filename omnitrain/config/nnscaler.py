@@ -127,7 +127,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "none")
 _TENSORS = {"param": "parameters", "buffer": "buffers", "input": "inputs"}
 _BUILTIN_TYPES: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
 
-_REFERENCE = re.compile(r"\$\{([^}]+)\}|\$\(([^)]+)\)")
+_REFERENCE = re.compile(r"(?<!\$)\$(?:\{([^}]+)\}|\(([^)]+)\))")
 _OBJECT_REFERENCE = re.compile(r"\$!(?:\(([^)]+)\)|\{([^}]+)\})")
 
 
@@ -191,9 +191,9 @@ class _References:
         if whole := _REFERENCE.fullmatch(value):
             return self._target(whole[1] or whole[2], where, inline, pending)
         text = _REFERENCE.sub(lambda one: str(self._target(one[1] or one[2], where, inline, pending)), value)
-        if r"$\{" in text:
+        if r"$\{" in text or "$${" in text:
             raise ConfigError(f"`{where}` has a literal '${{' in {value!r}, which begins a reference here. Change it.")
-        return text.replace(r"$\(", "$(")
+        return text.replace(r"$\(", "$(").replace("$$(", "$(")
 
     def _target(self, name: str, where: str, inline: bool, pending: tuple[str, ...]) -> Any:
         if name in pending:

@@ -505,6 +505,12 @@ def test_references_to_the_environment_stay_references() -> None:
     assert trainer_of(checkpoint={"save_dir": "${RUNS}"})["save_dir"] == "${env:RUNS}"
 
 
+def test_a_doubled_dollar_begins_no_reference() -> None:
+    assert arguments_of(a="$$(vars.dim)", b="$$x", c="$$!(vars.dim)") == {
+        "a": "$(vars.dim)", "b": "$$x", "c": "$$!(vars.dim)",
+    }  # fmt: skip
+
+
 # --- errors
 
 
@@ -599,6 +605,7 @@ def test_contradictions_are_refused(match: str, values: dict[str, Any]) -> None:
         ("must be 'self', or begin with 'vars.'", {"x": "$!(model.type)"}),
         ("one by one", {"x": "$!(self)"}),
         ("literal", {"x": r"$\{x}"}),
+        ("literal", {"x": "$${x}"}),
         ("describes an object here", {"x": {"class_path": "y"}}),
     ],
 )
