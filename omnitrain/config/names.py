@@ -100,19 +100,28 @@ def _imported(name: str) -> Any:
     raise ConfigError(f"there is no module {words[0]!r}, which {name!r} needs.")
 
 
+def _places_of(name: str) -> list[str]:
+    """Return the files and folders of the first module of a dotted path that has code, and does not run already."""
+    module = ""
+    for word in name.split("."):
+        module = f"{module}.{word}" if module else word
+        if getattr(sys.modules.get(module), "__file__", None) or module in sys.builtin_module_names:
+            return []
+        try:
+            spec = importlib.util.find_spec(module)  # which imports the package around it: one without code
+        except (ImportError, ValueError, AttributeError):
+            return []  # importing it will say so
+        if spec is None:
+            return []
+        if spec.origin not in (None, "namespace"):
+            own = [] if spec.origin in ("built-in", "frozen") else [spec.origin or ""]
+            return own + list(spec.submodule_search_locations or ())
+    return []
+
+
 def check_trust(name: str) -> None:
     """Raise ConfigError for a dotted path into a module that is neither installed nor in the current folder."""
-    package = name.partition(".")[0]
-    if package in sys.modules or package in sys.builtin_module_names:
-        return
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return  # which importing it will say
-    places = [spec.origin] if spec.origin not in (None, "namespace", "built-in", "frozen") else []
-    places += list(spec.submodule_search_locations or ())
+    places = _places_of(name)
     allowed = [*_installed(), Path.cwd()]
     for place in filter(None, places):
         real = Path(place).resolve()

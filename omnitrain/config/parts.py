@@ -165,7 +165,7 @@ class Parts:
         beside = [one for one in value if one not in (*OF_A_PART, "seed")]
         path = value.get("class_path", value.get("import_path"))
         if beside:
-            known = "`init_args`" if "class_path" in value else "nothing"
+            known = "`init_args` or `seed`" if "class_path" in value else "nothing"
             return self.fail(
                 (*key, beside[0]), f"beside `class_path` stands {known}, got {beside[0]!r}. Write it under `init_args`."
             )
@@ -225,7 +225,8 @@ class Parts:
         arguments = self._arguments(full, function, init_args, key)
         from omnitrain.instantiation import is_partial, made
 
-        if isinstance(arguments, dict) and mode != "object" and not is_bare and is_partial(function, arguments):
+        takes_rest = mode == "function" or (mode == "text" and len(key) == 2)  # as `optimizer` and `lr_scheduler` do
+        if takes_rest and isinstance(arguments, dict) and not is_bare and is_partial(function, arguments):
             return functools.partial(function, **arguments)
         if len(self.errors) == before and (missing := _missing(function, arguments)):
             return self.fail(

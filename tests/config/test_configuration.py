@@ -196,6 +196,8 @@ def test_every_part_begins_from_the_seed_and_leaves_the_random_numbers_alone(fol
         ({"model": part("named.Net", widht=3)}, "a.yaml:5: named.Net has no argument 'widht'. Did you mean 'width'?"),
         ({"model": part("named.Net", activation="torch.nn.Tahn")}, "Did you mean 'Tanh'?"),
         ({"model": part("torch.nn.Linear", in_features=4)}, "a.yaml:2: torch.nn.Linear needs 'out_features'"),
+        ({"train_dataset": part("named.loader")}, "named.loader needs 'dataset': give a value under `init_args`."),
+        ({"train_dataset": part("named.loader", dataset=part("named.loader"))}, "named.loader needs 'dataset'"),
         ({"model": {"class_path": "named.Net", "width": 3}}, "a.yaml:4: beside `class_path` stands `init_args`"),
         ({"model": {"class_path": "named.Net", "import_path": "named.Net"}}, "exclude each other"),
         ({"model": {"class_path": 3}}, "a.yaml:2: a class or function is named by a text, got 3."),
