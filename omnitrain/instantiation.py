@@ -140,7 +140,8 @@ def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
         init_args = _config(arguments, missing, (*place, "init_args"))
         return {"class_path": path, **({"init_args": init_args} if init_args else {}), "seed": seed}
     if isinstance(value, enum.Enum):
-        return _config(value.value, missing, place)
+        path = None if isinstance(value, (str, int)) else _path_of(type(value))
+        return _config(value.value, missing, place) if path is None else {"import_path": f"{path}.{value.name}"}
     if isinstance(value, (Path, Duration, torch.device)):
         return str(value)
     if isinstance(value, (Callback, Algorithm)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +42,36 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scale * self.body(x)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+@dataclasses.dataclass
+class Options:
+    width: int = 8
+
+
+class Typed(nn.Module):
+    """Keeps arguments of more types."""
+
+    def __init__(
+        self,
+        first: Any = None,
+        /,
+        color: Color | None = None,
+        options: Options | None = None,
+        device: torch.device | None = None,
+        functions: dict[str, Callable[..., Any]] | None = None,
+        modules: dict[str, nn.Module] | None = None,
+        kind: type[nn.Module] = nn.ReLU,
+        weight: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.given, self.layer = given, nn.Linear(4, 2)
 
 
 class Own(nn.Module):

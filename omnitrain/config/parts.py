@@ -7,6 +7,8 @@ and converts its arguments by the annotations of the class or function.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import functools
 import inspect
 import re
@@ -39,8 +41,11 @@ class StandIn:
 
 _NUMBERS = ("int", "float", "bool", "complex")
 _PLAIN = frozenset(["None", "NoneType", "bytes", "dict", "list", "tuple", "set",
-                    "Mapping", "Sequence", "Iterable", "Path", "Duration", "Any"])  # fmt: skip
+                    "Mapping", "Sequence", "Iterable", "Path", "Duration", "device", "Any"])  # fmt: skip
 """Types of which a text makes no object."""
+_OF_NAMES = ("dict", "Dict", "Mapping")
+_OF_OTHERS = ("Optional", "Union", "Iterable", "Sequence", "list", "List", "tuple", "Tuple", *_OF_NAMES)
+"""Types whose values are of the types in brackets; in those with names, of the second."""
 
 
 def mode_of(annotation: Any, is_any_object: bool = False) -> Mode:
@@ -53,6 +58,8 @@ def mode_of(annotation: Any, is_any_object: bool = False) -> Mode:
     >>> mode_of("Callable[[Any], str] | None"), mode_of(int | str), mode_of("Iterable[Callback]"), mode_of("list[int]")
     ('function', 'text', 'object', 'text')
     """
+    if any(issubclass(one, enum.Enum) for one in _classes(annotation)):
+        return "text"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if text in ("Any", "typing.Any"):
         return "object" if is_any_object else "text"
@@ -62,16 +69,28 @@ def mode_of(annotation: Any, is_any_object: bool = False) -> Mode:
         outer = outer.rpartition(".")[2]
         if outer in ("str", "Literal", *_NUMBERS) or outer.endswith("Name"):
             return "text"
-        if outer == "Optional" or outer == "Union" or (outer in ("Iterable", "Sequence", "list") and inner != "Any]"):
-            mode = mode_of(inner.removesuffix("]").replace(",", "|"), is_any_object)
+        if outer in _OF_OTHERS and inner and inner != "Any]":
+            is_named = outer in _OF_NAMES
+            of = _alternatives(inner.removesuffix("]").replace(",", "|"))[is_named:]
+            mode = mode_of("|".join(of), is_any_object and not is_named)
             found = mode if found == "text" else found
-        elif outer in ("Callable", "type"):
-            found = "function" if outer == "Callable" else "class"
+        elif outer in ("type", "Type"):
+            found = "class"
+        elif outer == "Callable":
+            found = "function"
         elif outer not in _PLAIN and outer.isidentifier() and found == "text":
             found = "object"
         elif one == "Iterable[Any]" and is_any_object:
             found = "object"  # a loader
     return found
+
+
+def _classes(annotation: Any) -> list[type]:
+    """Return the classes in a type, those in brackets and unions too."""
+    if isinstance(annotation, type) and typing.get_origin(annotation) is None:
+        return [annotation]
+    inner = () if typing.get_origin(annotation) is Literal else typing.get_args(annotation)
+    return [kind for one in inner for kind in _classes(one)]
 
 
 def _alternatives(text: str) -> list[str]:
@@ -126,7 +145,7 @@ class Parts:
         Then its arguments can stand there alone, or the path of a file that has them.
         """
         kind, mode = str(annotation).partition("|")[0].strip(), mode_of(annotation, is_any_object=True)
-        if not (names.is_path(kind) and kind[0].islower()):
+        if not kind.startswith("transformers."):
             return self.value(value, key, mode)
         if isinstance(value, str) and Path(value).suffix in (".json", ".yaml", ".yml"):
             value = read(value).values
@@ -210,9 +229,8 @@ class Parts:
             return found
         full, function = found
         is_bare = isinstance(self.tree.get(key), str)
-        if is_bare and (
-            not callable(function) or mode == "class" or (mode == "function" and not isinstance(function, type))
-        ):
+        is_class = isinstance(function, type)
+        if is_bare and (not callable(function) or mode == "class" or (mode == "function" and not is_class)):
             return function
         if not callable(function):
             return self.fail(key, f"{full} cannot be called. Use `import_path` for the thing itself.")
@@ -233,6 +251,8 @@ class Parts:
                 key,
                 f"{full} needs {', '.join(map(repr, missing))}: give a value under `init_args`.",
             )
+        if len(self.errors) == before and (error := _refusal(function, arguments)):
+            return self.fail(key, f"{full} cannot be called so: {error}.", error)
         if not self.makes:
             return StandIn()
         try:
@@ -253,12 +273,28 @@ class Parts:
         annotations = _annotations(function, parameters)
         for name, value in init_args.items():
             annotation = annotations.get(name, "Any")
-            made[name] = self.value(value, (*within, name), mode_of(annotation))
-            if not self.trust and made[name] == value and not _is_plain(annotation):
+            made[name] = self._argument(value, annotation, (*within, name))
+            if not self.trust and type(made[name]) is type(value) and made[name] == value and not _is_plain(annotation):
                 before = len(self.errors)
                 self._check_trust(value, (*within, name))  # before jsonargparse imports it
                 made[name] = made[name] if len(self.errors) == before else StandIn()
         return _checked(self, full, function, init_args, made, within)
+
+    def _argument(self, value: Any, annotation: Any, key: Key) -> Any:
+        """Return what a value stands for; fields make a dataclass, and a text a member of an enum."""
+        kinds = _classes(annotation)
+        for kind in () if str in kinds else kinds:
+            if isinstance(value, Mapping):
+                if dataclasses.is_dataclass(kind) and value.keys().isdisjoint(OF_A_PART):
+                    return self._part(f"{kind.__module__}.{kind.__qualname__}", value, key, "object")
+            elif issubclass(kind, enum.Enum) and not isinstance(value, list):
+                return next((one for one in kind if value in (one.name, one.value)), value)
+            elif kind.__module__ == "torch" and kind.__name__ == "device" and isinstance(value, str):
+                try:
+                    return kind(value)
+                except RuntimeError as error:
+                    return self.fail(key, f"{value!r} is no device, such as 'cpu' or 'cuda:0'.", error)
+        return self.value(value, key, mode_of(annotation))
 
 
 def _is_plain(annotation: Any) -> bool:
@@ -287,6 +323,17 @@ def _missing(function: Any, arguments: Any) -> list[str]:
     ]  # fmt: skip
 
 
+def _refusal(function: Any, arguments: Any) -> TypeError | None:
+    """Return the error of a call whose arguments do not fit the signature, such as too many by position."""
+    with contextlib.suppress(ValueError):  # a function of C
+        try:
+            signature = inspect.signature(function)
+            _ = signature.bind(**arguments) if isinstance(arguments, dict) else signature.bind(*arguments)
+        except TypeError as error:
+            return error
+    return None
+
+
 def _checked(
     building: Parts, full: str, function: Any, plain: Mapping[str, Any], made: dict[str, Any], key: Key
 ) -> dict[str, Any]:
@@ -303,7 +350,8 @@ def _checked(
         known = add(function, fail_untyped=False, skip=set[str | int](skipped), sub_configs=False)
     except Exception:  # an annotation that jsonargparse does not know, or a function of C
         return made
-    parameters = _parameters(function)
+    if not (parameters := _parameters(function)):  # a function of C
+        return made
     open_names = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for name in made.keys() - {*objects, *known} if not open_names else ():
         hint = did_you_mean(name, {*known, *parameters} - {"self"})
@@ -317,7 +365,9 @@ def _checked(
             if found is None or found[1] not in left:
                 break
             name, value = found[1], left.pop(found[1])
-            building.fail((*key, name), f"`{name}` of {full} {_expected(str(error))}, got {value!r:.100}.", error)
+            annotation = parameters[name].annotation if name in parameters else ""
+            expected = _expected(str(error)) or f"does not fit {inspect.formatannotation(annotation)}"
+            building.fail((*key, name), f"`{name}` of {full} {expected}, got {value!r:.100}.", error)
     return made
 
 
@@ -329,8 +379,8 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _expected(message: str) -> str:
-    """Return what jsonargparse expected, in words."""
+    """Return what jsonargparse expected, in words; an empty text if it does not say it."""
     kinds = re.findall(r"Expected an? (.+?)(?:\. Got value| string: |$)", message, re.M)
     kinds = [re.sub(r"<class '(.+?)'>|typing\.", lambda found: found[1] or "", one) for one in kinds]
     kinds = ["None" if one == "NoneType" else one for one in dict.fromkeys(kinds)]
-    return f"must be {' or '.join(kinds)}" if kinds else "has a wrong type"
+    return f"must be {' or '.join(kinds)}" if kinds else ""

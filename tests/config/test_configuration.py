@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,53 @@ def test_a_model_is_made_of_a_class_or_function_with_its_arguments(folder: Path)
     ).model
     assert isinstance(stack, nn.Sequential) and isinstance(stack[0], nn.Linear)
     assert isinstance(made(folder, model=part("named.Own", width=4), loss_fn="left out").model, named.Own)
+
+
+def given(folder: Path, **arguments: Any) -> dict[str, Any]:
+    return made(folder, model=part("named.Typed", **arguments)).model.given
+
+
+@pytest.mark.parametrize("text, color", [("RED", named.Color.RED), (1, named.Color.RED), ("blue", named.Color.BLUE)])
+def test_a_member_of_an_enum_is_given_by_its_name_or_value(folder: Path, text: Any, color: named.Color) -> None:
+    assert given(folder, color=text)["color"] is color
+
+
+def test_arguments_become_what_their_annotations_say(folder: Path) -> None:
+    assert given(folder, options={"width": 3})["options"] == named.Options(3)
+    assert given(folder, device="cuda:0")["device"] == torch.device("cuda:0")
+    assert given(folder, functions={"a": "named.loss"})["functions"] == {"a": named.loss}
+    assert isinstance(given(folder, modules={"a": "Tanh"})["modules"]["a"], nn.Tanh)
+    assert given(folder, kind="torch.nn.Tanh")["kind"] is nn.Tanh
+    assert given(folder, weight=part("torch.tensor", data=[1, 2]))["weight"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"first": 1}, "'x?first'? .*positional.only"),
+        ({"options": {"widht": 3}}, r"no argument 'widht'. Did you mean 'width'\?"),
+        ({"color": "PINK"}, "RED,BLUE"),
+        ({"device": "warp"}, "'warp' is no device"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named_with_their_line(
+    folder: Path, arguments: dict[str, Any], message: str
+) -> None:
+    [error] = config(folder, model=part("named.Typed", **arguments)).check()
+    assert re.search(rf"^a.yaml:\d+: .*{message}", str(error))
+
+
+def test_no_module_runs_without_trust_for_a_name_inside_of_other_values(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "elsewhere").mkdir()
+    (folder / "inside").mkdir()
+    (folder / "elsewhere" / "runs_code.py").write_text("open('ran', 'w').close()\ndef loss(): ...\n")
+    monkeypatch.syspath_prepend(str(folder / "elsewhere"))
+    monkeypatch.chdir(folder / "inside")
+    model = part("named.Typed", functions={"a": "runs_code.loss"})
+    errors = config(folder / "inside", model=model).check()
+    assert "pass --trust" in str(errors) and not (folder / "inside" / "ran").exists()
 
 
 def test_data_are_made_of_functions_classes_or_are_there_already(folder: Path) -> None:
