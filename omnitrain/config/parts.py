@@ -116,7 +116,10 @@ class Parts:
     """
 
     def __init__(self, tree: Tree, trust: bool, seed: int, makes: bool) -> None:
-        self.tree, self.trust, self.seed, self.makes = tree, trust, seed, makes
+        self.tree: Tree = tree
+        self.trust: bool = trust
+        self.seed: int = seed
+        self.makes: bool = makes
         self.errors: list[ConfigError] = []
 
     def arguments_of_trainer(self, trainer_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
