@@ -27,6 +27,8 @@ from omnitrain.schedules import NAMED, Course, Place, Schedule, made, named_sche
 from omnitrain.settings import DEFAULTS
 
 __all__ = [
+    "MUON",
+    "PACKAGES",
     "SCHEDULE_NAMES",
     "ScheduleLR",
     "build_optimizer",
@@ -59,7 +61,7 @@ def import_class(path: str, wanted: type | tuple[type, ...], name: str) -> Any:
     """
     module, _, attribute = path.rpartition(".")
     package = module.partition(".")[0]
-    if package not in _PACKAGES and package not in sys.modules:
+    if package not in PACKAGES and package not in sys.modules:
         raise ConfigError(
             f"`{name}={path[:200]!r}` is in no package that is imported. Import {package!r} before, or pass the class."
         )
@@ -78,7 +80,7 @@ def import_class(path: str, wanted: type | tuple[type, ...], name: str) -> Any:
     return found
 
 
-_PACKAGES = (
+PACKAGES = (
     "omnitrain",
     "torch",
     "transformers",

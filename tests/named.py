@@ -86,6 +86,10 @@ class Own(nn.Module):
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+class MySGD(torch.optim.SGD):
+    """An optimizer of one's own."""
+
+
 class Takes(nn.Linear):
     """A model with arguments that name functions and classes, at several depths."""
 

@@ -201,7 +201,7 @@ def pairs_of(words: Sequence[str]) -> list[tuple[str, str | None]]:
         name, equals, text = word.partition("=")
         if not re.fullmatch(r"--[A-Za-z_][\w.-]*!?", name):
             raise ConfigError(f"{word!r} is no option. Values are given as --trainer.epochs 3 or --trainer.epochs=3.")
-        name = name[2:].replace("-", "_")
+        name = re.sub(r"(?<=[A-Za-z0-9])-(?=[A-Za-z0-9])", "_", name[2:])
         if name.endswith("!"):
             found.append((name[:-1], None))
         elif equals:

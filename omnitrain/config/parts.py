@@ -132,6 +132,8 @@ class Parts:
             key: Key = ("trainer", name)
             if name == "compute_metrics":  # names of metrics, and functions by their paths
                 found[name] = self._metrics(given[name], key)
+            elif name in ("optimizer", "lr_scheduler") and isinstance(given[name], str):
+                found[name] = self._optimizer_or_schedule(given[name], key)
             else:
                 found[name] = self._by_annotation(given[name], annotation, key)
         return found
@@ -141,6 +143,25 @@ class Parts:
             return [self._metrics(one, (*key, number)) for number, one in enumerate(value)]
         is_name = isinstance(value, str) and not names.is_path(value)
         return self.value(value, key, "text" if is_name else "function")
+
+    def _optimizer_or_schedule(self, value: str, key: Key) -> Any:
+        """Return the name, which the trainer knows, or a class of another package."""
+        from omnitrain import optimization
+
+        if names.is_path(value) and value.partition(".")[0] not in optimization.PACKAGES:
+            found = self._find(value, key)
+            return found if isinstance(found, StandIn) else found[1]
+        try:
+            if key[-1] == "optimizer" and value.lower() != optimization.MUON:
+                optimization.optimizer_class(value)
+        except OmnitrainError as error:
+            return self.fail(key, str(error), error)
+        if key[-1] == "lr_scheduler" and not names.is_path(value) and value not in optimization.SCHEDULE_NAMES:
+            hint = did_you_mean(value, optimization.SCHEDULE_NAMES)
+            return self.fail(
+                key, f"there is no schedule {value!r}, but {', '.join(optimization.SCHEDULE_NAMES)}.{hint}"
+            )
+        return value
 
     def _by_annotation(self, value: Any, annotation: Any, key: Key) -> Any:
         """Return what a value stands for where one class is expected, such as TrainingArguments.

@@ -159,6 +159,7 @@ def test_an_optimizer_and_a_schedule_are_made_by_the_trainer(folder: Path) -> No
     trainer.train()
     assert type(trainer.optimizer) is torch.optim.SGD and trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
     assert type(made(folder, optimizer="sgd", learning_rate=0.1).optimizer) is torch.optim.SGD
+    assert type(made(folder, optimizer="named.MySGD", learning_rate=0.1).optimizer) is named.MySGD
     by_name = made(folder, lr_scheduler="cosine", lr_scheduler_kwargs={"min_lr": 1e-6}, warmup_steps="0.1dur")
     assert by_name.settings.lr_scheduler == "cosine"
     ours = made(folder, lr_scheduler=part("CosineAnnealingScheduler", t_max="0.5dur"))
@@ -254,6 +255,10 @@ def test_every_part_begins_from_the_seed_and_leaves_the_random_numbers_alone(fol
         ({"model": part("named.CONSTANT")}, "cannot be called. Use `import_path` for the thing itself."),
         ({"optimizer": part("torch.optim.SGD", lrr=1)}, "a.yaml:10: torch.optim.SGD has no argument 'lrr'."),
         ({"optimizer": part("torch.optim.SGD", lr="fast")}, "`lr` of torch.optim.SGD must be float"),
+        ({"optimizer": "adamv"}, "a.yaml:7: `optimizer` must be"),
+        ({"optimizer": "torch.optim.SGDD"}, "a.yaml:7: `optimizer='torch.optim.SGDD'` cannot be imported"),
+        ({"optimizer": "named.Nothing"}, "a.yaml:7: named has no 'Nothing'"),
+        ({"lr_scheduler": "cosin"}, "a.yaml:7: there is no schedule 'cosin', but "),
         ({"callbacks": ["EarlyStoping"]}, "a.yaml:8: there is nothing called 'EarlyStoping'"),
         ({"callbacks": [part("EarlyStopping", patienc=1)]}, "a.yaml:10: omnitrain.EarlyStopping has no"),
         ({"algorithms": {"a": 1}}, "`algorithms`"),
