@@ -139,7 +139,7 @@ def _add_train(commands: Any) -> None:
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.epilog = "CONFIG is a YAML file; of several, each is put over those before."
+    parser.epilog = "CONFIG is a YAML file, with or without -f or --config; of several, each is put over those before."
     about = "import modules that are neither installed nor in the current folder: a configuration can run any code"
     add("--trust", action="store_true", help=about)
 

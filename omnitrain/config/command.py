@@ -96,8 +96,21 @@ def _divided(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | No
     """Return the files and the options of a command line; modules of the current folder can be imported then."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
-    return [Path(word) for word in words[:first]], pairs_of(words[first:])
+    files, options, left = list[Path](), list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        if word in ("-f", "--config"):  # as nnScaler and Lightning have it
+            if not left:
+                raise ConfigError(f"{word} needs a file, such as config.yaml.")
+            files.append(Path(left.pop(0)))
+        elif word.startswith("-"):
+            options.append(word)
+            takes_next = "=" not in word and not word.endswith("!") and bool(left)
+            if takes_next and not re.match(r"--[A-Za-z_]|-f$", left[0]):
+                options.append(left.pop(0))
+        else:
+            files.append(Path(word))
+    return files, pairs_of(options)
 
 
 def _folder_key(files: Sequence[Path]) -> str:

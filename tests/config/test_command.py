@@ -107,6 +107,14 @@ def test_several_files_are_put_over_one_another(folder: Path, capsys: pytest.Cap
     assert not (folder / "runs").exists()
 
 
+def test_files_may_stand_anywhere_and_be_called_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = set()
+    for words in (["-f", "a.yaml"], ["--config", "a.yaml"], ["a.yaml"]):
+        assert cli.main(["train", "--trainer.epochs", "7", "--print_config", *words, "--trainer.delta", "-1"]) == 0
+        found.add(capsys.readouterr().out)
+    assert len(found) == 1 and "epochs: 7" in found.pop()
+
+
 def test_a_run_goes_on_without_a_file(folder: Path) -> None:
     assert cli.main(["train", "a.yaml", "--trainer.epochs", "1", "--trainer.save_dir", "runs/b"]) == 0
     (folder / "runs" / "b").rename(folder / "moved")
@@ -182,7 +190,9 @@ def test_the_file_of_the_documentation_trains(folder: Path) -> None:
             ["a.yaml", "--epochs", "3"],
             "--epochs: options begin with --vars., --trainer., --train.. Write --trainer.epochs.",
         ),
-        (["a.yaml", "--trainer.epochs", "3", "4"], "'4' is no option. Values are given as --trainer.epochs 3"),
+        (["a.yaml", "--trainer.epochs", "3", "4"], "'4' cannot be read as a configuration"),
+        (["a.yaml", "-x", "4"], "'-x' is no option. Values are given as --trainer.epochs 3"),
+        (["-f"], "-f needs a file, such as config.yaml."),
         (["a.yaml", "--trainer.epoch", "3"], "--trainer.epoch: Trainer has no argument 'epoch'."),
         (["a.yaml", "--trainer.epochs", "x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
         (["a.yaml", "--trainer.epochz!"], "there is no 'trainer.epochz' to remove. Did you mean 'epochs'?"),
