@@ -359,6 +359,7 @@ def dying(trial: str, step: int) -> Callable[..., Any]:
     return lambda params, folder: native(params, folder, callbacks=[Dies(step)] if folder.name == trial else [])
 
 
+@pytest.mark.slow  # tests/config/test_command.py has one such search, by the command
 def test_twelve_trials_killed_in_the_middle_go_on_to_twelve_with_the_same_scores(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     for trial, step in (("trial-0000", 3), ("trial-0003", 12), ("trial-0009", 7)):

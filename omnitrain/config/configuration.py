@@ -172,6 +172,12 @@ class Config:
             errors += self._unknown(name, [one for one in given if one not in known], known)
         errors += self._unknown("train()", [one for one in self.tree.values.get("train") or {} if one not in _OF_TRAIN],
                                 _OF_TRAIN, "train")  # fmt: skip
+        started = self.tree.values.get("train") or {}
+        if not isinstance(started.get("resume_from"), (str, type(None))):
+            wrong = started["resume_from"]
+            errors.append(
+                self.tree.error(("train", "resume_from"), f"`resume_from` must be a text, got {wrong!r:.100}.")
+            )
         plain = {one: _stand_ins(value, one) for one, value in given.items() if one in DEFAULTS and value != MISSING}
         for _ in range(len(plain) + 1):
             try:

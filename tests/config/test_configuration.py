@@ -311,6 +311,7 @@ def test_a_check_makes_nothing_and_a_plain_error_imports_nothing(folder: Path) -
         ({"vars": {}}, "there is no `trainer:`"),
         ({"trainer": 3}, "a.yaml:1: `trainer` must hold names with values, got 3."),
         ({"trainer": BASE, "train": {"resume": 1}}, "train() has no argument 'resume'. Did you mean 'resume_from'?"),
+        ({"trainer": BASE, "train": {"resume_from": 3}}, "a.yaml:8: `resume_from` must be a text, got 3."),
         ({"trainer": {"init_args": BASE, "epochs": 1}}, "'epochs' stands under `trainer` as well"),
     ],
 )  # fmt: skip
