@@ -14,6 +14,7 @@ import importlib
 import inspect
 import sys
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ _LONGEST = 1000
 
 _made: dict[int, tuple[Any, str, Any, int]] = {}
 """How objects were made, by id: the object, or a weak reference to it, its class or function, arguments and seed."""
+_held: deque[int] = deque(maxlen=32)
+"""The latest of those to which there are no weak references, such as lists, whose memory stays in use."""
 
 
 def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = (), *, seed: int = 42) -> Any:
@@ -83,15 +86,21 @@ def made(class_path: str, function: Any, init_args: Any, seed: int, config: Any 
     with isolated_rng(seed=seed):
         found = function(**init_args) if isinstance(init_args, Mapping) else function(*init_args)
     note: Any = class_path, init_args if config is None else config, seed
-    if not isinstance(found, (Callback, Algorithm, str, int, float, bool, type(None))):  # the first two note it too
+    is_shared = isinstance(found, (str, int, float, bool, bytes, type(None))) or (
+        isinstance(found, tuple) and not found
+    )
+    if not is_shared and not isinstance(found, (Callback, Algorithm)):  # which note it themselves
         try:
             _made[id(found)] = weakref.ref(found, functools.partial(_forget, id(found))), *note
         except TypeError:  # such as a list, which allows no weak references
+            if len(_held) == _held.maxlen:
+                _forget(_held[0])
+            _held.append(id(found))
             _made[id(found)] = found, *note
     return found
 
 
-def _forget(number: int, _: Any) -> None:
+def _forget(number: int, _: Any = None) -> None:
     _made.pop(number, None)
 
 

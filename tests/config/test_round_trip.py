@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,17 @@ def test_samples_are_not_written_into_the_file(folder: Path) -> None:
     assert trainer.config.values["trainer"]["eval_dataset"] == {"a": "???"}
     made = Trainer(named.Own(), instantiate("named.dicts"), progress_bar=False)
     assert made.config.values["trainer"]["train_dataset"] == {"class_path": "named.dicts"}
+
+
+def test_parts_that_are_not_used_any_more_take_no_memory(folder: Path) -> None:
+    from omnitrain import instantiation
+
+    before = len(instantiation._made)
+    for _ in range(100):
+        instantiate("named.dicts", {"size": 1})
+        instantiate("named.Net")
+    gc.collect()
+    assert len(instantiation._made) <= before + 32
 
 
 def test_a_trainer_with_a_constructor_of_its_own_is_not_taken_for_another_one(folder: Path) -> None:
