@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _refusing(run: Callable[[argparse.Namespace], int | None]) -> Callable[[argparse.Namespace], int | None]:
+    """Return a command that exits with 2 after a ConfigError: a wrong path or value counts like a wrong option."""
+
+    @functools.wraps(run)
+    def refusing(args: argparse.Namespace) -> int | None:
+        try:
+            return run(args)
+        except ConfigError as error:
+            if "runs_on_ranks" not in args or os.environ.get("LOCAL_RANK", "0") == "0":  # the others find the same
+                print(f"omnitrain: {error}", file=sys.stderr)
+            return 2
+
+    return refusing
+
+
 def _add_demo(commands: Any) -> None:
     about = "Train on real data that is already on this machine; no network needed."
     demo = commands.add_parser("demo", help=about, description=about, allow_abbrev=False)
@@ -134,7 +150,7 @@ def _add_train(commands: Any) -> None:
     add("--resume", type=Path, metavar="RUN", help="the folder of a run or a checkpoint to go on with; needs no CONFIG")
     add("--print_config", action="store_true", help="print the configuration with all changes, and train nothing")
     add("-h", "--help", action=_HelpOfTrain, nargs=0, help="show this, with the arguments of the trainers, and exit")
-    train.set_defaults(run=_train, takes_words=True)
+    train.set_defaults(run=_train, takes_words=True, runs_on_ranks=True)
 
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
@@ -155,16 +171,11 @@ class _HelpOfTrain(argparse.Action):
         parser.exit()
 
 
-def _train(args: argparse.Namespace) -> int | None:
+@_refusing
+def _train(args: argparse.Namespace) -> None:
     from omnitrain.config import command
 
-    try:
-        command.train(args.words, args.resume, args.trust, args.print_config)
-    except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks find the same
-            print(f"omnitrain: {error}", file=sys.stderr)
-        return 2
-    return None
+    command.train(args.words, args.resume, args.trust, args.print_config)
 
 
 def _add_sweep(commands: Any) -> None:
@@ -182,19 +193,14 @@ def _add_sweep(commands: Any) -> None:
     add("--sampler", choices=("tpe", "random", "grid"), help="what chooses (default: grid if all fit in, else tpe)")
     add("--pruner", choices=("median", "none"), help="what stops bad trials (default: median)")
     add("--save_dir", type=Path, metavar="FOLDER", help="of the sweep (default: that of the configuration)")
-    sweep.set_defaults(run=_sweep, takes_words=True)
+    sweep.set_defaults(run=_sweep, takes_words=True, runs_on_ranks=True)
 
 
-def _sweep(args: argparse.Namespace) -> int | None:
+@_refusing
+def _sweep(args: argparse.Namespace) -> None:
     from omnitrain.config import command
 
-    try:
-        command.sweep(args.words, args.trials, args.sampler, args.pruner, args.save_dir, args.trust)
-    except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"omnitrain: {error}", file=sys.stderr)
-        return 2
-    return None
+    command.sweep(args.words, args.trials, args.sampler, args.pruner, args.save_dir, args.trust)
 
 
 def _add_config(commands: Any) -> None:
@@ -212,18 +218,14 @@ def _add_config(commands: Any) -> None:
     convert.set_defaults(run=_config, action="convert")
 
 
-def _config(args: argparse.Namespace) -> int | None:
+@_refusing
+def _config(args: argparse.Namespace) -> None:
     from omnitrain.config import command
 
-    try:
-        if args.action == "convert":
-            command.convert(args.file)
-        else:
-            command.check(args.words, args.trust)
-    except ConfigError as error:
-        print(f"omnitrain: {error}", file=sys.stderr)
-        return 2
-    return None
+    if args.action == "convert":
+        command.convert(args.file)
+    else:
+        command.check(args.words, args.trust)
 
 
 def _add_launch(commands: Any) -> None:
@@ -250,17 +252,14 @@ def _add_launch(commands: Any) -> None:
     launch.set_defaults(run=_launch)
 
 
+@_refusing
 def _launch(args: argparse.Namespace) -> int:
     from omnitrain import launch
 
     options = {name: value for name, value in vars(args).items() if name not in ("run", "words")}
     if args.script in ("train", "sweep") and not args.is_module and not Path(args.script).exists():  # commands of ours
         options |= {"is_module": True, "script": "omnitrain", "arguments": [args.script, *args.arguments]}
-    try:
-        return launch.start(launch.Launch(**options))
-    except ConfigError as error:
-        print(f"omnitrain: {error}", file=sys.stderr)
-        return 2
+    return launch.start(launch.Launch(**options))
 
 
 def _add_checkpoint(commands: Any) -> None:
@@ -282,16 +281,13 @@ def _add_checkpoint(commands: Any) -> None:
         action.set_defaults(run=_checkpoint, action=name)
 
 
+@_refusing
 def _checkpoint(args: argparse.Namespace) -> int | None:
     from omnitrain import checkpoint_cli
 
     paths = [value for name, value in vars(args).items() if name.startswith("path")]
     options = {name: getattr(args, name) for name in ("merge", "adapter") if name in args}
-    try:
-        return getattr(checkpoint_cli, args.action)(*paths, **options)
-    except ConfigError as error:  # a wrong path, which counts like a wrong option
-        print(f"omnitrain: {error}", file=sys.stderr)
-        return 2
+    return getattr(checkpoint_cli, args.action)(*paths, **options)
 
 
 def _add_compare(commands: Any) -> None:

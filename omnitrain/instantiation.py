@@ -24,16 +24,14 @@ import torch
 from torch import nn
 
 from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.events import Algorithm, Callback, arguments_of
 from omnitrain.masking import is_secret_name, masked
-from omnitrain.plain_yaml import write
+from omnitrain.plain_yaml import MISSING, write
 from omnitrain.reproducibility import isolated_rng
 
-__all__ = ["MISSING", "Missing", "TrainerConfig", "config_of", "instantiate", "is_partial", "made"]
+__all__ = ["Missing", "TrainerConfig", "config_of", "imported", "instantiate", "is_partial", "made"]
 
-MISSING = "???"
-"""What stands in a file for a part that has no name; the file is not used before something else stands there."""
 Missing = dict[tuple[str | int, ...], str]
 """Why a part has no name, by its place."""
 _LONGEST = 1000
@@ -63,14 +61,38 @@ def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = 
     >>> config_of(model)
     {'class_path': 'torch.nn.Linear', 'init_args': {'in_features': 4, 'out_features': 2}}
     """
-    module, _, name = class_path.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"`class_path={class_path!r}` cannot be imported: {error}. Give a path such as 'torch.nn.Linear'."
-        ) from error
-    return made(class_path, function, init_args, seed)
+    return made(class_path, imported(class_path), init_args, seed)
+
+
+def imported(name: str) -> Any:
+    """Return what a dotted path leads to: attributes of the innermost module that there is.
+
+    Raises:
+        ConfigError: If there is nothing.
+    """
+    words = name.split(".")
+    for end in range(len(words) - 1, 0, -1):
+        module = ".".join(words[:end])
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if end > 1 and error.name is not None and module.startswith(error.name):
+                continue
+            if error.name == module:
+                raise ConfigError(
+                    f"there is no module {module!r}, which {name!r} needs. Install it, or start the program in the "
+                    "folder that it lies in."
+                ) from error
+            raise ConfigError(f"{name!r} cannot be imported: {error}.") from error
+        except Exception as error:
+            raise ConfigError(f"{name!r} cannot be imported: {type(error).__name__} in {module}: {error}") from error
+        for word in words[end:]:
+            if not hasattr(found, word):
+                where = getattr(found, "__name__", module)
+                raise ConfigError(f"{where} has no {word!r}, which {name!r} needs.{did_you_mean(word, dir(found))}")
+            found = getattr(found, word)
+        return found
+    raise ConfigError(f"there is no module {words[0]!r}, which {name!r} needs.")
 
 
 def made(class_path: str, function: Any, init_args: Any, seed: int, config: Any = None) -> Any:

@@ -10,7 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["loader", "write"]
+__all__ = ["MISSING", "loader", "write"]
+
+MISSING = "???"
+"""What stands in a file for a value that is not known; the file is not used before something else stands there."""
 
 _EXPONENT = r"(?:[eE][-+]?\d+)"
 _VALUES = {

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.record import CONFIG_FILE
-from omnitrain.config.configuration import SECTIONS, TRAINERS, Config
-from omnitrain.config.reading import Place, parse_value, read
+from omnitrain.config.configuration import SECTIONS, TRAINERS, Config, merged, raise_all
+from omnitrain.config.reading import Place, Tree, parse_value, read
 from omnitrain.errors import ConfigError
 from omnitrain.plain_yaml import write
 from omnitrain.settings import DEFAULTS
@@ -44,7 +44,6 @@ def train(words: Sequence[str], resume: Path | None, trust: bool, only_print: bo
     if only_print:
         print(write(config.tree.values), end="")
         return
-    _report(config.check())
     config.train()
 
 
@@ -54,7 +53,7 @@ def check(words: Sequence[str], trust: bool) -> None:
     Raises:
         ConfigError: With all of it.
     """
-    _report(make_config(words, None, trust).check())
+    raise_all(make_config(words, None, trust).check())
     print("Nothing is wrong.")
 
 
@@ -85,11 +84,14 @@ def make_config(words: Sequence[str], resume: Path | None = None, trust: bool = 
             )
         files.insert(0, run / CONFIG_FILE)
         from_where = str(resume) if is_checkpoint else "last"
-        own = [(_folder_key(files), str(run)), ("trainer.overwrite", "false"), ("train.resume_from", from_where)]
+        own = [("trainer.overwrite", "false"), ("train.resume_from", from_where)]
         pairs = [*own, *pairs]
     if not files:
         raise ConfigError("Name a file, such as config.yaml, or a run to go on with: --resume runs/a.")
-    return Config.read(*files, overrides=_of_transformers(files, pairs), trust=trust)
+    tree = merged(files)
+    if resume is not None:
+        pairs = [(_folder_key(tree), str(run)), *pairs]
+    return Config.over(tree, _of_transformers(tree, pairs), trust)
 
 
 def _divided(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
@@ -113,15 +115,11 @@ def _divided(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | No
     return files, pairs_of(options)
 
 
-def _folder_key(files: Sequence[Path]) -> str:
+def _folder_key(tree: Tree) -> str:
     """Return the name of the folder of the run: HFTrainer's can be in its training arguments."""
-    for file in files:
-        trainer = read(file).values.get("trainer")
-        for name in ("training_args", "args"):
-            theirs = trainer.get(name) if isinstance(trainer, Mapping) else None
-            within = theirs.get("init_args", theirs) if isinstance(theirs, Mapping) else None
-            if isinstance(within, Mapping) and "output_dir" in within:
-                return f"trainer.{name}.output_dir"
+    for name in ("training_args", "args"):
+        if tree.get(("trainer", name, "output_dir")) is not None:
+            return f"trainer.{name}.output_dir"
     return "trainer.save_dir"
 
 
@@ -149,7 +147,8 @@ def sweep(
     files, pairs = _divided(words)
     if not files:
         raise ConfigError("Name a file, such as config.yaml.")
-    pairs = _of_transformers(files, pairs)
+    tree = merged(files)
+    pairs = _of_transformers(tree, pairs)
     space = {name: values for name, text in pairs if (values := _searched(name, text)) is not None}
     if not space:
         raise ConfigError(
@@ -157,23 +156,20 @@ def sweep(
             "--trainer.learning_rate '{low: 1e-5, high: 1e-2, log: true}'."
         )
     fixed = [(name, text) for name, text in pairs if name not in space]
-    key = _folder_key(files)
+    key = _folder_key(tree)
     values = {name: one if isinstance(one, list) else [one["low"], one["high"]] for name, one in space.items()}
     first = [(name, json.dumps(some[0])) for name, some in values.items()]
-    config = Config.read(*files, overrides=[*fixed, *first], trust=trust)
-    _report(config.check())
+    config = Config.over(tree, [*fixed, *first], trust)
+    raise_all(config.check())
     for name, some in values.items():  # each value by itself, beside the first of the others
         for value in some[1:]:
-            changed = Config.read(*files, overrides=[*fixed, *first, (name, json.dumps(value))], trust=trust)
-            _report(changed.check())
+            raise_all(Config.over(tree, [*fixed, *first, (name, json.dumps(value))], trust).check())
     if save_dir is None:
         save_dir = Path(config.tree.get(tuple(key.split("."))) or "runs/sweep")
 
     def make_trainer(params: Mapping[str, Any], folder: Path) -> Any:
         chosen = [(name, json.dumps(value)) for name, value in params.items()]
-        return Config.read(
-            *files, overrides=[*fixed, *chosen, (key, json.dumps(str(folder)))], trust=trust
-        ).make_trainer()
+        return Config.over(tree, [*fixed, *chosen, (key, json.dumps(str(folder)))], trust).make_trainer()
 
     from omnitrain.sweeps import search
 
@@ -225,12 +221,10 @@ def pairs_of(words: Sequence[str]) -> list[tuple[str, str | None]]:
     return found
 
 
-def _of_transformers(files: Sequence[Path], pairs: Pairs) -> list[tuple[str, str | None]]:
+def _of_transformers(tree: Tree, pairs: Pairs) -> list[tuple[str, str | None]]:
     """Return the pairs with transformers' own options, which have no dots, in their place under `training_args`."""
-    found, trainer = [], "Trainer"
-    for file in files:
-        trainer = (read(file).values.get("trainer") or {}).get("class_path", trainer)
-    trainer = dict(pairs).get("trainer.class_path", dict(pairs).get("trainer", trainer))
+    given, found = dict(pairs), list[tuple[str, str | None]]()
+    trainer = given.get("trainer.class_path", given.get("trainer", tree.get(("trainer", "class_path"))))
     for name, text in pairs:
         if name.partition(".")[0] not in SECTIONS:
             if str(trainer).rpartition(".")[2] != "HFTrainer":
@@ -240,14 +234,6 @@ def _of_transformers(files: Sequence[Path], pairs: Pairs) -> list[tuple[str, str
             name = f"trainer.training_args.{name}"
         found.append((name, text))
     return found
-
-
-def _report(errors: Sequence[ConfigError]) -> None:
-    """Raise one error for all."""
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise ConfigError(f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors))
 
 
 def help_of_trainers(names: Sequence[str] = TRAINERS) -> str:

@@ -6,6 +6,7 @@ be said without importing what the file names is said first. `parts.py` makes th
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from omnitrain.config.parts import Parts, StandIn, mode_of
 from omnitrain.config.reading import OF_A_PART, Place, Tree, read, spelled
 from omnitrain.duration import Limits
 from omnitrain.errors import ConfigError, OmnitrainError, add_place, did_you_mean
+from omnitrain.plain_yaml import MISSING
 from omnitrain.settings import DEFAULTS, Settings, check_settings
 from omnitrain.vocabulary import advice
 
@@ -24,11 +26,10 @@ if TYPE_CHECKING:
     from omnitrain.metrics import MetricsDict
     from omnitrain.trainers.base import BaseTrainer
 
-__all__ = ["SECTIONS", "TRAINERS", "Config"]
+__all__ = ["SECTIONS", "TRAINERS", "Config", "merged", "raise_all"]
 
 SECTIONS = ("vars", "trainer", "train")
 TRAINERS = ("Trainer", "AccelerateTrainer", "HFTrainer")
-MISSING = "???"  # as in instantiation.py, which would import torch
 
 
 class Config:
@@ -76,9 +77,14 @@ class Config:
             ConfigError: With file and line.
             MissingExtraError: If PyYAML is not installed.
         """
-        tree = Tree()
-        for file in files:
-            tree.merge(_flat(read(file)))
+        return cls.over(merged(files), overrides, trust)
+
+    @classmethod
+    def over(
+        cls, tree: Tree, overrides: Mapping[str, Any] | Sequence[tuple[str, str | None]] = (), trust: bool = False
+    ) -> Config:
+        """Return the configuration of files that have been read, which stay as they are; as `read` otherwise."""
+        tree = Tree(copy.deepcopy(tree.values), dict(tree.places))
         if isinstance(overrides, Mapping):
             for word, value in overrides.items():
                 tree.put(word, value, Place("the overrides"))
@@ -104,10 +110,9 @@ class Config:
         """Return the trainer.
 
         Raises:
-            ConfigError: With file and line, for the first thing that is wrong.
+            ConfigError: With file and line, for everything that is wrong.
         """
-        for error in self.check():
-            raise error
+        raise_all(self.check())
         building = Parts(self.tree, self.trust, self._seed, makes=True)
         trainer_class = self._trainer_class()
         arguments = building.arguments_of_trainer(trainer_class, self.arguments)
@@ -251,6 +256,22 @@ _NAMES_OBJECTS = frozenset(
     if mode_of(one.annotation, name.endswith(("_dataset", "_loader", "_class"))) != "text"
 )  # fmt: skip
 """Arguments of a trainer for which a text is the name of something."""
+
+
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise one error for all, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError(f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors))
+
+
+def merged(files: Sequence[str | Path]) -> Tree:
+    """Read files, of which each is put over those before."""
+    tree = Tree()
+    for file in files:
+        tree.merge(_flat(read(file)))
+    return tree
 
 
 def _flat(tree: Tree) -> Tree:

@@ -70,34 +70,9 @@ def find(name: str, trust: bool) -> tuple[str, Any]:
         )
     if not trust:
         check_trust(name)
-    return name, _imported(name)
+    from omnitrain.instantiation import imported
 
-
-def _imported(name: str) -> Any:
-    """Return what a dotted path leads to: attributes of the innermost module that there is."""
-    words = name.split(".")
-    for end in range(len(words) - 1, 0, -1):
-        module = ".".join(words[:end])
-        try:
-            found: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if end > 1 and error.name is not None and module.startswith(error.name):
-                continue
-            if error.name == module:
-                raise ConfigError(
-                    f"there is no module {module!r}, which {name!r} needs. Install it, or start the program in the "
-                    "folder that it lies in."
-                ) from error
-            raise ConfigError(f"{name!r} cannot be imported: {error}.") from error
-        except Exception as error:
-            raise ConfigError(f"{name!r} cannot be imported: {type(error).__name__} in {module}: {error}") from error
-        for word in words[end:]:
-            if not hasattr(found, word):
-                where = getattr(found, "__name__", module)
-                raise ConfigError(f"{where} has no {word!r}, which {name!r} needs.{did_you_mean(word, dir(found))}")
-            found = getattr(found, word)
-        return found
-    raise ConfigError(f"there is no module {words[0]!r}, which {name!r} needs.")
+    return name, imported(name)
 
 
 def _places_of(name: str) -> list[str]:
