@@ -14,6 +14,7 @@ from torch import nn
 
 from omnitrain import AccelerateTrainer, ConfigError, EarlyStopping, HFTrainer, Trainer
 from omnitrain.config import Config
+from omnitrain.config.configuration import merged
 from omnitrain.plain_yaml import write
 
 BASE: dict[str, Any] = {
@@ -383,3 +384,13 @@ def test_values_changed_in_python_are_those_of_the_file(folder: Path) -> None:
 def test_early_stopping_given_by_name_is_the_class_of_this_library(folder: Path) -> None:
     trainer = made(folder, eval_dataset="named.rows", callbacks=[part("EarlyStopping", patience=2)])
     assert type(trainer._callbacks[0]) is EarlyStopping
+
+
+def test_files_that_have_been_read_stay_as_they_are(folder: Path) -> None:
+    config(folder, model=part("named.Net", width=3))
+    tree = merged(["a.yaml"])
+    changed = Config.over(tree, {"trainer.model.width": 5, "trainer.epochs": 7})
+    (folder / "a.yaml").unlink()
+    assert changed.arguments["epochs"] == 7 and changed.arguments["model"]["init_args"] == {"width": 5}
+    again = Config.over(tree).arguments
+    assert again["epochs"] == 1 and again["model"]["init_args"] == {"width": 3}
