@@ -24,7 +24,7 @@ SOURCE = PACKAGE / "trainers" / "base.py"
 POSITIONAL = ("self", "model", "train_dataset", "eval_dataset", "test_dataset")
 TRAINERS: dict[str, set[str]] = {
     "trainers/accelerated.py": {"device"},
-    "hf/trainer.py": {"device", "async_save"},
+    "hf/trainer.py": {"device"},
 }
 """The files of the trainers that repeat the list, and the arguments that they do not have."""
 WIDER = {

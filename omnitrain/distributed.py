@@ -129,6 +129,14 @@ class Ranks:
         """Return the result of `work` on the main rank; raise its error on all ranks."""
         return work()
 
+    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Return the results of `work`, done by every rank, on the main rank; nothing on the others.
+
+        Raises:
+            Exception: The error of the first rank that has one, on all ranks, once all are done.
+        """
+        return [work()]
+
     def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
         """Return the lists of all ranks in order on the main rank, nothing on the others; empties `values`."""
         return [values]
@@ -455,6 +463,27 @@ class ProcessRanks(Ranks):
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
+
+    def together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Return the results of `work`, done by every rank, on the main rank; nothing on the others.
+
+        Raises:
+            Exception: The error of the first rank that has one, on all ranks, once all are done.
+        """
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result = [work()]
+        except Exception as raised:
+            error = raised
+        (failed,) = self._exchange(what, [float(error is not None)])
+        if not failed:
+            return [one for (one,) in self.gather_on_main(what, result)]
+        own = None if error is None else (self._portable(error, what), self._portable(error.__cause__, what))
+        rank, found = next((rank, one) for rank, one in enumerate(self.gather(what, own)) if one is not None)
+        if error is not None and rank == self.rank:
+            raise error
+        raise found[0] from found[1]
 
     def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
         """Return the lists of all ranks in order on the main rank, nothing on the others; empties `values`.

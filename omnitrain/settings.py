@@ -239,6 +239,7 @@ class Settings:
     save_only_model: bool = False
     save_frozen: bool | None = None
     async_save: bool = False
+    consolidate: bool | None = None
     init_from: str | Path | Mapping[str, Any] | None = None
     # precision and placement
     autocast: PrecisionName | torch.dtype | None = None
@@ -292,15 +293,15 @@ NOT_NEGATIVE = ("num_workers", "seed", "keep_best", "save_total_limit")
 MOST = {"seed": 2**64 - 1}
 """The largest allowed integers, by argument, if there is a limit."""
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
-            "save_required", "save_only_model", "save_frozen", "async_save", "deterministic", "detect_anomaly",
-            "progress_bar")  # fmt: skip
+            "save_required", "save_only_model", "save_frozen", "async_save", "consolidate", "deterministic",
+            "detect_anomaly", "progress_bar")  # fmt: skip
 CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper", "preprocess_logits_for_metrics")
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
     "load_best_at_end": (None, False), "optimization_metric": ("loss", "eval_loss"), "optimization_direction": (None,),
 }  # fmt: skip
 NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "overwrite",
-                  "save_required", "save_only_model", "save_frozen", "async_save")  # fmt: skip
+                  "save_required", "save_only_model", "save_frozen", "async_save", "consolidate")  # fmt: skip
 NEEDS_A_LIMIT = ("keep_every",)
 """Arguments without effect if there is no `save_total_limit`, as all checkpoints are kept."""
 OF_A_LOADER = ("shuffle", "drop_last", "global_batch_size")

@@ -139,17 +139,12 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
         parts: The arguments of `Backend`.
 
     Raises:
-        ConfigError: If `async_save` is set for sharded weights.
+        ConfigError: If fp8 is asked of DeepSpeed.
         DistributedError: If the settings for placing the model differ between ranks.
     """
     kind = None if accelerator is None else str(accelerator.distributed_type.value)
     ranks: Ranks = parts[-1]
     check_same_on_ranks(ranks, {"accelerator": kind, **_described(accelerator)})
-    if kind in ("FSDP", "DEEPSPEED") and settings.async_save:
-        raise ConfigError(
-            f"`async_save=True` does not work with {kind}, whose weights are sharded over the ranks: all of them put "
-            "these together at once, which a background thread cannot do. Leave it out."
-        )
     if kind == "FSDP":
         return FSDP(accelerator, *parts)
     if kind == "DEEPSPEED":

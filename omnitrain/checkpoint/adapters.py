@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,16 +170,17 @@ def _check_place(model: nn.Module, folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"{str(there[0])!r} already exists. Pass overwrite=True to replace it, or give another path.")
 
 
-def write_model_files(model: nn.Module, folder: Path, is_whole: bool) -> None:
+def write_model_files(model: nn.Module, folder: Path, is_whole: bool, weights: Sequence[Path]) -> None:
     """Write the files with which the weights of a checkpoint can be opened: the model's config, or PEFT's adapters.
 
     Args:
         model: The model, wrapped or not.
         folder: The folder with the weights.
         is_whole: Whether the folder has all weights of the model; without the frozen ones no config can open it.
+        weights: The files with the weights.
     """
     if has_adapters(model):
-        write_adapters(model, folder, TensorFile(folder / WEIGHTS))
+        write_adapters(model, folder, TensorFile(list(weights)))
         bare: Any = unwrap(model)
         write_config(bare.get_base_model() if hasattr(bare, "get_base_model") else bare, folder / BASE)
     elif is_whole:

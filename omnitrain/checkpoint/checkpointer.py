@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,17 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint import state
-from omnitrain.checkpoint.adapters import write_model_files
 from omnitrain.checkpoint.changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot, group_options
 from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.frozen import FROZEN
-from omnitrain.checkpoint.history import HISTORY, Lines, read_history
+from omnitrain.checkpoint.history import Lines, read_history
 from omnitrain.checkpoint.identity import IDENTITIES
 from omnitrain.checkpoint.record import CONFIG_FILE, RUN_FILE, append_start, write_config
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.verifying import hashed_by_all
+from omnitrain.checkpoint.writing import Save, Writer
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.optimization import optimizers_among
 from omnitrain.progress import Progress
@@ -99,7 +98,7 @@ class Checkpointer:
         self._lifecycle = lifecycle
         self._contents = contents
         self.shown = shown
-        self._write_beside = write_beside
+        self._writer = Writer(run, write_beside)
         self._credited_step = -1
         """The step of the best evaluation that has a checkpoint; later saves without a new evaluation are not best."""
         self._scored = (-1, -1)
@@ -118,10 +117,8 @@ class Checkpointer:
         self._is_noted = True
         """Whether all of what runs is in `run.json`."""
         self._lines = Lines()
-        self._background: ThreadPoolExecutor | None = None
-        self._host_copies: dict[str, torch.Tensor] = {}
-        """The copy last written in the background, whose memory the next copy reuses."""
-        self._in_flight: tuple[Snapshot, Future[Path] | None] | None = None
+        self._in_flight: Save | None = None
+        """The checkpoint that is being written in the background."""
 
     # --- saving
 
@@ -164,7 +161,7 @@ class Checkpointer:
 
     def _save(self, store: Store, history: dict[str, Any] | None, for_best: bool) -> None:
         self.await_background()
-        lifecycle, ranks = self._lifecycle, self._run.ranks
+        lifecycle = self._lifecycle
         lifecycle.begin_save()
         lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
         snapshot = self._snapshot(history)
@@ -172,14 +169,11 @@ class Checkpointer:
         if not for_best:
             self._asked_step = snapshot.step
         lifecycle.saved_at = lifecycle.progress.position
-        if self._background is not None:
-            self._in_flight = snapshot, None
-            if ranks.is_main:
-                copy = snapshot.on_host(self._host_copies)
-                self._in_flight = copy, self._background.submit(self._write_here, store, copy, state.whole)
-            return
         try:
-            path = self._write(store, snapshot)
+            if self._writer.is_in_background:
+                self._in_flight = self._writer.begin(store, snapshot)
+                return
+            path = self._writer.write(store, snapshot)
         except CheckpointError as error:
             self._report_failed_save(error)
         else:
@@ -198,7 +192,7 @@ class Checkpointer:
         self._lifecycle.begin_save()
         snapshot = self._snapshot()
         snapshot.payload["for_best"] = False
-        return self._committed(snapshot, self._write(self.store, snapshot))
+        return self._committed(snapshot, self._writer.write(self.store, snapshot))
 
     @property
     def has_unsaved_best(self) -> bool:
@@ -211,7 +205,7 @@ class Checkpointer:
         if self.store is None or not self._run.settings.keep_best or not self.has_unsaved_best:
             return False
         evaluated = self._lifecycle.evaluated_step
-        on_its_way = self._in_flight[0] if self._in_flight is not None else None
+        on_its_way = self._in_flight.snapshot if self._in_flight is not None else None
         is_saved_soon = on_its_way is not None and on_its_way.best and on_its_way.evaluated_step == evaluated
         return evaluated == self._lifecycle.progress.step and not is_saved_soon
 
@@ -328,40 +322,6 @@ class Checkpointer:
         )
         return Snapshot(files, payload, step, score, best, evaluated, rows)
 
-    def _write(self, store: Store, snapshot: Snapshot) -> Path:
-        """Write a checkpoint; all ranks contribute their parts, and only the main one touches the disk."""
-        files = [snapshot.files[file] for file in snapshot.by_size]
-        return state.written_by_main(self._run.ranks, files, lambda gather: self._write_here(store, snapshot, gather))
-
-    def _write_here(self, store: Store, snapshot: Snapshot, gather: state.Gather) -> Path:
-        digests: dict[str, Future[str]] = {}
-
-        def write(folder: Path) -> None:
-            # hashing takes longer than writing, so it starts with the largest file, before that is written
-            for file in snapshot.by_size:
-                tensors, path = snapshot.files[file], folder / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if any(map(state.is_in_parts, tensors.values())):
-                    hasher, digests[file] = hashlib.sha256(), Future()
-                    state.save_tensors(tensors, path, hasher, gather)
-                    digests[file].set_result(hasher.hexdigest())
-                    continue
-                ready = state.host_tensors(tensors)
-                with contextlib.suppress(RuntimeError):  # at interpreter exit: the file is read back and hashed
-                    digests[file] = pool.submit(state.digest, ready)
-                state.save_tensors(ready, path)
-            text, digest = snapshot.rows
-            store.fs.write(folder / HISTORY, text)
-            digests[HISTORY] = Future()
-            digests[HISTORY].set_result(digest)
-            write_model_files(self._run.backend.model, folder, not snapshot.payload["frozen"])
-            self._write_beside(folder)
-
-        with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
-            return store.save(
-                snapshot.step, write, snapshot.payload, score=snapshot.score, best=snapshot.best, digests=digests
-            )
-
     def _committed(self, snapshot: Snapshot, path: Path) -> Path:
         if snapshot.best:
             self._lifecycle.metrics["best_checkpoint"] = path.name
@@ -389,30 +349,35 @@ class Checkpointer:
         if self.store is None or not self._run.settings.async_save:
             yield
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-save") as self._background:
+        with self._writer.in_background():
             try:
                 yield
             finally:
-                self._background, self._host_copies = None, {}
-                (_, future), self._in_flight = self._in_flight or (None, None), None  # left only after an error
-                if future is not None and (error := future.exception()) is not None:
+                left, self._in_flight = self._in_flight, None  # there is one only after an error
+                if left is not None and (error := left.give_up()) is not None:
                     logger.error("%s", error)
 
     def await_background(self, wait: bool = True) -> None:
-        """Handle a checkpoint that the background thread has finished; with `wait`, wait for an unfinished one."""
-        if self._in_flight is None:
-            return
-        ranks = self._run.ranks
-        snapshot, future = self._in_flight
-        if not wait and not ranks.on_main("a checkpoint in the background", lambda: future and future.done()):
-            return
-        self._in_flight = None
-        try:
-            path = ranks.on_main("the end of a checkpoint in the background", lambda: _result_of(future))
-        except CheckpointError as error:
-            self._report_failed_save(error)
-        else:
-            self._committed(snapshot, path)
+        """Handle a checkpoint that was written in the background; with `wait`, wait for an unfinished one.
+
+        Without, what all ranks are done with is followed by what comes next, which takes a few saves of a step.
+        """
+        path = None
+        while self._in_flight is not None and path is None:
+            if not wait and not self._in_flight.is_ready():
+                return
+            save = self._in_flight
+            try:
+                path = save.advance()
+            except CheckpointError as error:
+                self._in_flight = None
+                self._report_failed_save(error)
+                return
+            if path is None and not wait:
+                return
+            if path is not None:
+                self._in_flight = None
+                self._committed(save.snapshot, path)
 
     # --- loading
 
@@ -444,7 +409,7 @@ class Checkpointer:
             content["metrics"] = read_history(folder, content)
 
         with ranks.at("load"):
-            found = ranks.on_main("the choice of a checkpoint", lambda: store.resolve(which, accept))
+            found = hashed_by_all(ranks, lambda check: store.resolve(which, accept, check))
         if not weights_suffice and found is not None and found[1].get("only_model"):
             raise CheckpointError(
                 f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
@@ -694,8 +659,3 @@ def check_allowed(names: Collection[str]) -> None:
 def _step_of(name: str | None) -> int:
     """Return the step in the name of a checkpoint's folder; -1 for None."""
     return -1 if name is None else int(name.rpartition("-")[2])
-
-
-def _result_of(future: Future[Path] | None) -> Path:
-    assert future is not None  # on the main rank
-    return future.result()

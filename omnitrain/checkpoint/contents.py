@@ -14,7 +14,7 @@ import logging
 import math
 import platform
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,8 +31,9 @@ from omnitrain.checkpoint.identity import Difference, Identity, content_of
 from omnitrain.checkpoint.record import Start, device_of, host
 from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
 from omnitrain.checkpoint.schema import validate
+from omnitrain.checkpoint.shards import TensorFiles, files_of, part_of
 from omnitrain.checkpoint.shown import ShownWeights
-from omnitrain.checkpoint.tensors import TensorFile, host_copy, load_tensors
+from omnitrain.checkpoint.tensors import host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.streams import Mark, check_state, has_state
@@ -167,19 +168,23 @@ class Snapshot:
 
         return sorted(self.files, key=lambda file: (-size(file), file))
 
-    def on_host(self, kept: dict[str, torch.Tensor]) -> Snapshot:
-        """Return a copy that further training cannot change, in the host memory of the previous copy.
+    def only(self, files: Iterable[str]) -> Snapshot:
+        """Return it with some of its files alone."""
+        return replace(self, files={file: self.files[file] for file in files})
+
+    def on_host(self, kept: dict[str, dict[str, torch.Tensor]], files: Iterable[str]) -> Snapshot:
+        """Return a copy of some files that further training cannot change, in the host memory of the previous copy.
 
         Args:
-            kept: The tensors of the previous copy, no longer in use; filled for the next one.
+            kept: The tensors of the previous copy by file, no longer in use; filled for the next one.
+            files: These files.
         """
-        files: Files = {}
-        for file, tensors in self.files.items():
-            copies = files[file] = {}
-            for name, tensor in tensors.items():
-                key = f"{file}:{name}"
-                copies[name] = kept[key] = host_copy(tensor, kept.get(key))
-        return Snapshot(files, self.payload, self.step, self.score, self.best, self.evaluated_step, self.rows)
+        copies: Files = {}
+        for file in files:
+            held = kept.setdefault(file, {})
+            copies[file] = {name: host_copy(one, held.get(name)) for name, one in self.files[file].items()}
+            held.update(copies[file])
+        return replace(self, files=copies)
 
 
 class Contents:
@@ -354,12 +359,12 @@ class Contents:
         generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
         optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _others(content))]
         for name in [state.WEIGHTS, *optimizers, *generators]:
-            if name not in files:
+            if not files_of(folder, files, part_of(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
-        weights = TensorFile(folder / state.WEIGHTS)
+        weights = tensors_of(folder, content, state.WEIGHTS)
         if only_model:
             return
-        states = TensorFile(folder / STATES) if STATES in files else {}
+        states = tensors_of(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
         state.check_references([content["callbacks"], content["algorithms"], content.get("stream")], states, where)
         for tensors, rest in self._generators(folder, content):
             state.check_rng_tensors(tensors, rest, self._run.device, where)
@@ -373,13 +378,13 @@ class Contents:
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
             return  # from another model, so `restore` will refuse it
-        backend.check_optimizer(TensorFile(folder / OPTIMIZER), content["optimizer"], where)
+        backend.check_optimizer(tensors_of(folder, content, OPTIMIZER), content["optimizer"], where)
         for name, saved in _others(content).items():
-            self._check_other(folder, name, saved)
+            self._check_other(folder, content, name, saved)
         saved = {OPTIMIZER: content["optimizer"]}
         saved |= {optimizer_file(name): one for name, one in _others(content).items()}
         for file, one in saved.items():
-            state.check_numbers(TensorFile(folder / file), one, repr(str(folder / file)))
+            state.check_numbers(tensors_of(folder, content, file), one, repr(str(folder / file)))
 
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
         """Refuse the position of a stream if a dataset of the same kind cannot be restored to it."""
@@ -411,7 +416,8 @@ class Contents:
         self._frozen.left_out()  # of the user's model, before a whole checkpoint loads other frozen weights
         if FROZEN not in changed:
             self._frozen.check(_absent(content), repr(str(folder)))
-        states = TensorFile(folder / STATES, self._run.ranks) if STATES in content["files"] else {}
+        has_states = bool(files_of(folder, content["files"], part_of(STATES)))
+        states = tensors_of(folder, content, STATES, self._run.ranks) if has_states else {}
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             # first the states that only the objects' own code can check
@@ -431,16 +437,16 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a checkpoint that does not fit this run."""
         where, run = repr(str(folder)), self._run
-        weights = TensorFile(folder / state.WEIGHTS)
+        weights = tensors_of(folder, content, state.WEIGHTS)
         run.backend.check_weights(weights, where, _absent(content))
-        if TRAINED in content["files"]:
-            trained = TensorFile(folder / TRAINED)
+        if files_of(folder, content["files"], part_of(TRAINED)):
+            trained = tensors_of(folder, content, TRAINED)
             run.backend.check_weights(trained, repr(str(folder / TRAINED)), _rest(weights, trained, content))
         if "optimizer" not in changed:
             self._check_names(folder, content)
             run.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
             for name, saved in _others(content).items():
-                self._check_other(folder, name, saved)
+                self._check_other(folder, content, name, saved)
         if run.lr_scheduler is not None and "lr_scheduler" not in changed:
             saved, present = state.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
             taken = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
@@ -489,15 +495,15 @@ class Contents:
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Copy only the weights of a checkpoint into the model; weights that it left out are unchanged."""
-        tensors = TensorFile(folder / state.WEIGHTS, self._run.ranks)
+        tensors = tensors_of(folder, content, state.WEIGHTS, self._run.ranks)
         self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _absent(content))
 
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Give algorithms what they made of the weights, which the model has now, and the model those in training."""
         self._shown.are_in_place = False
-        if TRAINED not in content["files"]:
+        if not files_of(folder, content["files"], part_of(TRAINED)):
             return
-        weights, trained = (TensorFile(folder / file, self._run.ranks) for file in (state.WEIGHTS, TRAINED))
+        weights, trained = (tensors_of(folder, content, file, self._run.ranks) for file in (state.WEIGHTS, TRAINED))
         if "algorithms" not in changed:
             self._shown.restore(trained)
         where, rest = repr(str(folder / TRAINED)), _rest(weights, trained, content)
@@ -525,7 +531,7 @@ class Contents:
         tensors, rest = self._saved_optimizer(folder, content, changed, self._run.ranks)
         backend.load_optimizer(tensors, rest, repr(str(folder)))
         for name, saved in _others(content).items():
-            tensors = TensorFile(folder / optimizer_file(name), self._run.ranks)
+            tensors = tensors_of(folder, content, optimizer_file(name), self._run.ranks)
             state.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         if has_other_groups(changed, content["optimizer"], backend.groups):
             for group, new in zip(backend.groups, fresh, strict=True):
@@ -544,7 +550,7 @@ class Contents:
         self, folder: Path, content: Mapping[str, Any], changed: Collection[str], ranks: Ranks
     ) -> tuple[Mapping[str, Any], Any]:
         """Return what was saved of the optimizer, tensors and rest; for other groups, if these may have changed."""
-        tensors, saved = TensorFile(folder / OPTIMIZER, ranks), content["optimizer"]
+        tensors, saved = tensors_of(folder, content, OPTIMIZER, ranks), content["optimizer"]
         if GROUPING.isdisjoint(changed):
             return tensors, saved
         backend = self._run.backend
@@ -564,9 +570,9 @@ class Contents:
                 "Give it the same names, in the same order."
             )
 
-    def _check_other(self, folder: Path, name: str, saved: Any) -> None:
+    def _check_other(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
         """Refuse the saved state of one of several optimizers if it does not fit the optimizer."""
-        backend, tensors = self._run.backend, TensorFile(folder / optimizer_file(name))
+        backend, tensors = self._run.backend, tensors_of(folder, content, optimizer_file(name))
         state.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
     # --- the schedule
@@ -800,6 +806,11 @@ class Contents:
         except CheckpointError as error:
             logger.warning("A resumed run will read the epoch again from its beginning: %s", error)
             return None
+
+
+def tensors_of(folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None) -> TensorFiles:
+    """Return the tensors of a file of a checkpoint, which may be there in parts."""
+    return TensorFiles(files_of(folder, content["files"], part_of(file)), ranks)
 
 
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,12 @@ class FileSystem:
         """Write a whole file."""
         path.write_bytes(data)
 
+    def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a file piece by piece."""
+        with open(path, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+
     def link(self, path: Path, name: str) -> None:
         """Create a link to `name` in the same folder; some file systems have no links."""
         path.symlink_to(name)
@@ -116,13 +122,20 @@ def check_writable(root: Path) -> None:
 def listing(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the files under a folder, and its folders, itself first; parents before children."""
     files, folders = [], [folder]
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise CheckpointError(
-                f"{str(path)!r} is not a regular file; a checkpoint with it could not be moved. Copy it."
-            )
-        (folders if path.is_dir() else files).append(path)
-    return files, folders
+    for inner in folders:  # which grows meanwhile
+        with os.scandir(inner) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            elif entry.is_file(follow_symlinks=False):
+                files.append(path)
+            else:
+                raise CheckpointError(
+                    f"{str(path)!r} is not a regular file; a checkpoint with it could not be moved. Copy it."
+                )
+    return sorted(files), folders
 
 
 @contextlib.contextmanager

@@ -33,7 +33,9 @@ from omnitrain.checkpoint.header import open_regular
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
+    Check,
     FileEntry,
+    check_hashes,
     check_payload,
     check_sizes,
     encode,
@@ -149,12 +151,22 @@ class Store:
             CheckpointError: It could not be written; an error of the disk is its cause. Earlier checkpoints are
                 untouched, and what was written is removed.
         """
+        with self.saving(step) as folder:
+            write(folder)
+            return self.commit(step, payload, score=score, best=best, digests=digests)
+
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[Path]:
+        """Lock the run's folder, and yield the new folder for the files of `step`; after an error it is removed.
+
+        Raises:
+            CheckpointError: As for `save`.
+        """
         self.take()
         try:
             folder = self.begin(step)
             with self._saving(step):
-                write(folder)
-            return self.commit(step, payload, score=score, best=best, digests=digests)
+                yield folder
         finally:
             self.lock.release()
 
@@ -182,6 +194,7 @@ class Store:
         score: float | None = None,
         best: bool = False,
         digests: Mapping[str, Future[str]] | None = None,
+        written: Mapping[str, FileEntry] | None = None,
     ) -> Path:
         """Atomically turn what was written since `begin(step)` into the checkpoint of `step`.
 
@@ -194,6 +207,7 @@ class Store:
             best: Whether that value is the best so far; `best` then points here.
             digests: The sha256 of files by their path in the folder, known or being computed from what was written;
                 all other files are read back.
+            written: Size and sha256 of files that are on the disk already, synced by those who wrote them.
 
         Score and best belong to this save: pass them again if a step is saved again.
         """
@@ -207,7 +221,9 @@ class Store:
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
-                "files": self._seal(folder, [file for file in files if file != folder / MANIFEST], digests or {}),
+                "files": self._seal(
+                    folder, [file for file in files if file != folder / MANIFEST], digests or {}, written or {}
+                ),
             }
             self.fs.write(folder / MANIFEST, encode(content))
             self.fs.sync(folder / MANIFEST)
@@ -231,9 +247,18 @@ class Store:
     def _saving(self, step: int) -> Iterator[None]:
         """Leave nothing of `step` behind after an error. After a kill, the next `begin` cleans up."""
         try:
+            with self.reporting(step):
+                yield
+        except Exception:
+            self.abandon(step)
+            raise
+
+    @contextlib.contextmanager
+    def reporting(self, step: int) -> Iterator[None]:
+        """Raise a CheckpointError that names the checkpoint of `step` for an error of the disk inside."""
+        try:
             yield
         except Exception as error:
-            self.abandon(step)
             if not is_disk_error(error):
                 raise
             raise CheckpointError(
@@ -241,19 +266,23 @@ class Store:
                 "Free some space or repair the disk; the next save tries again."
             ) from error
 
-    def _seal(self, folder: Path, files: list[Path], known: Mapping[str, Future[str]]) -> dict[str, FileEntry]:
+    def _seal(
+        self, folder: Path, files: list[Path], known: Mapping[str, Future[str]], written: Mapping[str, FileEntry]
+    ) -> dict[str, FileEntry]:
         """Sync all files and return their manifest entries; hashing runs while the disk writes."""
         named = {file.relative_to(folder).as_posix(): file for file in files}
-        with hashing(file for name, file in named.items() if name not in known) as digests:
-            for file in files:
+        open_ones = {name: file for name, file in named.items() if name not in written}
+        with hashing(file for name, file in open_ones.items() if name not in known) as digests:
+            for file in open_ones.values():
                 self.fs.sync(file)
-            return {
+            entries: dict[str, FileEntry] = {
                 name: {
                     "size": file.stat().st_size,
                     "sha256": known[name].result() if name in known else next(digests),
                 }
-                for name, file in named.items()
+                for name, file in open_ones.items()
             }
+        return {name: written.get(name) or entries[name] for name in sorted({*named, *written})}
 
     def _publish(self, step: int) -> None:
         """Give the finished folder its name; an existing checkpoint of that name is renamed first."""
@@ -347,7 +376,11 @@ class Store:
         return _in_order(kept)
 
     def verify(
-        self, path: str | os.PathLike[str], hashes: bool = True, accept: Callable[[Path, dict[str, Any]], None] = _any
+        self,
+        path: str | os.PathLike[str],
+        hashes: bool = True,
+        accept: Callable[[Path, dict[str, Any]], None] = _any,
+        check: Check = check_hashes,
     ) -> dict[str, Any]:
         """Return the content of a checkpoint's omnitrain.json after checking every file against it.
 
@@ -355,13 +388,14 @@ class Store:
             path: The folder. Files that omnitrain.json does not list are ignored.
             hashes: Whether to read and hash all files, instead of only comparing sizes.
             accept: Raises a CheckpointError if this content of omnitrain.json cannot be used, even with right hashes.
+            check: Hashes the files.
 
         Raises:
             CheckpointError: Something is missing or damaged; the message names it, and the newest complete one.
         """
         path = Path(path)
         try:
-            content = inspect(path, hashes)
+            content = inspect(path, hashes, check)
             accept(path, content)
             return content
         except CheckpointError as error:
@@ -371,7 +405,10 @@ class Store:
             raise CheckpointError(f"{error} {advice}") from error.__cause__
 
     def resolve(
-        self, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None] = _any
+        self,
+        which: str | os.PathLike[str],
+        accept: Callable[[Path, dict[str, Any]], None] = _any,
+        check: Check = check_hashes,
     ) -> tuple[Path, dict[str, Any]] | None:
         """Return a verified checkpoint's folder and the content of its omnitrain.json.
 
@@ -380,14 +417,15 @@ class Store:
                 undamaged one; each one skipped is logged with the reason. Only "auto" can return None, if there is no
                 checkpoint at all.
             accept: Raises a CheckpointError if this content of omnitrain.json cannot be used, even with right hashes.
+            check: Hashes the files of a checkpoint.
 
         Raises:
             CheckpointError: The checkpoint is missing or damaged; for "auto": there are checkpoints, all damaged.
         """
         if which == "auto":
-            return self._newest_verified(accept)
+            return self._newest_verified(accept, check)
         folder = self.named(which) if isinstance(which, str) and which in ("last", "best") else self._given(Path(which))
-        return folder, self.verify(folder, accept=accept)
+        return folder, self.verify(folder, accept=accept, check=check)
 
     def newest_size(self) -> int | None:
         """Return the size in bytes of the checkpoint saved last: about what the next one will need."""
@@ -442,7 +480,9 @@ class Store:
         check_sizes(path, known[2])
         return known[1]
 
-    def _newest_verified(self, accept: Callable[[Path, dict[str, Any]], None]) -> tuple[Path, dict[str, Any]] | None:
+    def _newest_verified(
+        self, accept: Callable[[Path, dict[str, Any]], None], check: Check
+    ) -> tuple[Path, dict[str, Any]] | None:
         folders, candidates, reasons = self.folders(), [], []
         for step, path in sorted(folders.items(), reverse=True):
             try:
@@ -452,7 +492,7 @@ class Store:
         for kept in reversed(_in_order(candidates)):
             path = folders[kept.step]
             try:
-                content = inspect(path, hashes=True)
+                content = inspect(path, hashes=True, check=check)
                 accept(path, content)
             except CheckpointError as error:
                 reasons.append(str(error))

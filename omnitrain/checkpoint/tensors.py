@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from omnitrain.checkpoint.header import Entry, open_regular, read_header
+from omnitrain.checkpoint.reading import DTYPES, Spec, TensorFile
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 
@@ -39,29 +39,6 @@ __all__ = [
 T = TypeVar("T")
 Gather = Callable[[Any], torch.Tensor]
 """Returns a tensor in host memory, in one piece."""
-Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor."""
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""The names of dtypes in safetensors files: those that its oldest supported version reads."""
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(slots=True)
@@ -73,12 +50,16 @@ class Gathered:
         dtype: The dtype of the whole tensor.
         read: Returns the whole tensor in host memory; a collective call.
         own: Returns this rank's part as it is, if possible.
+        flat: Returns, without communication, where in the row-major whole the contiguous range begins that this rank
+            is to write, and the range, 1-D (empty if there is none), on any device. The ranges of all ranks are
+            disjoint and cover the tensor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     own: Callable[[], torch.Tensor] | None = None
+    flat: Callable[[], tuple[int, torch.Tensor]] | None = None
 
     def numel(self) -> int:
         """Return the number of entries of the whole tensor."""
@@ -281,49 +262,3 @@ def spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
     if isinstance(tensors, TensorFile):
         return tensors.spec_of(name)
     return tuple(tensors[name].shape), tensors[name].dtype
-
-
-class TensorFile(Mapping[str, torch.Tensor]):
-    """A safetensors file with one tensor in memory at a time; only the main process reads it.
-
-    All ranks must look up a tensor together. The tensor is not mapped from the file, which may be deleted or truncated
-    while the tensor is in use.
-    """
-
-    def __init__(self, path: Path, ranks: Ranks | None = None) -> None:
-        self._path, self._ranks = path, ranks or Ranks()
-        self._entries: dict[str, Entry] = self._ranks.on_main(f"opening {path.name}", lambda: read_header(path))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        shape, dtype = self.spec_of(name)
-        tensor = torch.empty(shape, dtype=dtype)
-        if self._ranks.is_main:
-            self._read(name, tensor)
-        return self._ranks.broadcast(tensor)
-
-    def _read(self, name: str, tensor: torch.Tensor) -> None:
-        target: memoryview = tensor.flatten().view(torch.uint8).numpy().data
-        try:
-            with open_regular(self._path) as file:
-                file.seek(self._entries[name].offset)
-                while target:
-                    size = file.readinto(target)  # type: ignore[attr-defined]
-                    if not size:
-                        raise OSError("it is shorter than its header says")
-                    target = target[size:]
-        except OSError as error:
-            raise CheckpointError(f"{str(self._path)!r} cannot be read: {error}. Take another checkpoint.") from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def spec_of(self, name: str) -> Spec:
-        """Return shape and dtype of a tensor without reading it."""
-        entry = self._entries[name]
-        return entry.shape, _BY_NAME[entry.dtype]

@@ -14,7 +14,8 @@ import transformers
 
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.contents import OPTIMIZER
-from omnitrain.checkpoint.state import bare_name, from_json, is_in_parts, load_tensors, unwrap
+from omnitrain.checkpoint.shards import TensorFiles, files_of, part_of
+from omnitrain.checkpoint.state import bare_name, from_json, is_in_parts, unwrap
 from omnitrain.errors import ConfigError
 from omnitrain.trainers.base import BaseTrainer
 
@@ -36,6 +37,11 @@ def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) ->
         raise ConfigError(
             "`stock_checkpoints=True` contradicts `save_only_model=True`, whose checkpoints nobody can resume from. "
             "Leave one of them out."
+        )
+    if stock_checkpoints and given.get("async_save"):
+        raise ConfigError(
+            "`async_save=True` contradicts `stock_checkpoints=True`, whose files are written at once. Leave one of "
+            "them out."
         )
 
 
@@ -63,7 +69,8 @@ def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path
     """Return the optimizer's state by number as in a stock Trainer: in its two groups, if ours has one."""
     tensors, content = owner.backend.optimizer_state()
     if any(map(is_in_parts, tensors.values())):
-        tensors = load_tensors(folder / OPTIMIZER)
+        there = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
+        tensors = dict(TensorFiles(files_of(folder, there, part_of(OPTIMIZER))))
     state: dict[str, dict[str, Any]] = {name: from_json(rest) for name, rest in content["rest"].items()}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")

@@ -121,7 +121,6 @@ class HFTrainer(Calls):
     REFUSED: ClassVar[dict[str, str]] = {
         "device": "is an argument of Trainer. Pass training_args=TrainingArguments(..., use_cpu=True) to keep a run "
         "off the GPUs.",
-        "async_save": "is not supported by HFTrainer, whose own files are written at once.",
     }
     """Arguments of other trainers that this one does not have, and why."""
 
@@ -242,6 +241,8 @@ class HFTrainer(Calls):
         save_required: bool = False,
         save_only_model: bool = False,
         save_frozen: bool | None = None,
+        async_save: bool = False,
+        consolidate: bool | None = None,
         init_from: str | Path | Mapping[str, Any] | None = None,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
@@ -331,6 +332,8 @@ class HFTrainer(Calls):
             save_required: Whether a failing disk ends the run; by default it is reported, and the run goes on.
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
+            async_save: Whether to write checkpoints in the background; default False.
+            consolidate: Whether checkpoints hold sharded weights put together; None does so up to 5 GB of them.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.

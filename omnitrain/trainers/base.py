@@ -198,6 +198,7 @@ class BaseTrainer(Hooks, ABC):
         save_only_model: bool = False,
         save_frozen: bool | None = None,
         async_save: bool = False,
+        consolidate: bool | None = None,
         init_from: str | Path | Mapping[str, Any] | None = None,
         # precision and placement
         autocast: PrecisionName | torch.dtype | None = None,
@@ -281,6 +282,7 @@ class BaseTrainer(Hooks, ABC):
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
+            consolidate: Whether checkpoints hold sharded weights put together; None does so up to 5 GB of them.
             init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.

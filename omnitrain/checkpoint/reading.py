@@ -1,0 +1,316 @@
+"""Tensors read from safetensors files: whole on all ranks, or in parts by each rank from its own disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from omnitrain.checkpoint.header import Entry, Header, open_regular, read_marked_header
+from omnitrain.distributed import Ranks
+from omnitrain.errors import CheckpointError
+
+__all__ = ["DTYPES", "Spec", "TensorFile", "rectangles"]
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A rectangle of a tensor: the index at which it begins, and its shape."""
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The names of dtypes in safetensors files: those that its oldest supported version reads."""
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+_BUFFER = 1 << 26
+"""The most bytes that are read beyond what was asked for."""
+_RUN = 1 << 16
+"""Bytes from which on a contiguous run is read alone, not with what lies between it and the next."""
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """Tensors in a safetensors file, or in several, with one in memory at a time.
+
+    All ranks must make it together, and look up a tensor together: the main process reads it, and sends it to the
+    others. `part` and `block` are read by each rank alone. No file is mapped: it may be deleted or truncated while a
+    tensor is in use.
+
+    Args:
+        path: The file, or all files; a tensor may lie in several of them, in blocks.
+        ranks: The ranks that read it.
+
+    Attributes:
+        is_local: Whether every rank can read the files by itself, with `part` and `block`.
+    """
+
+    def __init__(self, path: Path | Sequence[Path], ranks: Ranks | None = None) -> None:
+        self._paths: list[Path] = [path] if isinstance(path, Path) else list(path)
+        self._ranks = ranks or Ranks()
+        self._headers: dict[int, Header] = {}
+        name = self._paths[0].name if len(self._paths) == 1 else f"{len(self._paths)} files"
+        found = self._ranks.on_main(f"opening {name}", self._catalogue)
+        self._specs: dict[str, tuple[str, tuple[int, ...]]] = found[0]
+        self._marks: list[tuple[int, str]] = found[1]
+        self.is_local: bool = self._is_local()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape, dtype = self.spec_of(name)
+        tensor = torch.empty(shape, dtype=dtype)
+        if self._ranks.is_main:
+            self._fill(name, ((0,) * len(shape), shape), tensor)
+        return self._ranks.broadcast(tensor)
+
+    def part(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return the values [begin, end) of a flattened tensor, read by this rank alone."""
+        shape, dtype = self.spec_of(name)
+        if not 0 <= begin <= end <= math.prod(shape):
+            raise ValueError(f"{name!r} has {math.prod(shape)} values: {begin} to {end} are not in it")
+        values, done = torch.empty(end - begin, dtype=dtype), 0
+        for offsets, sizes in rectangles(shape, begin, end):
+            count = math.prod(sizes)
+            self._fill(name, (offsets, sizes), values[done : done + count].view(sizes))
+            done += count
+        return values
+
+    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a rectangle of a tensor, from the index `offsets` on, read by this rank alone."""
+        shape, dtype = self.spec_of(name)
+        box = tuple(offsets), tuple(sizes)
+        if not len(shape) == len(box[0]) == len(box[1]) or any(
+            begin < 0 or size < 0 or begin + size > whole for begin, size, whole in zip(*box, shape, strict=True)
+        ):
+            raise ValueError(f"{name!r} has the shape {shape}: a block of {box[1]} at {box[0]} is not in it")
+        tensor = torch.empty(box[1], dtype=dtype)
+        self._fill(name, box, tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def spec_of(self, name: str) -> Spec:
+        """Return shape and dtype of a whole tensor without reading it."""
+        dtype, shape = self._specs[name]
+        return shape, _BY_NAME[dtype]
+
+    # --- what is in the files
+
+    def _catalogue(self) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[tuple[int, str]]]:
+        """Return dtype and whole shape of each tensor, and size and digest of each file."""
+        found: dict[str, list[Entry]] = {}
+        for number in range(len(self._paths)):
+            for name, entry in self._header(number).entries.items():
+                found.setdefault(name, []).append(entry)
+        specs = {name: self._spec(name, entries) for name, entries in found.items()}
+        return specs, [(one.size, one.digest) for _, one in sorted(self._headers.items())]
+
+    def _spec(self, name: str, entries: list[Entry]) -> tuple[str, tuple[int, ...]]:
+        first = entries[0]
+        ends = [tuple(map(sum, zip(one.corner, one.shape, strict=True))) for one in entries]
+        if len({len(end) for end in ends}) > 1 or len({(one.dtype, one.whole) for one in entries}) > 1:
+            raise CheckpointError(f"{self._place()} is damaged: its blocks of {name!r} differ in dtype or whole shape.")
+        shape = first.whole if first.whole is not None else tuple(map(max, zip(*ends, strict=True)))
+        held = sum(math.prod(sizes) for _, sizes in {(one.corner, one.shape) for one in entries})
+        if held < math.prod(shape):
+            raise self._incomplete(name, f"{math.prod(shape) - held} of its {math.prod(shape)} values")
+        return first.dtype, shape
+
+    def _header(self, number: int) -> Header:
+        if number not in self._headers:
+            self._headers[number] = read_marked_header(self._paths[number])
+        return self._headers[number]
+
+    def _outwards(self) -> Iterator[int]:
+        """Yield the numbers of all files, those first that a rank of as many as wrote them has most likely written."""
+        count = len(self._paths)
+        first = self._ranks.rank * count // self._ranks.world_size
+        for distance in range(count):
+            yield from {one for one in (first - distance, first + distance) if 0 <= one < count}
+
+    def _is_local(self) -> bool:
+        if self._ranks.world_size == 1:
+            return True
+        sees = True
+        try:
+            for number in {0, self._ranks.rank * len(self._paths) // self._ranks.world_size} if self._paths else ():
+                sees = sees and self._header(number)[1:] == self._marks[number]
+        except CheckpointError:
+            sees = False
+        return self._ranks.sum("which ranks see the files", float(sees)) == [self._ranks.world_size]
+
+    # --- reading
+
+    def _fill(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Read a box of a tensor into `target`, of the box's shape."""
+        left = [box] if math.prod(box[1]) else []
+        for number in self._outwards():
+            if not left:
+                return
+            entry = self._checked_header(number).get(name)
+            if entry is None:
+                continue
+            found = [(one, common) for one in left if (common := _common(one, (entry.corner, entry.shape)))]
+            if not found:
+                continue
+            try:
+                with open_regular(self._paths[number]) as file:
+                    for one, common in found:
+                        _read(file, entry, common, _cut(target, box[0], common))
+                        left.remove(one)
+                        left += _without(one, common)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{str(self._paths[number])!r} cannot be read: {error}. Take another checkpoint."
+                ) from error
+        if left:
+            raise self._incomplete(name, f"the block of {left[0][1]} at {left[0][0]}")
+
+    def _checked_header(self, number: int) -> dict[str, Entry]:
+        """Return the entries of a file, which must be the one that the main process sees."""
+        header = self._header(number)
+        if header[1:] != self._marks[number]:
+            raise CheckpointError(
+                f"{str(self._paths[number])!r} is another file on rank {self._ranks.rank} than on the main one. "
+                "Copy the checkpoint again, or put it where all ranks see it."
+            )
+        return header.entries
+
+    def _incomplete(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._place()} is incomplete: none of its {len(self._paths)} files has {what} of {name!r}. "
+            "Take another checkpoint."
+        )
+
+    def _place(self) -> str:
+        return repr(str(self._paths[0] if len(self._paths) == 1 else self._paths[0].parent))
+
+
+# --- rectangles
+
+
+def rectangles(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Return the values [begin, end) of a flattened tensor as rectangles of it, in order: 1 to 2n - 1 in n dimensions.
+
+    >>> rectangles((4, 3), 2, 10)
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    shape = tuple(shape)
+    if begin >= end:
+        return []
+    if len(shape) < 2:
+        return [((begin,), (end - begin,)) if shape else ((), ())]
+    inner = math.prod(shape[1:])
+    (first, skipped), (last, rest) = divmod(begin, inner), divmod(end, inner)
+    if first == last:
+        return _in_row(first, rectangles(shape[1:], skipped, rest))
+    found: list[Box] = []
+    if skipped:
+        found += _in_row(first, rectangles(shape[1:], skipped, inner))
+        first += 1
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + _in_row(last, rectangles(shape[1:], 0, rest))
+
+
+def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes]
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """Return the box that lies in both, None if that is empty."""
+    begins = tuple(map(max, zip(one[0], other[0], strict=True)))
+    ends = [min(a + b, c + d) for a, b, c, d in zip(*one, *other, strict=True)]
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return (begins, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _without(box: Box, hole: Box) -> list[Box]:
+    """Return what is left of a box without a box within it, as boxes."""
+    found: list[Box] = []
+    begins, sizes = list(box[0]), list(box[1])
+    for axis, (begin, size) in enumerate(zip(*hole, strict=True)):
+        end = begins[axis] + sizes[axis]
+        for first, last in ((begins[axis], begin), (begin + size, end)):
+            if first < last:
+                found.append(
+                    ((*begins[:axis], first, *begins[axis + 1 :]), (*sizes[:axis], last - first, *sizes[axis + 1 :]))
+                )
+        begins[axis], sizes[axis] = begin, size
+    return found
+
+
+def _cut(tensor: torch.Tensor, corner: Sequence[int], box: Box) -> torch.Tensor:
+    """Return a box, in indices of the whole, of a tensor that begins at `corner` of it."""
+    for axis, (origin, begin, size) in enumerate(zip(corner, *box, strict=True)):
+        tensor = tensor.narrow(axis, begin - origin, size)
+    return tensor
+
+
+# --- bytes
+
+
+def _read(file: BinaryIO, entry: Entry, box: Box, target: torch.Tensor) -> None:
+    """Read a box, in indices of the whole tensor, from a file's block of it."""
+    offsets = [begin - corner for begin, corner in zip(box[0], entry.corner, strict=True)]
+    _read_box(file, entry.offset, entry.shape, offsets, target)
+
+
+def _read_box(file: BinaryIO, start: int, shape: Sequence[int], offsets: Sequence[int], target: torch.Tensor) -> None:
+    """Read a box of the shape of `target` from a row-major array that begins at the byte `start`."""
+    item = target.element_size()
+    if not shape:
+        _read_into(file, start, target)
+        return
+    row = math.prod(shape[1:]) * item
+    is_run = tuple(target.shape[1:]) == tuple(shape[1:])
+    if is_run and target.is_contiguous():
+        _read_into(file, start + offsets[0] * row, target)
+        return
+    axis = next(i for i in reversed(range(len(shape))) if i == 0 or target.shape[i] < shape[i])
+    run = math.prod(target.shape[axis:]) * item
+    if len(shape) > 1 and (row > _BUFFER or (not is_run and run >= _RUN)):
+        for index in range(target.shape[0]):
+            _read_box(file, start + (offsets[0] + index) * row, shape[1:], offsets[1:], target[index])
+        return
+    count = max(1, _BUFFER // max(1, row))
+    buffer = torch.empty((min(count, target.shape[0]), *shape[1:]), dtype=target.dtype)
+    for first in range(0, target.shape[0], count):
+        rows = min(count, target.shape[0] - first)
+        _read_into(file, start + (offsets[0] + first) * row, buffer[:rows])
+        inner: Any = (slice(None), *(slice(b, b + s) for b, s in zip(offsets[1:], target.shape[1:], strict=True)))
+        target[first : first + rows].copy_(buffer[:rows][inner])
+
+
+def _read_into(file: BinaryIO, start: int, tensor: torch.Tensor) -> None:
+    """Fill a contiguous tensor with the bytes of a file from `start` on."""
+    target: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    file.seek(start)
+    while target:
+        size = file.readinto(target)  # type: ignore[attr-defined]
+        if not size:
+            raise OSError("it is shorter than its header says")
+        target = target[size:]
