@@ -45,7 +45,7 @@ class FileSystem:
         path.write_bytes(data)
 
     def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file piece by piece."""
+        """Write a file piece by piece, so that it need not be in memory as a whole."""
         with open(path, "wb") as file:
             for piece in pieces:
                 file.write(piece)

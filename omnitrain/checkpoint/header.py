@@ -171,7 +171,9 @@ def _entry(path: Path, name: str, content: Any, start: int, blocks: dict[str, An
 
 def _place(path: Path, name: str, shape: list[int], block: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Return where a block begins in its tensor, and the shape of that, if the file says it."""
-    begins, whole = (block.get("saved_offsets"), block.get("shape")) if isinstance(block, dict) else (None, None)
+    found = block if isinstance(block, dict) else {}
+    begins: Any = found.get("saved_offsets")
+    whole: Any = found.get("shape")
     lies_within = _are_counts(begins) and len(begins) == len(shape)
     if whole is not None and lies_within:
         lies_within = _are_counts(whole) and len(whole) == len(shape)

@@ -33,7 +33,6 @@ __all__ = [
     "can_shard",
     "files_of",
     "own_blocks",
-    "part_of",
     "staged",
     "write_shards",
     "write_whole",
@@ -132,22 +131,20 @@ def _blocks_of_dtensor(tensor: Any) -> list[Block]:
 
 def _pieces_of_axis(axis: int, size: int, placements: Sequence[tuple[Any, int, int]]) -> list[tuple[int, int, int]]:
     """Return the runs of a dimension that this rank has: where in the whole, where in the local tensor, how long."""
-    sharded = [(one, index, parts) for one, index, parts in placements if getattr(one, "dim", None) == axis]
-    if not sharded:
-        return [(0, 0, size)] if size else []
-    indices = torch.arange(size)
-    for placement, index, parts in sharded:  # as distribute_tensor cuts a tensor, from the first dimension of the mesh
-        flat = type(placement)(0, **_options_of(placement))
-        indices = flat._split_tensor(indices, parts, with_padding=False)[0][index]
-    if not len(indices):
-        return []
-    breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
-    firsts, ends = [0, *breaks], [*breaks, len(indices)]
-    return [(int(indices[first]), first, end - first) for first, end in zip(firsts, ends, strict=True)]
-
-
-def _options_of(placement: Any) -> dict[str, Any]:
-    return {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    indices: Any = range(size)
+    for placement, index, parts in placements:  # as distribute_tensor cuts, from the first dimension of the mesh on
+        if getattr(placement, "dim", None) != axis:
+            continue
+        if hasattr(placement, "split_factor"):  # with strides: of each of several parts, a part
+            cut = type(placement)(0, split_factor=placement.split_factor)
+            indices = cut._split_tensor(torch.tensor(indices), parts, with_padding=False)[0][index].tolist()
+        else:
+            most = -(-len(indices) // parts)
+            indices = indices[most * index : most * (index + 1)]
+    if isinstance(indices, range):
+        return [(indices.start, 0, len(indices))] if indices else []
+    firsts = [at for at, one in enumerate(indices) if not at or one != indices[at - 1] + 1]
+    return [(indices[a], a, b - a) for a, b in zip(firsts, [*firsts[1:], len(indices)], strict=True)]
 
 
 def staged(tensors: Mapping[str, Any], rank: int, kept: dict[str, torch.Tensor]) -> dict[str, list[Block]]:
@@ -307,34 +304,25 @@ class TensorFiles(TensorFile):
         super().__init__(list(files), ranks)
 
 
-def part_of(file: str) -> str:
-    """Return the folder for the parts of a file of a checkpoint.
-
-    >>> part_of("model.safetensors"), part_of("optimizer/state.safetensors")
-    ('model', 'optimizer')
-    """
-    return file.removesuffix(".safetensors").removesuffix("/state")
-
-
 def files_of(folder: Path, manifest_files: Iterable[str], part: str) -> list[Path]:
     """Return the files of a checkpoint that hold its weights or the state of its optimizer: whole ones, or shards.
 
     Args:
         folder: The folder of the checkpoint.
         manifest_files: The names under "files" of its omnitrain.json.
-        part: "model", "optimizer" or another folder of parts, as `part_of` returns it.
+        part: "model" or "optimizer".
 
     Returns:
         The files in order; none if the checkpoint has no such part.
     """
-    whole, names = f"{part}.safetensors", sorted(manifest_files)
-    for name in (whole, f"{part}/state.safetensors"):
-        if name in names:
-            return [folder / name]
+    whole = {"model": "model.safetensors", "optimizer": "optimizer/state.safetensors"}[part]
+    names = sorted(manifest_files)
+    if whole in names:
+        return [folder / whole]
     if f"{whole}.index.json" in names:
         pattern = re.compile(re.escape(whole.removesuffix(".safetensors")) + r"-\d{5,}-of-\d{5,}\.safetensors")
     else:
-        pattern = re.compile(re.escape(part) + r"/rank-\d{5,}(\.\d+)?\.safetensors")
+        pattern = re.compile(part + r"/rank-\d{5,}(\.\d+)?\.safetensors")
     return [folder / name for name in names if pattern.fullmatch(name)]
 
 
