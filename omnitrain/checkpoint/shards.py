@@ -33,6 +33,7 @@ __all__ = [
     "can_shard",
     "files_of",
     "own_blocks",
+    "part_of",
     "staged",
     "write_shards",
     "write_whole",
@@ -304,25 +305,34 @@ class TensorFiles(TensorFile):
         super().__init__(list(files), ranks)
 
 
+def part_of(file: str) -> str:
+    """Return the folder for the parts of a file of a checkpoint.
+
+    >>> part_of("model.safetensors"), part_of("optimizer/state.safetensors")
+    ('model', 'optimizer')
+    """
+    return file.removesuffix(".safetensors").removesuffix("/state")
+
+
 def files_of(folder: Path, manifest_files: Iterable[str], part: str) -> list[Path]:
     """Return the files of a checkpoint that hold its weights or the state of its optimizer: whole ones, or shards.
 
     Args:
         folder: The folder of the checkpoint.
         manifest_files: The names under "files" of its omnitrain.json.
-        part: "model" or "optimizer".
+        part: "model", "optimizer" or another folder of parts, as `part_of` returns it.
 
     Returns:
         The files in order; none if the checkpoint has no such part.
     """
-    whole = {"model": "model.safetensors", "optimizer": "optimizer/state.safetensors"}[part]
-    names = sorted(manifest_files)
-    if whole in names:
-        return [folder / whole]
+    whole, names = f"{part}.safetensors", sorted(manifest_files)
+    for name in (whole, f"{part}/state.safetensors"):
+        if name in names:
+            return [folder / name]
     if f"{whole}.index.json" in names:
         pattern = re.compile(re.escape(whole.removesuffix(".safetensors")) + r"-\d{5,}-of-\d{5,}\.safetensors")
     else:
-        pattern = re.compile(part + r"/rank-\d{5,}(\.\d+)?\.safetensors")
+        pattern = re.compile(re.escape(part) + r"/rank-\d{5,}(\.\d+)?\.safetensors")
     return [folder / name for name in names if pattern.fullmatch(name)]
 
 
