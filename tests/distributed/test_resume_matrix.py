@@ -205,5 +205,5 @@ def test_of_a_sharded_model_one_tensor_at_a_time_is_whole(results: Any, backend:
         assert most <= 2, "the one that is written, and the next"
         if what == "save_model":
             assert seen >= LAYERS
-        else:
+        elif (backend, what) != ("zero3", "load"):  # which keeps weights as small as these whole
             assert seen == 0, "every rank writes and reads its own part"
