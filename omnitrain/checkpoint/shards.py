@@ -145,7 +145,8 @@ def _pieces_of_axis(axis: int, size: int, placements: Sequence[tuple[Any, int, i
     if isinstance(indices, range):
         return [(indices.start, 0, len(indices))] if indices else []
     firsts = [at for at, one in enumerate(indices) if not at or one != indices[at - 1] + 1]
-    return [(indices[a], a, b - a) for a, b in zip(firsts, [*firsts[1:], len(indices)], strict=True)]
+    ends = [*firsts[1:], len(indices)]
+    return [(indices[first], first, end - first) for first, end in zip(firsts, ends, strict=False)]
 
 
 def staged(tensors: Mapping[str, Any], rank: int, kept: dict[str, torch.Tensor]) -> dict[str, list[Block]]:
