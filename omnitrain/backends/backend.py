@@ -15,7 +15,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from omnitrain.backends.start import Start, named_tensors, whole_slot
 from omnitrain.checkpoint import state
+from omnitrain.checkpoint.initial import Initial
 from omnitrain.checkpoint.tensors import host_copy
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
@@ -62,6 +64,14 @@ class Backend:
     """Whether passes whose gradients are dropped complete them, as the last micro-batch of a step does."""
     _compile_options: Mapping[str, Any] | None = None
     """The options of `torch.compile`; None if nothing is compiled."""
+    initial: Initial | None = None
+    """Weights to begin with that are read when the model is in its place."""
+    unfilled: str = ""
+    """Why the model has no weights yet, if so: it was made without memory, and waits for a checkpoint."""
+    _lacking: Collection[str] = frozenset()
+    """The names of the weights that it waits for."""
+    _refusing: Any = None
+    """The hook by which the model refuses to run without weights."""
     accelerator: Any = None
     """accelerate's `Accelerator`, if there is one."""
 
@@ -137,8 +147,41 @@ class Backend:
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         """Return the model on its device, and the module that runs in a forward pass."""
+        self._fill_whole()
         model = self.model.to(self.device)
         return model, self.compiled(model)
+
+    def _fill_whole(self, always: bool = False) -> None:
+        """Give the model memory and weights where it has none, whole on each rank.
+
+        Args:
+            always: Whether the main rank's weights are copied if each rank has all of them too.
+        """
+        start = Start(self.model, self.ranks, self.initial)
+        if always or not start.is_real:
+            start.give_memory()
+            start.take()
+            held = named_tensors(self.model)
+            start.fill({name: whole_slot(one) for name, one in held})
+        self._end_start(start)
+
+    def _end_start(self, start: Start) -> None:
+        """Let go of what the model began with; a model that has nothing to begin with refuses to run."""
+        self.initial = None
+        self.unfilled, self._lacking = start.unfilled, start.lacking
+        if self.unfilled:
+            self._refusing = self.model.register_forward_pre_hook(lambda *_: self.check_filled(), prepend=True)
+
+    def check_filled(self) -> None:
+        """Raise ConfigError if the model was made without memory, and no weights have been loaded."""
+        if self.unfilled:
+            raise ConfigError(self.unfilled)
+
+    def note_filled(self, absent: Collection[str] = ()) -> None:
+        """Note that the weights of a checkpoint have been loaded, which may leave some out."""
+        if self.unfilled and not set(absent) & set(self._lacking):
+            self.unfilled = ""
+            self._refusing.remove()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -17,13 +17,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from omnitrain.backends.backend import Backend
-from omnitrain.checkpoint.state import model_tensors
-from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DistributedError
 from omnitrain.precision import Dtypes
 from omnitrain.units import StepOutput
 
-__all__ = ["DDP", "Runner", "fill_from_main", "run_through", "start_from_main"]
+__all__ = ["DDP", "Runner", "run_through"]
 
 Output = TypeVar("Output")
 
@@ -98,8 +96,7 @@ class DDP(Backend):
         self._reductions = dtypes.reductions
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
-        if self.ranks.world_size > 1:
-            fill_from_main(self.model, self.ranks)
+        self._fill_whole()
         model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
         model = self.compiled(model)
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
@@ -196,65 +193,3 @@ def _averaged(bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Ten
     buffer = bucket.buffer()
     work: Any = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
-
-
-def start_from_main(model: nn.Module, ranks: Ranks) -> None:
-    """Copy the weights of the main rank to every rank, as DDP does when it wraps a model.
-
-    Raises:
-        ConfigError: If the main rank has weights on the meta device.
-        DistributedError: If the models of the ranks differ.
-    """
-    if not fill_from_main(model, ranks):
-        for tensor in model_tensors(model).values():
-            if tensor.numel():
-                _take_from_main(tensor, ranks)
-
-
-def fill_from_main(model: nn.Module, ranks: Ranks) -> bool:
-    """Copy the weights and buffers of the main rank to all ranks, if any rank has some on the meta device.
-
-    The meta device uses no memory, so only one process per machine has to read a model's files. All ranks decide
-    together, or some would wait for others.
-
-    Returns:
-        Whether the weights were copied.
-
-    Raises:
-        ConfigError: If the main rank has weights on the meta device.
-        DistributedError: If the models of the ranks differ.
-    """
-    held = [*model.named_parameters(), *model.named_buffers()]
-    ranks.check_alike("The models of the ranks", dict(map(_described, held)), "Make the same model on every rank.")
-    empty = ranks.gather("the tensors on the meta device", [name for name, one in held if one.device.type == "meta"])
-    if not any(empty):
-        return False
-    if empty[0]:
-        raise ConfigError(
-            f"{len(empty[0])} tensors of the main rank's model are on the meta device, {empty[0][0]!r} for instance, "
-            "so there are no weights to begin with. Make the model outside of `torch.device('meta')` there; the other "
-            "ranks may have it on the meta device."
-        )
-    for _, tensor in held:
-        if tensor.device.type == "meta":
-            # swapped in place, so that every reference to the parameter, such as an optimizer's, gets the filled one
-            torch.utils.swap_tensors(tensor, _like(tensor))
-        if tensor.numel():
-            _take_from_main(tensor, ranks)
-    return True
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _described(entry: tuple[str, torch.Tensor]) -> tuple[str, str]:
-    name, tensor = entry
-    trains = ", which trains" if tensor.requires_grad else ""
-    return name, f"{tensor.dtype} of shape {tuple(tensor.shape)}{trains}"
-
-
-def _take_from_main(tensor: torch.Tensor, ranks: Ranks) -> None:
-    with torch.no_grad():
-        tensor.copy_(ranks.broadcast(tensor.detach().cpu().contiguous()))

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from omnitrain.backends.ddp import DDP, start_from_main
+from omnitrain.backends.ddp import DDP
+from omnitrain.backends.start import Start, block_slot, is_plain, named_tensors, names_of, whole_slot
 from omnitrain.checkpoint.state import from_json, load_by_own_way
 from omnitrain.recomputation import blocks_in
 
@@ -40,10 +41,13 @@ class FSDP(DDP):
     """Whether backward passes currently average the gradients."""
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
-        start_from_main(self.model, self.ranks)  # before it is sharded
-        with self._reducing():
-            model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
-        self.optimizer = prepared.optimizer
+        if is_plain(self.model):
+            model = self._divided()
+        else:  # cut by tensor parallelism already, or of kinds of which there are no empty ones
+            self._fill_whole(always=True)
+            with self._reducing():
+                model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
+            self.optimizer = prepared.optimizer
         bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
         for module in bare.modules():
             if isinstance(module, FSDPModule) and self.accelerator.device.type == "cpu":
@@ -53,17 +57,51 @@ class FSDP(DDP):
             _warn_if_undivided(bare)
         return bare, self.compiled(model)
 
+    def _divided(self) -> nn.Module:
+        """Shard the model while it has no memory, then fill each rank's parts."""
+        start = Start(self.model, self.ranks, self.initial)
+        start.pretend()
+        optimizer = self._build_optimizer()
+        names = names_of(self.model.named_parameters())
+        start.empty()
+        unused = torch.optim.SGD([{"params": []}])  # accelerate tells parameters apart by their memory
+        with self._reducing():
+            model, prepared = self.accelerator.prepare(self.model, unused)
+        bare = getattr(model, "_orig_mod", model)
+        offloads = isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+        device = self.accelerator.device
+        buffers = {id(one) for one in bare.buffers()}
+
+        def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "meta":
+                return tensor
+            on_host = offloads and id(tensor) not in buffers
+            return torch.empty_like(tensor, device="cpu" if on_host else device)
+
+        bare._apply(with_memory)  # as `to_empty` does, which would clear buffers that are filled
+        held = dict(named_tensors(bare))
+        start.fill(
+            {name: block_slot(one) if isinstance(one, DTensor) else whole_slot(one) for name, one in held.items()}
+        )
+        for group in optimizer.param_groups:
+            group["params"] = [held.get(names.get(id(one), ""), one) for one in group["params"]]
+        prepared.optimizer = self.optimizer = optimizer
+        self._end_start(start)
+        return model
+
     @contextlib.contextmanager
     def _reducing(self) -> Iterator[None]:
         """Have accelerate's plugin say in what dtype gradients are added up; it is the user's own object."""
         plugin = self.accelerator.state.fsdp_plugin
-        policy = plugin.mixed_precision_policy
+        policy, efficient = plugin.mixed_precision_policy, plugin.cpu_ram_efficient_loading
+        plugin.cpu_ram_efficient_loading = False  # it would fill the shards itself, from whole weights
         if self._reductions is not None:
             plugin.mixed_precision_policy = replace(policy or MixedPrecisionPolicy(), reduce_dtype=self._reductions)
         try:
             yield
         finally:
             plugin.mixed_precision_policy = policy
+            plugin.cpu_ram_efficient_loading = efficient
 
     def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         with torch.no_grad():

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from omnitrain.backends.ddp import DDP, Runner, run_through, start_from_main
+from omnitrain.backends.ddp import DDP, Runner, run_through
 from omnitrain.backends.deepspeed import fill_config
+from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors
 from omnitrain.checkpoint.state import (
     IMPLEMENTATION,
     Held,
@@ -174,10 +175,15 @@ class Zero(DDP):
         super().take_dtypes(dtypes)
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
-        start_from_main(self.model, self.ranks)  # before it is sharded
+        plugin = self.accelerator.state.deepspeed_plugin
+        start: Start | None = None
+        if _divides(plugin.deepspeed_config) and is_plain(self.model):
+            start = Start(self.model, self.ranks, self.initial)
+            start.pretend()
+        else:
+            self._fill_whole(always=True)
         if self.ranks.is_main and any(one.dtype == torch.float64 for one in self.model.parameters()):
             logger.warning("DeepSpeed updates weights of float64 in float32, and checkpoints hold them so.")
-        plugin = self.accelerator.state.deepspeed_plugin
         reductions = Dtypes(reductions=self._reductions).described
         fill_config(
             plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size, (reductions or {}).get("reductions")
@@ -197,6 +203,9 @@ class Zero(DDP):
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
         # DeepSpeed leaves groups without parameters out
         self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
+        if start is not None:
+            self._partition(start, plugin.deepspeed_config)
+            self._end_start(start)
         if self._compile_options is not None:
             self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
         engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
@@ -209,6 +218,28 @@ class Zero(DDP):
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
         return self.model, engine
+
+    def _partition(self, start: Start, config: Mapping[str, Any]) -> None:
+        """Divide the weights as stage 3 keeps them, while they have no memory, and fill each rank's parts."""
+        import deepspeed
+
+        parts = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=_of_parts(config))
+        cast = next((dtype for name, dtype in _CASTS.items() if _is_enabled(config, name)), None)
+        start.take()
+        slots: dict[str, Slot] = {}
+        for name, one in named_tensors(self.model):
+            if not isinstance(one, nn.Parameter):
+                slots[name] = start.place_buffer(name, one, parts.local_device)
+                continue
+            dtype = cast if cast is not None and one.is_floating_point() else one.dtype
+            one.data = torch.empty(one.shape, dtype=dtype, device=parts.local_device)  # one at a time, not written to
+            parts._convert_to_deepspeed_param(one)
+            one.partition()  # type: ignore[attr-defined]
+            own: Any = one
+            size = own.ds_tensor.numel()
+            begin, end = (min(size * (own.ds_zero_partition_rank + step), own.ds_numel) for step in (0, 1))
+            slots[name] = flat_slot(own.ds_tensor, begin, end)
+        start.fill(slots)
 
     def _placeholder(self) -> Any:
         """Return accelerate's placeholder for an optimizer that DeepSpeed creates from its configuration."""
@@ -487,6 +518,31 @@ class Zero(DDP):
         """Return this rank's flat full-precision tensors, which are the keys of the optimizer's state."""
         flat = getattr(self._zero, "single_partition_of_fp32_groups", None)
         return list(self._zero.fp32_partitioned_groups_flat if flat is None else flat)
+
+
+_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""What DeepSpeed casts weights to before it divides them, by entries of its configuration."""
+
+
+def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
+    return config.get(name, {}).get("enabled") is True
+
+
+def _divides(config: Mapping[str, Any]) -> bool:
+    """Whether weights are divided over all ranks, in memory and as they are."""
+    zero = config.get("zero_optimization", {})
+    offload = zero.get("offload_param") or {}
+    others = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "mics_shard_size")
+    is_grouped = zero.get("zero_hpz_partition_size", 1) not in (1, "auto")
+    is_plain = not any(zero.get(name) not in (None, False, "auto", -1) for name in others)
+    return zero.get("stage") == 3 and offload.get("device") != "nvme" and is_plain and not is_grouped
+
+
+def _of_parts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a configuration says how weights are divided; accelerate fills the rest in later."""
+    zero = {key: value for key, value in config["zero_optimization"].items() if value != "auto"}
+    found: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    return found | {name: {"enabled": True} for name in _CASTS if _is_enabled(config, name)}
 
 
 def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:

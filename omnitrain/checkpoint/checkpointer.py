@@ -462,6 +462,7 @@ class Checkpointer:
         """Restore a checkpoint, except for its random numbers."""
         with self._run.ranks.at("load"):
             self._contents.restore(folder, content, changed)
+        self._run.backend.note_filled(content.get("frozen") or {})
         self.weights_from = None
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self._credited_step = -1 if resets_best else content["credited_step"]

@@ -10,24 +10,25 @@ import fnmatch
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from omnitrain.backends.ddp import start_from_main
 from omnitrain.checkpoint.adapters import ADAPTER
 from omnitrain.checkpoint.disk import hashing
 from omnitrain.checkpoint.manifest import MANIFEST
-from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, load_by_own_way, unwrap
+from omnitrain.checkpoint.shards import TensorFiles, files_of
+from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, has_own_loader, load_by_own_way, unwrap
 from omnitrain.checkpoint.store import Store, is_pointer
-from omnitrain.checkpoint.tensors import TensorFile, spec_of
+from omnitrain.checkpoint.tensors import Spec
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, listed
 
-__all__ = ["load_initial"]
+__all__ = ["Initial", "load_initial"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -37,71 +38,205 @@ _IN_FOLDERS = (WEIGHTS, WEIGHTS + _INDEX, "pytorch_model.bin", "pytorch_model.bi
 """Files with the weights of a folder, the first of which is taken."""
 
 
-def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> None:
-    """Copy weights into a model that is not in its place yet; the main rank reads them, and all ranks have them.
+@dataclass(slots=True)
+class Initial:
+    """Weights that are read once the model is in its place, because it was made on the meta device.
+
+    Attributes:
+        names: Their names in the files, by bare names in the model.
+        dtypes: What the model casts them to, by the same.
+        specs: Their shapes and dtypes in the files, by names there.
+        files: Files of safetensors, if each rank may read its parts of them.
+        content: The weights by names in the files, on the main rank alone, if it holds them already.
+    """
+
+    names: dict[str, str]
+    dtypes: dict[str, torch.dtype]
+    specs: dict[str, Spec]
+    files: list[Path] = field(default_factory=list)
+    content: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def open(self, ranks: Ranks) -> Any:
+        """Return the weights by names in the files; all ranks open them together, and look up each together."""
+        return TensorFiles(self.files, ranks) if self.files else _Sent(self, ranks)
+
+
+class _Sent(Mapping[str, torch.Tensor]):
+    """Tensors that the main rank holds, and sends one at a time."""
+
+    is_local = False
+
+    def __init__(self, initial: Initial, ranks: Ranks) -> None:
+        self._initial, self._ranks = initial, ranks
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._ranks.is_main:
+            return self._ranks.broadcast(self._initial.content[name].detach().cpu().contiguous())
+        shape, dtype = self._initial.specs[name]
+        return self._ranks.broadcast(torch.empty(shape, dtype=dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._initial.specs)
+
+    def __len__(self) -> int:
+        return len(self._initial.specs)
+
+
+def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> Initial | None:
+    """Copy weights into a model that is not in its place yet, on the main rank, from which all ranks start.
 
     Args:
         model: The user's model.
         source: "path", "ignore" (globs of names) and "convert" (a function, or None), as `settings.source_of` has them.
         ranks: The ranks of the run.
 
+    Returns:
+        What is to be read when the model is in its place, if the main rank's has no memory yet.
+
     Raises:
         ConfigError: If there are no weights, none that the model has, or some of another shape; on all ranks, and
             nothing is changed.
         CheckpointError: If a file is damaged.
     """
-    states = ranks.on_main("the weights of `init_from`", lambda: _load(model, **source))
-    if ranks.world_size > 1:
-        start_from_main(unwrap(model), ranks)
-    if states and not ranks.is_main:
+    content: dict[str, torch.Tensor] = {}
+    what = "the weights of `init_from`"
+    states, initial = ranks.on_main(what, lambda: _load(model, **source, content=content))
+    if states and (not ranks.is_main or initial is not None):
         load_by_own_way(model, states, "`init_from`")
+    if initial is not None:
+        initial.content = content
+    return initial
 
 
-def _load(model: nn.Module, path: Path, ignore: Sequence[str], convert: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """Load what fits, and return the states of modules among it, which are no tensors that ranks could share."""
+def _load(
+    model: nn.Module,
+    path: Path,
+    ignore: Sequence[str],
+    convert: Callable[[Any], Any] | None,
+    content: dict[str, torch.Tensor],
+) -> tuple[dict[str, Any], Initial | None]:
+    """Load what fits, or say what is to be loaded later.
+
+    Returns:
+        The states of modules among it, which are no tensors that ranks could share; and what is to be loaded later, of
+        which `content` gets what is in memory already.
+    """
     where = f"`init_from={str(path)[:500]!r}`"
-    tensors, states = _divided(*_read(path, where), convert, where)
-    kinds = _kinds(model, where)
+    read, files, states = _read(path, where)
+    tensors, states = _divided(read, states, convert, where)
+    kinds = _kinds(model)
     with_state = [bare_name(name) for name in unwrap(model).state_dict() if _is_state(name)]
-    names = dict.fromkeys([*tensors, *states, *kinds, *with_state])
+    ignored = _ignored(dict.fromkeys([*tensors, *states, *kinds, *with_state]), ignore, where)
+    present = tensors.keys() - states.keys() - ignored
+    pairs, missing = _pairs(kinds, present, ignored)
+    _check_fit(kinds, tensors, pairs, where)
+    loaded = {name: states[name] for name in with_state if name in states and name not in ignored}
+    initial = _later(model, kinds, tensors, pairs, where)
+    if initial is None:
+        _copy(model, kinds, tensors, pairs, loaded, where)
+    elif isinstance(tensors, TensorFiles):
+        initial.files = files
+    else:
+        content.update({own: tensors[own] for own in pairs.values()})
+    missing += [name for name in with_state if name not in loaded and name not in ignored]
+    left_over = [name for name in tensors if name in present and name not in kinds]
+    left_over += [name for name in states if name not in loaded and name not in ignored]
+    dtypes = {name: _spec_of(tensors, own)[1] for name, own in pairs.items()}
+    _tell(path, dtypes, kinds, list(loaded), missing, left_over, sorted(ignored))
+    return loaded, initial
+
+
+def _ignored(names: Iterable[str], ignore: Sequence[str], where: str) -> set[str]:
     for pattern in ignore:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(f"{where}: 'ignore' has {pattern!r}, which is no name in the model or in the file.")
-    ignored = {name for name in names for one in ignore if fnmatch.fnmatchcase(name, one)}
-    present = tensors.keys() - states.keys() - ignored
+    return {name for name in names for one in ignore if fnmatch.fnmatchcase(name, one)}
+
+
+def _pairs(
+    kinds: Mapping[str, torch.Tensor], present: Iterable[str], ignored: Iterable[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the name in the file for each tensor of the model, by its first name there, and those without one."""
+    present, ignored = set(present), set(ignored)
     names_of: dict[int, list[str]] = {}
     for name, tensor in kinds.items():
         names_of.setdefault(id(tensor), []).append(name)
-    content: dict[str, torch.Tensor] = {}
-    missing, wrong = list[str](), list[str]()
+    pairs, missing = dict[str, str](), list[str]()
     for first, *others in names_of.values():  # of tied weights, any name does
         name = next((name for name in (first, *others) if name in present), None)
-        if name is None:
-            missing += [first] if first not in ignored else []
-            continue
-        shape, dtype = spec_of(tensors, name)
-        own = kinds[first]
+        if name is not None:
+            pairs[first] = name
+        elif first not in ignored:
+            missing.append(first)
+    return pairs, missing
+
+
+def _check_fit(
+    kinds: Mapping[str, torch.Tensor], tensors: Mapping[str, Any], pairs: Mapping[str, str], where: str
+) -> None:
+    wrong: list[str] = []
+    for first, name in pairs.items():
+        (shape, dtype), own = _spec_of(tensors, name), kinds[first]
         if shape != tuple(own.shape) or dtype.is_floating_point != own.dtype.is_floating_point:
             wrong.append(f"{name} ({_spec(shape, dtype)} there, {_spec(tuple(own.shape), own.dtype)} in the model)")
-        content[first] = tensors[name]
     if wrong:
         raise ConfigError(
             f"{where} has weights that do not fit the model: {listed(wrong)}. Name them in 'ignore' to leave them out, "
             "as in init_from={'path': ..., 'ignore': ['head.*']}, or build the model to fit."
         )
-    if not content:
+    if not pairs:
         raise ConfigError(
             f"{where} has none of the model's weights. Names there: {listed(list(tensors)[:5])}; in the model: "
             f"{listed(list(kinds)[:5])}. If they differ by a prefix, rename them: init_from={{'path': ..., 'convert': "
             "lambda weights: {name.removeprefix('model.'): one for name, one in weights.items()}}."
         )
-    loaded = {name: states[name] for name in with_state if name in states and name not in ignored}
-    load_by_own_way(model, content | loaded, where)
-    missing += [name for name in with_state if name not in loaded and name not in ignored]
-    left_over = [name for name in tensors if name in present and name not in kinds]
-    left_over += [name for name in states if name not in loaded and name not in ignored]
-    _tell(path, content, kinds, list(loaded), missing, left_over, sorted(ignored))
-    return loaded
+
+
+def _later(
+    model: nn.Module,
+    kinds: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Any],
+    pairs: Mapping[str, str],
+    where: str,
+) -> Initial | None:
+    """Return what is to be read later, if the model has tensors without memory."""
+    empty = [name for name, one in kinds.items() if one.device.type == "meta"]
+    if not empty:
+        return None
+    bare = unwrap(model)
+    for path, module in bare.named_modules():
+        if has_own_loader(module) and (module is bare or any(name.startswith(f"{bare_name(path)}.") for name in pairs)):
+            raise ConfigError(
+                f"{where}: {type(module).__name__} has loading code of its own, which needs the whole model, and "
+                f"{len(empty)} of its tensors are on the meta device, {empty[0]!r} for instance. Make the model "
+                "outside of `torch.device('meta')`, on the main rank at least."
+            )
+    specs = {own: _spec_of(tensors, own) for own in pairs.values()}
+    return Initial(dict(pairs), {name: kinds[name].dtype for name in pairs}, specs)
+
+
+def _copy(
+    model: nn.Module,
+    kinds: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    pairs: Mapping[str, str],
+    states: Mapping[str, Any],
+    where: str,
+) -> None:
+    if any(map(has_own_loader, unwrap(model).modules())):
+        load_by_own_way(model, {first: tensors[own] for first, own in pairs.items()} | dict(states), where)
+        return
+    for first, own in pairs.items():  # one at a time in memory
+        with torch.no_grad():
+            kinds[first].copy_(tensors[own])
+    if states:
+        load_by_own_way(model, states, where)
+
+
+def _spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
+    if isinstance(tensors, TensorFiles):
+        return tensors.spec_of(name)
+    return tuple(tensors[name].shape), tensors[name].dtype
 
 
 def _is_state(name: str) -> bool:
@@ -109,33 +244,26 @@ def _is_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _kinds(model: nn.Module, where: str) -> dict[str, torch.Tensor]:
+def _kinds(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's tensors by bare name, tied ones under each of theirs."""
     bare = unwrap(model)
     kept = bare.state_dict().keys()
     held = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
-    found = {bare_name(name): one for name, one in held if name in kept or bare_name(name) in kept}
-    empty = [name for name, one in found.items() if one.device.type == "meta"]
-    if empty:
-        raise ConfigError(
-            f"{where}: {len(empty)} tensors of the model are on the meta device, {empty[0]!r} for instance, which has "
-            "no memory for weights. Make the model outside of `torch.device('meta')`, on the main rank at least."
-        )
-    return found
+    return {bare_name(name): one for name, one in held if name in kept or bare_name(name) in kept}
 
 
 def _tell(
     path: Path,
-    content: Mapping[str, torch.Tensor],
+    loaded: Mapping[str, torch.dtype],
     kinds: Mapping[str, torch.Tensor],
     states: Sequence[str],
     missing: Sequence[str],
     left_over: Sequence[str],
     ignored: Sequence[str],
 ) -> None:
-    cast = sorted({str(one.dtype) for name, one in content.items() if one.dtype != kinds[name].dtype})
-    values = sum(one.numel() for one in content.values())
-    rows = [("loaded", f"{len(content)} tensors, {values} values{f', cast from {listed(cast)}' if cast else ''}")]
+    cast = sorted({str(dtype) for name, dtype in loaded.items() if dtype != kinds[name].dtype})
+    values = sum(kinds[name].numel() for name in loaded)
+    rows = [("loaded", f"{len(loaded)} tensors, {values} values{f', cast from {listed(cast)}' if cast else ''}")]
     rows += [("loaded by modules themselves", _counted(states))] if states else []
     rows += [("not in the file, and left as they are", _counted(missing))] if missing else []
     rows += [("not in the model", _counted(left_over))] if left_over else []
@@ -156,8 +284,8 @@ def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 # --- files
 
 
-def _read(path: Path, where: str) -> tuple[Any, dict[str, Any]]:
-    """Return what is in a file, or in the files of a folder, mostly a dict of tensors; and states beside these."""
+def _read(path: Path, where: str) -> tuple[Any, list[Path], dict[str, Any]]:
+    """Return what is in a file, or in the files of a folder, mostly a dict of tensors; the files; and states beside."""
     try:
         path.lstat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -168,37 +296,49 @@ def _read(path: Path, where: str) -> tuple[Any, dict[str, Any]]:
     if is_pointer(path):
         path = Store(path.parent).named(path.name)
     states: dict[str, Any] = {}
+    files = [path]
     if path.is_dir():
-        path, states = _file_in(path, where)
-    if not path.name.endswith(_INDEX):
-        return _read_file(path, where), states
+        files, states = _files_in(path, where)
+    if files[0].name.endswith(_INDEX):
+        files = _files_of_index(files[0], where)
+    if all(file.suffix == ".safetensors" for file in files):
+        return TensorFiles(files), files, states
+    if len(files) == 1:
+        return _read_file(files[0], where), files, states
     found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found |= _read_file(file, where)
+    return found, files, states
+
+
+def _files_of_index(path: Path, where: str) -> list[Path]:
     try:
-        files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{where}: {path.name!r} is no index of files of weights: {error}.") from error
-    for name in sorted(files):
-        part = path.parent / Path(str(name)).name
+    files = [path.parent / Path(str(name)).name for name in sorted(names)]
+    for part in files:
         if not part.is_file():
             raise CheckpointError(f"{str(path.parent)!r} is incomplete: {part.name!r} is missing. Fetch it again.")
-        found |= _read_file(part, where)
-    return found, states
+    return files
 
 
-def _file_in(folder: Path, where: str) -> tuple[Path, dict[str, Any]]:
+def _files_in(folder: Path, where: str) -> tuple[list[Path], dict[str, Any]]:
     if (folder / MANIFEST).is_file():
         manifest = Store(folder.parent).verify(folder, hashes=False)
-        entry = manifest["files"].get(WEIGHTS)
-        if entry is None:
+        files = files_of(folder, manifest["files"], "model")
+        if not files:
             raise CheckpointError(f"{str(folder)!r} is incomplete: {WEIGHTS!r} is not among its files.")
-        with hashing([folder / WEIGHTS]) as digests:
-            if next(iter(digests)) != entry["sha256"]:
-                raise CheckpointError(f"{str(folder)!r} is damaged: {WEIGHTS!r} does not match its sha256.")
+        with hashing(files) as digests:
+            for file, found in zip(files, digests, strict=True):
+                name = file.relative_to(folder).as_posix()
+                if found != manifest["files"][name]["sha256"]:
+                    raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} does not match its sha256.")
         kept = manifest.get("extra_state") or {}
-        return folder / WEIGHTS, {name: from_json(value) for name, value in kept.items()}
+        return files, {name: from_json(value) for name, value in kept.items()}
     for name in _IN_FOLDERS:
         if (folder / name).is_file():
-            return folder / name, {}
+            return [folder / name], {}
     if (folder / ADAPTER).is_file():
         raise ConfigError(
             f"{where} holds adapters of PEFT alone. Load them before the model is passed: "
@@ -213,7 +353,7 @@ def _file_in(folder: Path, where: str) -> tuple[Path, dict[str, Any]]:
 
 def _read_file(path: Path, where: str) -> Any:
     if path.suffix == ".safetensors":
-        return TensorFile(path)
+        return dict(TensorFiles([path]))
     if path.suffix not in _PICKLED:
         raise ConfigError(
             f"{where}: {path.name!r} is of no kind that is read: .safetensors, {', '.join(_PICKLED)}, or {_INDEX}."
@@ -232,8 +372,8 @@ def _divided(
 ) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
     """Return tensors by name, and the states of modules by theirs, as `convert` makes them."""
     if convert is not None:
-        content, states = convert({**content, **states} if isinstance(content, TensorFile) else content), {}
-    if isinstance(content, TensorFile):
+        content, states = convert({**content, **states} if isinstance(content, TensorFiles) else content), {}
+    if isinstance(content, TensorFiles):
         return content, states | {name: content[name] for name in content if _is_state(name)}
     if isinstance(content, Mapping):
         named = {bare_name(str(name)): one for name, one in content.items()}

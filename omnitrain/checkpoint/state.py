@@ -57,6 +57,7 @@ __all__ = [
     "digest",
     "extra_state",
     "from_json",
+    "has_own_loader",
     "holds",
     "host_tensors",
     "is_in_parts",
@@ -256,7 +257,7 @@ def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str) ->
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
     if not is_strict:  # its code may need all of them
         content = {**bare.state_dict(), **content}
-    before = _copies(bare) if any(map(_has_own_loader, bare.modules())) else {}
+    before = _copies(bare) if any(map(has_own_loader, bare.modules())) else {}
     try:
         bare.load_state_dict(content, **({"strict": False} if is_strict else {}))
     except Exception as error:
@@ -282,7 +283,7 @@ def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
                 setattr(model.get_submodule(owner), own, tensor)
 
 
-def _has_own_loader(module: nn.Module) -> bool:
+def has_own_loader(module: nn.Module) -> bool:
     """Whether a module has its own loading code; PyTorch's modules have some too, for files of older versions."""
     ways = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict")]
     ways += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
@@ -303,7 +304,7 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, abse
     """
     bare = unwrap(model)
     parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
-    prefixes = [f"{bare_name(name)}." if name else "" for name, one in bare.named_modules() if _has_own_loader(one)]
+    prefixes = [f"{bare_name(name)}." if name else "" for name, one in bare.named_modules() if has_own_loader(one)]
     wanted = {
         name: (first, (tuple(tensor.shape), tensor.dtype))
         for name, tensor, first in _named(model)

@@ -390,8 +390,9 @@ class BaseTrainer(Hooks, ABC):
                 f"`dtypes={dtypes.described!r}` sets the inputs, which `_prepare_batch` of {type(self).__name__} "
                 "prepares itself. Cast them there, and leave 'inputs' out."
             )
+        initial: Any = None
         if settings.init_from is not None:
-            load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)
+            initial = load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)
         if settings.freeze is not None:
             freeze_parameters(state.named_parameters(model), settings.freeze)
         if settings.gradient_checkpointing:
@@ -399,6 +400,7 @@ class BaseTrainer(Hooks, ABC):
         own = settings.unit
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         self.backend: Backend = self._make_backend(model)
+        self.backend.initial = initial
         self.backend.take_dtypes(dtypes)
         dtypes.cast(state.unwrap(model))
         self.precision.convert(state.unwrap(model))
@@ -723,6 +725,7 @@ class BaseTrainer(Hooks, ABC):
         """
         with self.ranks.calling("save_model()", self._timeout):
             folder = local_path(path, "path")
+            self.backend.check_filled()
             beside = [] if self.processing_class is None else [self.processing_class]
             return save_model(
                 self.model, folder, overwrite, self._checkpointer.shown.model_tensors(), self.ranks, beside
@@ -736,6 +739,7 @@ class BaseTrainer(Hooks, ABC):
             CheckpointError: If it cannot be written; earlier checkpoints are untouched.
         """
         with self.ranks.calling("save_checkpoint()", self._timeout), self.lifecycle.aside():
+            self.backend.check_filled()
             return self._checkpointer.save_now()
 
     def load_checkpoint(self, path: str | Path) -> Path:
@@ -939,6 +943,8 @@ def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]
         logger.info("No checkpoint in %r yet: the run starts afresh.", str(trainer.save_dir))
     elif found is None:
         checkpointer.check_save_dir()
+    if found is None:
+        trainer.backend.check_filled()
     trainer._begin_run(resumes=found is not None)
     trainer._checkpointer.check_optimizers(vars(trainer), resumes=found is not None)
     if found is not None:

@@ -237,10 +237,22 @@ def test_a_checkpoint_that_has_changed_is_refused(tmp_path: Path) -> None:
         begun(tmp_path / "copy")
 
 
-def test_a_model_without_memory_is_refused(file: Path) -> None:
+def test_a_model_without_memory_gets_the_weights_when_it_is_in_its_place(trainer_class: Any, file: Path) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 16))
-    with pytest.raises(ConfigError, match="2 tensors of the model are on the meta device"):
+        model = t16(dtype=torch.float32)
+    for source in (file, {"path": file, "convert": dict}):
+        found = make(trainer_class, model, init_from=source).get_model()
+        assert distance(weights(found), weights(t16().float())) == 0 and found[0].weight.requires_grad
+
+
+def test_a_model_without_memory_that_loads_in_its_own_way_is_refused(file: Path) -> None:
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, *arguments: Any) -> None:
+            raise AssertionError
+
+    with torch.device("meta"):
+        model = nn.Sequential(Own(4, 16))
+    with pytest.raises(ConfigError, match=r"Own has loading code of its own.*2 of its tensors are on the meta device"):
         begun(file, model)
 
 
