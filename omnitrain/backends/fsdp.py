@@ -63,6 +63,9 @@ class FSDP(DDP):
         start.pretend()
         optimizer = self._build_optimizer()
         names = names_of(self.model.named_parameters())
+        groups = [[names.get(id(one), one) for one in group["params"]] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []  # or it would keep the weights that the model loses
         start.empty()
         unused = torch.optim.SGD([{"params": []}])  # accelerate tells parameters apart by their memory
         with self._reducing():
@@ -83,8 +86,8 @@ class FSDP(DDP):
         start.fill(
             {name: block_slot(one) if isinstance(one, DTensor) else whole_slot(one) for name, one in held.items()}
         )
-        for group in optimizer.param_groups:
-            group["params"] = [held.get(names.get(id(one), ""), one) for one in group["params"]]
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [held[one] if isinstance(one, str) else one for one in members]
         prepared.optimizer = self.optimizer = optimizer
         self._end_start(start)
         return model

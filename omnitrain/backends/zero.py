@@ -177,7 +177,8 @@ class Zero(DDP):
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         plugin = self.accelerator.state.deepspeed_plugin
         start: Start | None = None
-        if _divides(plugin.deepspeed_config) and is_plain(self.model):
+        is_born_so = any(hasattr(one, "ds_id") for one in self.model.parameters())  # made under deepspeed.zero.Init
+        if _divides(plugin.deepspeed_config) and is_plain(self.model) and not is_born_so:
             start = Start(self.model, self.ranks, self.initial)
             start.pretend()
         else:

@@ -146,6 +146,8 @@ def cases(folder: Path) -> list[Case]:
         real = {"init_from": str(folder / "other.safetensors")}
         found += [case(f"{backend} other {empty}", backend, "start", empty=empty, **real) for empty in ([], [1], EMPTY)]
         found.append(case(f"{backend} own", backend, "start", empty=EMPTY))
+        half = {"autocast": "bf16", "kind": "llama", "init_from": str(folder / "llama")}
+        found += [case(f"{backend} 16 {empty}", backend, "start", empty=empty, **half) for empty in ([], [1], EMPTY)]
         for kind in KINDS[backend]:
             options = {"kind": kind, "init_from": str(folder / kind)}
             found += [case(f"{backend} {kind} {one}", backend, "start", empty=one, **options) for one in ([], EMPTY)]
@@ -217,6 +219,12 @@ def test_files_with_other_dtypes_are_cast_as_on_one_process(backend: str, outcom
         assert name.startswith("body.0") or nowhere[0]["begun"][name] == values, name
     drawn = nowhere[0]["begun"]["body.0.weight"]  # is not in the file: the module draws it
     assert drawn == nowhere[1]["begun"]["body.0.weight"] and 0.1 < torch.tensor(drawn).abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
+def test_weights_begin_alike_where_the_backend_casts_them(backend: str, outcomes: dict[str, list[Outcome]]) -> None:
+    real, main, nowhere = results(outcomes, *(f"{backend} 16 {empty}" for empty in ([], [1], EMPTY)))
+    assert main == real == nowhere and real[0]["begun"] != real[0]["trained"]
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])
