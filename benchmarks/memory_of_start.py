@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from _report import table
-from _timing import machine, write_json
+from _timing import machine
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -147,7 +147,7 @@ def main() -> None:
     head = ["backend", "ranks", "the model", "a part", "peak of rank 0", "of the others", "when it has begun"]
     print("\n".join(table(head, cells, numbers=(1, 3, 4, 5, 6))))
     if args.json is not None:
-        write_json(args.json, {"machine": machine(), "rows": rows})
+        args.json.write_text(json.dumps({**machine(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

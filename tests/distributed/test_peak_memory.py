@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import Job, launch_all, make_trainer
+from safetensors.torch import save_file
 from torch import nn
 
 from omnitrain.checkpoint.store import Store
@@ -95,3 +98,61 @@ def test_it_is_all_of_it_that_was_saved(results: Any, folder: Path) -> None:
         _, content = Store(folder / backend / "large").resolve("last") or (None, {})
         size = sum(entry["size"] for name, entry in content["files"].items() if not name.startswith("rng"))
         assert size > 3 * LAYERS * TENSOR * 2**20
+
+
+# --- the start
+
+DEEP, BROAD = 8, 3072
+MATRIX = BROAD * BROAD * 4 / 2**20
+"""MiB of the largest tensor of a model that begins, of which there are DEEP."""
+PARTS = {"fsdp": 1, "zero3": 3}
+"""How often each rank has its part before the first step: DeepSpeed takes that of a copy and of the gradients too."""
+
+
+def deep(width: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(DEEP)))
+
+
+def _make(made: list[Any], backend: str, width: int, empty: list[int], options: dict[str, Any]) -> None:
+    with torch.device("meta" if int(os.environ["RANK"]) in empty else "cpu"):
+        model = deep(width)
+    x = torch.randn(8, width)
+    data = torch.utils.data.TensorDataset(x, x)
+    made.append(make_trainer(backend, model, data, loss_fn=F.mse_loss, batch_size=4, **options))
+
+
+def begin(backend: str, folder: str) -> dict[str, Any]:
+    """Make models of 300 MiB on the main rank alone, or on none; first small ones."""
+    found: dict[str, Any] = {}
+    for width in (8, BROAD):
+        for place, empty in {"main": [1], "file": [0, 1], "own": [0, 1]}.items():
+            options = {"init_from": f"{folder}/{width}.safetensors"} if place == "file" else {}
+            made: list[Any] = []
+            found[place] = growth(functools.partial(_make, made, backend, width, empty, options))
+            made.pop().backend.release()
+            gc.collect()
+    return found
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    if "RssAnon" not in Path("/proc/self/status").read_text():
+        pytest.skip("this system does not say how much memory a process holds")
+    for width in (8, BROAD):
+        save_file(deep(width).state_dict(), folder / f"{width}.safetensors")
+    jobs = [Job(f"begin {one}", one, f"{HERE}:begin", {"folder": str(folder)}) for one in PARTS]
+    return launch_all(jobs, folder / "begun")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", PARTS)
+def test_no_process_but_the_one_that_has_it_holds_the_model_whole_at_the_start(begun: Any, backend: str) -> None:
+    whole = DEEP * MATRIX
+    for rank, result in enumerate(begun[f"begin {backend}"]):
+        assert "error" not in result, result
+        for place, grown in result.items():
+            most = PARTS[backend] * whole / 2 + (3 if backend == "fsdp" else 5) * MATRIX
+            if place == "main" and rank == 0:
+                assert grown < most + whole
+            else:
+                assert grown < most < PARTS[backend] * whole / 2 + whole, f"{place}: {grown:.0f} MiB on rank {rank}"
