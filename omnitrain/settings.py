@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 import os
@@ -41,11 +42,14 @@ __all__ = [
     "describe",
     "describe_all",
     "folder_path",
+    "is_address",
     "is_loader",
+    "local_folder",
     "local_path",
     "refuse_assignment",
     "refuse_class",
     "resolve_accumulation",
+    "run_folder",
     "seconds_of",
     "source_of",
     "stages_of",
@@ -351,6 +355,7 @@ def check_type(name: str, value: Any, *wanted: type) -> None:
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def local_path(value: Any, name: str) -> Path:
@@ -371,13 +376,44 @@ def local_path(value: Any, name: str) -> Path:
     text = str(os.fspath(value))
     if _URL.match(text):
         raise ConfigError(
-            f"`{name}={text!r}` is an address, and files are written to and read from file systems alone. Pass a local "
-            "path, and copy the folder there or from there, or mount the store."
+            f"`{name}={text!r}` is an address, and a path of this machine is needed here. Pass one. `save_dir`, "
+            "`init_from`, `resume_from` and `load_checkpoint` take addresses, as text."
         )
     try:
         return Path(text).expanduser()
     except RuntimeError as error:  # `~name`, and there is no such user
         raise ConfigError(f"`{name}={text!r}`: {error} Pass the whole path.") from error
+
+
+def is_address(value: Any) -> bool:
+    """Return whether a value is the address of a remote store, and no path.
+
+    >>> is_address("s3://bucket/run"), is_address("runs/a"), is_address("C:/runs")
+    (True, False, False)
+    """
+    return isinstance(value, str) and _ADDRESS.match(value) is not None
+
+
+def local_folder(address: str) -> Path:
+    """Return the folder on this machine for a run whose `save_dir` is an address.
+
+    It is in `$OMNITRAIN_LOCAL_DIR`, or in `omnitrain/runs` of the user's cache; its name is that of the run, and a
+    digest of the address.
+    """
+    given, address = os.environ.get("OMNITRAIN_LOCAL_DIR"), address.rstrip("/")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "omnitrain" / "runs"
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", address.rpartition("/")[2])[:80]
+    digest = hashlib.sha256(address.encode()).hexdigest()[:12]
+    return Path(given or cache).expanduser().absolute() / f"{name}-{digest}"
+
+
+def run_folder(value: Any, name: str) -> Path:
+    """Return the folder on this machine for the files of a run, whose place is a path or an address.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    return local_folder(value) if is_address(value) else folder_path(value, name)
 
 
 def source_of(value: Any) -> dict[str, Any]:
@@ -397,7 +433,8 @@ def source_of(value: Any) -> dict[str, Any]:
         raise ConfigError(f"`init_from`: 'ignore' must be a list of names with * and ?, got {_shown(ignore)}.")
     if convert is not None and not callable(convert):
         raise ConfigError(f"`init_from`: 'convert' must be a function of the weights by name, got {_shown(convert)}.")
-    return {"path": local_path(path, "init_from").absolute(), "ignore": list(ignore or ()), "convert": convert}
+    place = path if is_address(path) else local_path(path, "init_from").absolute()
+    return {"path": place, "ignore": list(ignore or ()), "convert": convert}
 
 
 def folder_path(value: Any, name: str) -> Path:

@@ -22,6 +22,7 @@ from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.frozen import FROZEN
 from omnitrain.checkpoint.history import Lines, read_history
 from omnitrain.checkpoint.identity import IDENTITIES
+from omnitrain.checkpoint.mirror import resolved
 from omnitrain.checkpoint.record import CONFIG_FILE, RUN_FILE, append_start, write_config
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
@@ -30,7 +31,7 @@ from omnitrain.checkpoint.writing import Save, Writer
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.optimization import optimizers_among
 from omnitrain.progress import Progress
-from omnitrain.settings import local_path
+from omnitrain.settings import is_address, local_path
 
 __all__ = ["Checkpointer", "check_allowed"]
 
@@ -114,6 +115,8 @@ class Checkpointer:
         """The position of those weights in the run, or None."""
         self._closing_progress: Progress | None = None
         """The position of the last evaluation of a run that is closed, if it is the best; a longer run lacks it."""
+        self._is_locked = False
+        """Whether a run holds the lock of `save_dir`."""
         self._is_noted = True
         """Whether all of what runs is in `run.json`."""
         self._lines = Lines()
@@ -140,13 +143,29 @@ class Checkpointer:
             store.take()
 
         ranks.on_main("the lock of `save_dir`", take)
+        self._is_locked = True
         try:
             yield
+            ranks.on_main("the end of the uploads", lambda: self._finish(store))
         finally:
+            self._is_locked = False
             if ranks.is_main:
                 self._note_rest()
                 self._contents.forget_start()
+                try:
+                    self._finish(store)  # after an error of the run, which it does not replace
+                except CheckpointError as error:
+                    logger.error("%s", error)
                 store.lock.release()
+
+    def _finish(self, store: Store) -> None:
+        """Wait on the main rank for what is uploaded, which counts as progress as long as there is any."""
+        ranks = self._run.ranks
+
+        def tick() -> None:
+            ranks.moves += 1
+
+        store.finish(tick)
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
         """Save during a run; a failing disk costs this checkpoint, not the run, unless `save_required`.
@@ -192,7 +211,11 @@ class Checkpointer:
         self._lifecycle.begin_save()
         snapshot = self._snapshot()
         snapshot.payload["for_best"] = False
-        return self._committed(snapshot, self._writer.write(self.store, snapshot))
+        path = self._committed(snapshot, self._writer.write(self.store, snapshot))
+        store = self.store
+        if not self._is_locked:
+            self._run.ranks.on_main("the end of the uploads", lambda: self._finish(store))
+        return path
 
     @property
     def has_unsaved_best(self) -> bool:
@@ -401,15 +424,15 @@ class Checkpointer:
                 raise ConfigError(
                     "`resume_from=True`: pass 'auto' (a fresh start where there is no checkpoint) or 'last'."
                 )
-            which = local_path(which, "resume_from")
-        store, ranks = self.store or Store(Path(which).parent), self._run.ranks
+            which = which if is_address(which) else local_path(which, "resume_from")
+        store, ranks = self.store, self._run.ranks
 
         def accept(folder: Path, content: dict[str, Any]) -> None:
             self._contents.check(folder, content)
             content["metrics"] = read_history(folder, content)
 
         with ranks.at("load"):
-            found = hashed_by_all(ranks, lambda check: store.resolve(which, accept, check))
+            found = hashed_by_all(ranks, lambda check: resolved(store, which, accept, check))
         if not weights_suffice and found is not None and found[1].get("only_model"):
             raise CheckpointError(
                 f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
@@ -613,9 +636,13 @@ class Checkpointer:
         roots = [] if self.store is None else [self.store.root]
         roots += [] if self.resumed is None else [self.resumed[0].parent]
         places = [*(root / name for root in roots), *(root / "best" for root in roots)]
-        found = ranks.on_main(
-            "a look for the best", lambda: next((one for one in places if os.path.lexists(one)), None)
-        )
+
+        def look() -> Path | None:
+            if self.store is not None and not any(os.path.lexists(root / name) for root in roots):
+                self.store.bring(name)
+            return next((one for one in places if os.path.lexists(one)), None)
+
+        found = ranks.on_main("a look for the best", look)
         if found is None:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return

@@ -21,12 +21,14 @@ from torch import nn
 from omnitrain.checkpoint.adapters import ADAPTER
 from omnitrain.checkpoint.disk import hashing
 from omnitrain.checkpoint.manifest import MANIFEST
+from omnitrain.checkpoint.remote import local_copy
 from omnitrain.checkpoint.shards import TensorFiles, files_of
 from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, has_own_loader, load_by_own_way, unwrap
 from omnitrain.checkpoint.store import Store, is_pointer
 from omnitrain.checkpoint.tensors import Spec
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, listed
+from omnitrain.settings import is_address
 
 __all__ = ["Initial", "load_initial"]
 
@@ -100,12 +102,18 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> I
     """
     content: dict[str, torch.Tensor] = {}
     what = "the weights of `init_from`"
-    states, initial = ranks.on_main(what, lambda: _load(model, **source, content=content))
+    states, initial = ranks.on_main(what, lambda: _load(model, **_here(source), content=content))
     if states and (not ranks.is_main or initial is not None):
         load_by_own_way(model, states, "`init_from`")
     if initial is not None:
         initial.content = content
     return initial
+
+
+def _here(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `source` with a path of this machine, for weights that an address names."""
+    place = source["path"]
+    return {**source, "path": local_copy(place, "init_from") if is_address(place) else place}
 
 
 def _load(

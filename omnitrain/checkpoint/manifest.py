@@ -32,6 +32,7 @@ __all__ = [
     "check_sizes",
     "encode",
     "inspect",
+    "parse_manifest",
     "read_manifest",
 ]
 
@@ -104,6 +105,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{name} is incomplete: {MANIFEST!r} is missing.") from None
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {MANIFEST!r}: {error}.") from error
+    return parse_manifest(data, name)
+
+
+def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
+    """Return the content of this text of omnitrain.json, of the checkpoint that messages call `name`."""
     version = re.search(rb'"format_version":\s*([0-9]{1,9})\b', data)
     if version and int(version[1]) > FORMAT_VERSION:
         raise CheckpointError(

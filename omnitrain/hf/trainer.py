@@ -70,8 +70,8 @@ from omnitrain.settings import (
     changes_in_size,
     check_list,
     check_type,
-    folder_path,
     refuse_class,
+    run_folder,
     takes_arguments,
 )
 from omnitrain.units import ModelUnit, StepOutput, without_effect
@@ -385,7 +385,7 @@ class HFTrainer(Calls):
         output_dir, name = given.get("save_dir"), "save_dir"
         if output_dir is None:
             output_dir, name = training_args and training_args.output_dir, "output_dir"
-        self._output_dir = None if output_dir is None else folder_path(output_dir, name)
+        self._output_dir = None if output_dir is None else run_folder(output_dir, name)
         ours: dict[str, Any] = {}
         if training_args is None:  # on a CPU, transformers forms a process group only if its arguments ask for it
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}

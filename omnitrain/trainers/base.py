@@ -23,6 +23,7 @@ from omnitrain.checkpoint.changes import InitialOptions, made_with, options_of
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
 from omnitrain.checkpoint.contents import Contents, group_options
 from omnitrain.checkpoint.initial import load_initial
+from omnitrain.checkpoint.mirror import make_store
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
 from omnitrain.data.collation import padding_collator
@@ -63,11 +64,12 @@ from omnitrain.settings import (
     check_settings,
     describe,
     describe_all,
-    folder_path,
+    is_address,
     local_path,
     refuse_assignment,
     refuse_class,
     resolve_accumulation,
+    run_folder,
     seconds_of,
     source_of,
     stages_of,
@@ -330,8 +332,9 @@ class BaseTrainer(Hooks, ABC):
                 f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
                 "the model on one before it is passed: model(batch)."
             )
-        if given.get("save_dir") is not None:
-            given["save_dir"] = folder_path(given["save_dir"], "save_dir")
+        place = given.get("save_dir")
+        if place is not None:
+            given["save_dir"] = run_folder(place, "save_dir")
         if given.get("init_from") is not None:
             given["init_from"] = source_of(given["init_from"])
         settings = Settings.of(given)
@@ -357,7 +360,10 @@ class BaseTrainer(Hooks, ABC):
         self.compute_metrics = settings.compute_metrics
         self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
         self.save_dir = cast("Path | None", settings.save_dir)
-        self.store = None if self.save_dir is None else Store(self.save_dir)
+        self.store = None
+        if self.save_dir is not None:
+            address = str(place) if is_address(place) else None
+            self.store = make_store(address or self.save_dir, settings.save_required, settings.overwrite)
         self._timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)

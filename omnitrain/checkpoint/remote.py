@@ -1,0 +1,551 @@
+"""Remote stores by fsspec: what lies under an address such as s3://bucket/run, and bringing it to this machine.
+
+::
+
+    <address>/checkpoint-120/...            as in a run folder; omnitrain.json is uploaded last
+    <address>/last, <address>/best          text files that name a folder; uploaded after it is complete
+    <address>/metrics.jsonl, run.json, ...  the files of the run
+    <address>/run.lock                      names the run that writes here at present
+
+`upload.py` has the thread that brings a run there, `mirror.py` the run folder that is kept in both places. No torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omnitrain.checkpoint.disk import FileSystem, listing
+from omnitrain.checkpoint.manifest import MANIFEST, FileEntry, inspect, parse_manifest
+from omnitrain.checkpoint.retention import Kept
+from omnitrain.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
+from omnitrain.masking import masked
+from omnitrain.settings import local_folder
+
+__all__ = ["Copy", "Place", "check_address", "fetch", "local_copy", "reaching"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+WORKERS = 4
+"""Files that are sent at the same time, or pieces that are fetched."""
+PIECE = 1 << 25
+"""Bytes that are fetched with one request."""
+SMALL = 1 << 20
+"""Files up to so many bytes are read back where the store tells no checksum."""
+
+_PART = 50 << 20
+"""The bytes of a part in s3fs' uploads in parts, on which the checksum of the whole depends."""
+_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*|0[0-9]{5})(\.old)?")
+_WITH_FOLDERS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dropbox", "box"}
+"""Stores that need a folder to be made before a file is written; in the others names have slashes, and no more."""
+_OF_HERE = {"file", "local", "http", "https", "data"}
+
+
+def check_address(address: str, name: str) -> None:
+    """Refuse an address that no installed package of fsspec can write to, without connecting to anything.
+
+    Args:
+        address: The address.
+        name: The argument that has it.
+
+    Raises:
+        ConfigError: The kind of store is unknown, or is none.
+        MissingExtraError: fsspec, or the package for this kind of store, is not installed.
+    """
+    shown, protocol = f"`{name}={masked(address)!r}`", address.partition("://")[0].lower()
+    try:
+        import fsspec
+        from fsspec.registry import known_implementations
+    except ImportError:
+        raise MissingExtraError(shown, "fsspec", "remote") from None
+    if protocol in _OF_HERE:
+        remedy = "Pass the path of a folder" if protocol in ("file", "local") else "Nothing can be written there"
+        raise ConfigError(f"{shown}: {protocol!r} is no store for a run. {remedy}.")
+    if not address.partition("://")[2].strip("/"):
+        raise ConfigError(f"{shown} names no folder. Pass one, such as '{protocol}://bucket/run'.")
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        known: Any = known_implementations.get(protocol, {})
+        package = known.get("class", "").partition(".")[0] or str(error)
+        raise MissingExtraError(shown, package) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{shown}: fsspec knows no file system {protocol!r}. Pass an address such as 's3://bucket/run', "
+            "'gs://bucket/run' or 'hf://datasets/name/run', or a local path."
+        ) from error
+
+
+@contextlib.contextmanager
+def reaching(place: Place, doing: str) -> Iterator[None]:
+    """Turn whatever a store raises inside into a CheckpointError.
+
+    Args:
+        place: The store.
+        doing: What is done, as in "cannot be ...".
+    """
+    try:
+        yield
+    except OmnitrainError:
+        raise
+    except Exception as error:  # each package has its own errors
+        raise CheckpointError(
+            f"{place.name!r} cannot be {doing}: {worded(error)}. Check the address, the credentials and the connection."
+        ) from error
+
+
+def worded(error: BaseException) -> str:
+    """Return an error in a line, without secrets."""
+    return masked(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}").rstrip(".")
+
+
+@dataclass(slots=True)
+class Copy:
+    """A complete checkpoint on a store.
+
+    Attributes:
+        name: Its folder.
+        kept: The facts for retention.
+        data: Its omnitrain.json.
+        files: Size and sha256 of every other file.
+        best: Whether it was the best so far when it was saved.
+    """
+
+    name: str
+    kept: Kept
+    data: bytes
+    files: dict[str, FileEntry]
+
+    @classmethod
+    def of(cls, name: str, data: bytes, where: str) -> Copy:
+        """Return it from the text of its omnitrain.json.
+
+        Raises:
+            CheckpointError: The text is damaged.
+        """
+        content = parse_manifest(data, where)
+        facts = (content["step"], content["score"], content["sequence"], content["best"])
+        return cls(name, Kept(*facts, bool(content.get("for_best"))), data, content["files"])
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The place in the order of saves."""
+        return self.kept.sequence, self.kept.step
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return len(self.data) + sum(entry["size"] for entry in self.files.values())
+
+
+class Place:
+    """A folder of a remote store, with the operations that a run needs of it.
+
+    What the store's package raises is raised as it is: see `reaching`.
+
+    Args:
+        address: The address of the folder, such as s3://bucket/run.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address: str = address.rstrip("/")
+        self.name: str = masked(self.address)
+        self.protocol: str = address.partition("://")[0].lower()
+        self._trusts_checksums = True
+
+    @functools.cached_property
+    def _opened(self) -> tuple[Any, str]:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(self.address, use_listings_cache=False)
+        return fs, root.rstrip("/")
+
+    @property
+    def fs(self) -> Any:
+        """Fsspec's file system."""
+        return self._opened[0]
+
+    def path(self, key: str) -> str:
+        """Return the path of a file in the file system."""
+        return f"{self._opened[1]}/{key}" if key else self._opened[1]
+
+    @property
+    def has_history(self) -> bool:
+        """Whether each write is a commit of a repository, so that signs of life would fill it."""
+        return self.protocol == "hf"
+
+    def check_writable(self) -> None:
+        """Write and delete a small file.
+
+        Raises:
+            ConfigError: That does not succeed; the message has the reason.
+        """
+        if self.has_history:
+            return
+        key = f"omnitrain-{os.urandom(4).hex()}.probe"
+        try:
+            self.write(key, b"A run checks that it can write here.\n")
+            self.remove(key)
+        except Exception as error:  # each package has its own errors
+            raise ConfigError(
+                f"`save_dir={self.name!r}`: nothing can be written there, or deleted: {worded(error)}. Check the "
+                "address, the credentials and the rights, or pass another place."
+            ) from error
+
+    # --- reading
+
+    def list(self, under: str = "") -> dict[str, dict[str, Any]]:
+        """Return what the store tells of each file under a folder, by its path in it."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.find(self.path(under), detail=True)
+        except FileNotFoundError:
+            return {}
+        start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
+        return {
+            name.strip("/")[start:]: info for name, info in found.items()
+            if info.get("type") != "directory" and len(name.strip("/")) > start
+        }  # fmt: skip
+
+    def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return a file, or the bytes [start, end) of it."""
+        return self.fs.cat_file(self.path(key), start=start, end=end)
+
+    def read_if_there(self, key: str) -> bytes | None:
+        """Return a file, or None if there is none."""
+        try:
+            return self.read(key)
+        except FileNotFoundError:
+            return None
+
+    def copies(self, found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[int, Copy]:
+        """Return the complete checkpoints by step: all files of their omnitrain.json are there, with their sizes.
+
+        Args:
+            found: What `list` has returned; None lists.
+        """
+        folders: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for path, info in (self.list() if found is None else found).items():
+            name, _, file = path.partition("/")
+            if _FOLDER.fullmatch(name) and file:
+                folders.setdefault(name, {})[file] = info
+        names = [name for name, files in folders.items() if MANIFEST in files]
+        with ThreadPoolExecutor(4 * WORKERS) as pool:
+            read = dict(zip(names, pool.map(lambda name: self.read_if_there(f"{name}/{MANIFEST}"), names), strict=True))
+        complete: dict[int, Copy] = {}
+        for name, data in sorted(read.items(), key=lambda pair: not pair[0].endswith(".old")):
+            try:
+                copy = self._copy_of(name, data, folders[name])
+            except CheckpointError as error:
+                logger.warning("Not used: %s", error)
+            else:
+                complete[copy.kept.step] = copy
+        return complete
+
+    def _copy_of(self, name: str, data: bytes | None, files: Mapping[str, Mapping[str, Any]]) -> Copy:
+        where = f"{self.name}/{name}"
+        if data is None:
+            raise CheckpointError(f"{where!r} is incomplete: {MANIFEST!r} is missing.")
+        copy = Copy.of(name, data, repr(where))
+        for file, entry in copy.files.items():
+            if file not in files:
+                raise CheckpointError(f"{where!r} is incomplete: {file!r} is missing.")
+            if files[file].get("size") not in (None, entry["size"]):
+                raise CheckpointError(
+                    f"{where!r} is incomplete: {file!r} has {files[file]['size']} bytes, and {entry['size']} were "
+                    "written."
+                )
+        if copy.kept.step != int(_FOLDER.fullmatch(name)[1]):  # type: ignore[index]
+            raise CheckpointError(f"{where!r} was saved as step {copy.kept.step}, and renamed since.")
+        return copy
+
+    # --- writing
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write a small file."""
+        self._make_parent(key)
+        self.fs.pipe_file(self.path(key), data)
+
+    def put(self, file: Path, key: str, moved: Callable[[], None] = lambda: None) -> None:
+        """Upload a file.
+
+        Args:
+            file: The file on this machine.
+            key: Its path in this folder.
+            moved: Called for each part that is there.
+        """
+        from fsspec.callbacks import Callback
+
+        class Moving(Callback):
+            def relative_update(self, inc: int = 1) -> None:
+                moved()
+
+        self._make_parent(key)
+        self.fs.put_file(str(file), self.path(key), callback=Moving())
+
+    def _make_parent(self, key: str) -> None:
+        if self.protocol in _WITH_FOLDERS:  # elsewhere it would make a bucket of a misspelled name
+            self.fs.makedirs(self.path(key).rpartition("/")[0], exist_ok=True)
+
+    def remove(self, key: str) -> None:
+        """Delete a file; one that is gone already is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(self.path(key))
+
+    def remove_folder(self, name: str) -> None:
+        """Delete a checkpoint; its omnitrain.json first, without which it is none."""
+        self.remove(f"{name}/{MANIFEST}")
+        rest = [key for key in self.list(name) if key != MANIFEST]
+        with ThreadPoolExecutor(WORKERS) as pool:
+            list(pool.map(lambda key: self.remove(f"{name}/{key}"), rest))
+        if self.protocol in _WITH_FOLDERS:
+            with contextlib.suppress(Exception):
+                self.fs.rm(self.path(name), recursive=True)
+
+    def duplicate(self, copy: Copy, name: str) -> None:
+        """Copy a checkpoint inside of the store, its omnitrain.json last."""
+        for file in (*copy.files, MANIFEST):
+            self._make_parent(f"{name}/{file}")
+            self.fs.cp_file(self.path(f"{copy.name}/{file}"), self.path(f"{name}/{file}"))
+
+    def check(self, key: str, file: Path, entry: FileEntry) -> None:
+        """Make sure that the store has a file as it is here: by size, and by checksum or by reading it back.
+
+        Raises:
+            OSError: It has not.
+        """
+        info = self.fs.info(self.path(key))
+        if info.get("size") != entry["size"]:
+            raise OSError(f"{key!r} has {info.get('size')} bytes there after its upload, and {entry['size']} here")
+        is_same = self.has_same(info, file, entry)
+        if is_same or (is_same is None and entry["size"] > SMALL):
+            return
+        if _digest_of_pieces(self, key, entry["size"]) != entry["sha256"]:
+            raise OSError(f"the content of {key!r} differs from what was uploaded")
+        if is_same is False:  # encrypted with a key of its own, for instance
+            logger.debug("%s tells checksums that are not of the content: they are not used.", self.name)
+            self._trusts_checksums = False
+
+    def has_same(self, info: Mapping[str, Any], file: Path, entry: FileEntry) -> bool | None:
+        """Return whether a file there is the one here, by the checksum that the store tells; None if it tells none."""
+        if info.get("size") != entry["size"]:
+            return False
+        large = info.get("lfs")
+        if large and getattr(large, "sha256", None):
+            return large.sha256 == entry["sha256"]
+        if not self._trusts_checksums:
+            return None
+        tag = str(info.get("ETag", "")).strip('"')
+        if info.get("md5Hash"):
+            tag = base64.b64decode(info["md5Hash"]).hex()
+        if re.fullmatch("[0-9a-f]{32}", tag):
+            return _md5(file) == tag
+        parts = re.fullmatch("[0-9a-f]{32}-([0-9]+)", tag)
+        if parts and int(parts[1]) == -(-entry["size"] // _PART):
+            return _md5_of_parts(file) == tag
+        return None
+
+
+def _pieces(file: Path, size: int) -> Iterator[bytes]:
+    with open(file, "rb") as opened:
+        while piece := opened.read(size):
+            yield piece
+
+
+def _md5(file: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for piece in _pieces(file, 1 << 20):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _md5_of_parts(file: Path) -> str:
+    digests = [hashlib.md5(piece, usedforsecurity=False).digest() for piece in _pieces(file, _PART)]
+    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
+
+
+def _digest_of_pieces(place: Place, key: str, size: int) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, size, PIECE):
+        digest.update(place.read(key, start, min(start + PIECE, size)))
+    return digest.hexdigest()
+
+
+# --- to this machine
+
+
+def fetch(place: Place, copy: Copy, folder: Path, temporary: Path, fs: FileSystem | None = None) -> Path:
+    """Download a checkpoint, check it against its omnitrain.json, and give it its name when it is whole.
+
+    Args:
+        place: Where it is.
+        copy: The checkpoint.
+        folder: Its folder here, which must not exist.
+        temporary: The folder for the meantime, in the same place.
+        fs: The operations on the disk here.
+
+    Raises:
+        CheckpointError: It cannot be read, or is damaged; nothing is left here.
+    """
+    fs = fs or FileSystem()
+    logger.info("Downloading %s/%s (%s).", place.name, copy.name, in_bytes(copy.size))
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with reaching(place, "read"):
+            temporary.mkdir(parents=True)
+            sizes = {f"{copy.name}/{file}": entry["size"] for file, entry in copy.files.items()}
+            _download(place, sizes, temporary, len(copy.name) + 1)
+        fs.write(temporary / MANIFEST, copy.data)
+        inspect(temporary, hashes=True)
+        files, folders = listing(temporary)
+        for path in (*files, *reversed(folders)):
+            fs.sync(path)
+        fs.rename(temporary, folder)
+        fs.sync(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, CheckpointError) and str(temporary) in str(error):
+            raise CheckpointError(str(error).replace(str(temporary), f"{place.name}/{copy.name}")) from error
+        raise
+    return folder
+
+
+def _download(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -> None:
+    """Write files by pieces, several at a time.
+
+    Args:
+        place: Where they are.
+        sizes: Their bytes by their path there.
+        into: A folder here.
+        prefix: How much of the paths to leave out here.
+    """
+
+    def piece(key: str, start: int) -> None:
+        end = min(start + PIECE, sizes[key])
+        data = place.read(key, start, end) if end > start else b""
+        if len(data) != end - start:
+            raise OSError(f"{key!r}: {len(data)} bytes came of the {end - start} from {start} on")
+        with open(into / key[prefix:], "r+b") as file:
+            file.seek(start)
+            file.write(data)
+
+    for key, size in sizes.items():
+        path = into / key[prefix:]
+        if ".." in path.parts or path.name in ("", ".") or not path.is_relative_to(into):
+            raise CheckpointError(f"{place.name!r} has the file {key!r}, whose name leads out of its folder.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.truncate(size)
+    with ThreadPoolExecutor(2 * WORKERS, thread_name_prefix="omnitrain-download") as pool:
+        jobs = [pool.submit(piece, key, start) for key, size in sizes.items() for start in range(0, size, PIECE)]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def local_copy(address: str, name: str = "path") -> Path:
+    """Download what an address names, unless it is here already, and return its path here.
+
+    Args:
+        address: A checkpoint, `last` or `best` of a run, or a file or folder of weights of any program.
+        name: The argument that has it.
+
+    Raises:
+        ConfigError, MissingExtraError: It is no address that can be read.
+        CheckpointError: There is nothing, or it is damaged.
+    """
+    check_address(address, name)
+    parent, _, last = address.rstrip("/").rpartition("/")
+    place = Place(address)
+    downloads = local_folder(parent).with_name(local_folder(parent).name + "-downloads")
+    if last in ("last", "best") or _FOLDER.fullmatch(last):
+        run = Place(parent)
+        with reaching(run, "read"):
+            found = (
+                run.list() if last in ("last", "best") else {f"{last}/{key}": i for key, i in run.list(last).items()}
+            )
+            copies = run.copies(found)
+        if copies or last.startswith("checkpoint"):
+            copy = chosen(run, copies, last)
+            return kept_or_fetched(run, copy, downloads)
+    with reaching(place, "read"):
+        if place.fs.isfile(place.path("")):
+            place, found = Place(parent), {last: place.fs.info(place.path(""))}
+        else:
+            found = place.list()
+            copies = place.copies(found)
+    if not found:
+        raise CheckpointError(f"{place.name!r} does not exist, or is empty.")
+    if place.address != parent and copies:
+        newest = max(copies.values(), key=lambda copy: copy.order)
+        raise CheckpointError(
+            f"{place.name!r} is a run folder, not a checkpoint. Did you mean '{place.name}/{newest.name}'?"
+        )
+    version = hashlib.sha256(repr(sorted((key, str(info)) for key, info in found.items())).encode()).hexdigest()[:12]
+    target = downloads / (f"{last}-{version}" if place.address != parent else version)
+    if not target.exists():
+        temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
+        with reaching(place, "read"):
+            temporary.mkdir(parents=True)
+            _download(place, {key: int(info["size"]) for key, info in found.items()}, temporary, 0)
+            with contextlib.suppress(OSError):  # another process was faster
+                os.replace(temporary, target)
+    return target / last if place.address == parent else target
+
+
+def chosen(place: Place, copies: Mapping[int, Copy], which: str) -> Copy:
+    """Return the complete checkpoint that "last", "best" or the name of a folder means.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    those = {
+        "last": list(copies.values()),
+        "best": [copy for copy in copies.values() if copy.kept.best],
+    }.get(which, [copy for copy in copies.values() if copy.name.removesuffix(".old") == which.removesuffix(".old")])
+    if not those:
+        there = ", ".join(f"'{copy.name}'" for copy in sorted(copies.values(), key=lambda copy: copy.order))
+        raise CheckpointError(
+            f"'{place.name}/{which}' does not exist, or is no complete checkpoint. Complete there: {there or 'none'}."
+        )
+    return max(those, key=lambda copy: copy.order)
+
+
+def kept_or_fetched(place: Place, copy: Copy, root: Path) -> Path:
+    """Return the folder in `root` of a checkpoint, which is downloaded unless it is there, undamaged."""
+    folder = root / copy.name.removesuffix(".old")
+    if folder.exists():
+        with contextlib.suppress(CheckpointError, OSError):
+            if (folder / MANIFEST).read_bytes() == copy.data:
+                inspect(folder, hashes=True)
+                return folder
+        shutil.rmtree(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    return fetch(place, copy, folder, Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root)))
+
+
+def in_bytes(size: float) -> str:
+    """Return a size in words.
+
+    >>> in_bytes(1234567)
+    '1.23 MB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"
