@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -376,6 +377,31 @@ def _tensors(path: Path) -> Iterator[list[str]]:
 
 
 # --- finding
+
+
+@contextlib.contextmanager
+def brought(*places: Path | str, whole: bool = True) -> Iterator[list[Path]]:
+    """Yield a path of this machine for each place; what an address names is downloaded, and deleted afterwards.
+
+    Args:
+        places: Paths, and addresses of remote stores.
+        whole: Whether files are downloaded with their contents; otherwise only with their sizes.
+
+    Raises:
+        CheckpointError: A store cannot be read.
+        ConfigError, MissingExtraError: There are no checkpoints, or it is no address that can be read.
+    """
+    from omnitrain.checkpoint.remote import download_run
+    from omnitrain.settings import is_address
+
+    with contextlib.ExitStack() as ends:
+        here: list[Path] = []
+        for place in places:
+            if is_address(place):
+                folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="omnitrain-")))
+                place = download_run(str(place), folder, whole)
+            here.append(Path(place))
+        yield here
 
 
 def _locate(path: Path) -> tuple[Store, Path | None]:

@@ -270,7 +270,8 @@ def _add_checkpoint(commands: Any) -> None:
         action = actions.add_parser(name, help=what, description=what, allow_abbrev=False)
         metavars = {"export": ("CHECKPOINT", "OUT"), "diff": ("A", "B")}.get(name, ("RUN",))
         for number, (metavar, path) in enumerate(zip(metavars, paths, strict=True)):
-            action.add_argument(f"path{number}", type=Path, metavar=metavar, help=path)
+            kind = Path if metavar == "OUT" else _place
+            action.add_argument(f"path{number}", type=kind, metavar=metavar, help=path)
         if name == "export":
             about = (
                 "merge adapters into their base model, or add the weights that were not trained; BASE is the folder "
@@ -281,13 +282,19 @@ def _add_checkpoint(commands: Any) -> None:
         action.set_defaults(run=_checkpoint, action=name)
 
 
+def _place(text: str) -> Path | str:
+    """Return a path, or the address of a remote store as it is."""
+    return text if "://" in text else Path(text)
+
+
 @_refusing
 def _checkpoint(args: argparse.Namespace) -> int | None:
     from omnitrain import checkpoint_cli
 
     paths = [value for name, value in vars(args).items() if name.startswith("path")]
     options = {name: getattr(args, name) for name in ("merge", "adapter") if name in args}
-    return getattr(checkpoint_cli, args.action)(*paths, **options)
+    with checkpoint_cli.brought(*paths, whole=args.action != "ls") as here:
+        return getattr(checkpoint_cli, args.action)(*here, **options)
 
 
 def _add_compare(commands: Any) -> None:
@@ -322,7 +329,7 @@ def _add_show(commands: Any) -> None:
         "changed since the start before."
     )
     run = what.add_parser("run", help=about, description=about, allow_abbrev=False)
-    run.add_argument("path", type=Path, metavar="RUN", help="the folder of a run, or of a checkpoint")
+    run.add_argument("path", type=_place, metavar="RUN", help="the folder of a run, or of a checkpoint")
     run.set_defaults(run=_checkpoint, action="show_run")
 
 

@@ -28,13 +28,25 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.disk import FileSystem, listing
+from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import MANIFEST, FileEntry, inspect, parse_manifest
 from omnitrain.checkpoint.retention import Kept
 from omnitrain.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
 from omnitrain.masking import masked
 from omnitrain.settings import local_folder
 
-__all__ = ["Copy", "Place", "check_address", "fetch", "local_copy", "reaching"]
+__all__ = [
+    "Copy",
+    "Place",
+    "check_address",
+    "chosen",
+    "download_run",
+    "fetch",
+    "in_bytes",
+    "local_copy",
+    "reaching",
+    "worded",
+]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -505,6 +517,47 @@ def local_copy(address: str, name: str = "path") -> Path:
             with contextlib.suppress(OSError):  # another process was faster
                 os.replace(temporary, target)
     return target / last if place.address == parent else target
+
+
+def download_run(address: str, into: Path, whole: bool) -> Path:
+    """Download a run, or one of its checkpoints, as it is on a store, damaged or not; return its path here.
+
+    Args:
+        address: The run, a checkpoint of it, or its `last` or `best`.
+        into: An empty folder.
+        whole: Whether the tensors are wanted; otherwise files of the right size have their names and shapes alone.
+
+    Raises:
+        CheckpointError: The store cannot be read.
+        ConfigError, MissingExtraError: There are no checkpoints, or it is no address that can be read.
+    """
+    check_address(address, "path")
+    parent, _, last = address.rstrip("/").rpartition("/")
+    is_one = last in ("last", "best") or _FOLDER.fullmatch(last) is not None
+    place = Place(parent if is_one else address)
+    with reaching(place, "read"):
+        found = place.list()
+        if is_one:
+            named = last if last.startswith("checkpoint") else (place.read_if_there(last) or b"").decode().strip()
+            found = {key: info for key, info in found.items() if key.startswith(f"{named}/") or key == last}
+        if not any(_FOLDER.fullmatch(key.partition("/")[0]) for key in found):
+            raise ConfigError(f"{masked(address)!r} holds no checkpoints, or does not exist. Give a run's `save_dir`.")
+        sizes = {key: int(info["size"]) for key, info in found.items() if not key.endswith(LOCK)}
+        read = {key: size for key, size in sizes.items() if whole or key.endswith(MANIFEST) or "/" not in key}
+        _download(place, read, into, 0)
+        for key in sizes.keys() - read.keys():
+            (into / key).parent.mkdir(parents=True, exist_ok=True)
+            with open(into / key, "wb") as file:
+                file.write(_head(place, key, sizes[key]) if key.endswith(".safetensors") else b"")
+                file.truncate(sizes[key])
+    return into / last if is_one else into
+
+
+def _head(place: Place, key: str, size: int) -> bytes:
+    """Return the beginning of a safetensors file, with the names and shapes of its tensors."""
+    head = place.read(key, 0, min(size, SMALL))
+    end = 8 + int.from_bytes(head[:8], "little")
+    return place.read(key, 0, min(size, end)) if len(head) < end else head
 
 
 def chosen(place: Place, copies: Mapping[int, Copy], which: str) -> Copy:

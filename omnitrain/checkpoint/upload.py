@@ -199,6 +199,8 @@ class Upload:
         self._moves = 0
         self._attempts = 0
         self._reason = ""
+        self._is_told = False
+        """Whether the present outage was reported; it ends when nothing waits any more."""
         self._ends = False
         self._thread: threading.Thread | None = None
 
@@ -315,11 +317,12 @@ class Upload:
 
     def _failed(self, error: Exception) -> None:
         self._attempts, self._reason = self._attempts + 1, worded(error)
-        if self._attempts == 1:
+        if not self._is_told:
             logger.error(
                 "Nothing can be uploaded to %s at present: %s. Checkpoints stay in %r, and are tried again; training "
                 "goes on.", self._place.name, self._reason, str(self._root),
             )  # fmt: skip
+        self._is_told = True
         logger.debug("Attempt %d to upload has failed.", self._attempts, exc_info=True)
         pause = min(PAUSE_S * 2 ** min(self._attempts - 1, 20), LONGEST_PAUSE_S)
         with self._changed:
@@ -346,6 +349,9 @@ class Upload:
         try:
             if is_owed:
                 self._settle()
+            if self._is_told and not self._ends:
+                logger.warning("%s: uploading works again, and everything is there.", self._place.name)
+                self._is_told = False
         except BaseException:
             self._owes_files = True
             raise
@@ -367,8 +373,6 @@ class Upload:
 
     def _worked(self) -> None:
         self._moves += 1
-        if self._attempts:
-            logger.warning("%s: uploading works again.", self._place.name)
         self._attempts, self._reason = 0, ""
 
     def _upload(self, step: int) -> None:

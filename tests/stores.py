@@ -1,0 +1,161 @@
+"""Remote stores for tests: in memory, in a folder that outlives a process, and S3's protocol on the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+Fault = Callable[[str, str], None]
+"""Called with what is done ("write", "read", "info", "list", "remove", "copy") and the path; raises, waits or kills."""
+
+
+class Watched:
+    """Notes what is done to a store, in order, and lets a fault happen before it."""
+
+    done: ClassVar[list[tuple[str, str]]] = []
+    fault: ClassVar[Fault] = staticmethod(lambda what, path: None)
+
+    @classmethod
+    def does(cls, what: str, path: str) -> None:
+        Watched.done.append((what, path.partition("run/")[2] or path))
+        Watched.fault(what, path)
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        self.does("write", path)
+        super().pipe_file(path, value, **options)  # type: ignore[misc]
+
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+        self.does("write", rpath)
+        super().put_file(lpath, rpath, **options)  # type: ignore[misc]
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        self.does("read", path)
+        return super().cat_file(path, start=start, end=end, **options)  # type: ignore[misc]
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return super().info(path, **options)  # type: ignore[misc]
+
+    def rm_file(self, path: str) -> None:
+        self.does("remove", path)
+        super().rm_file(path)  # type: ignore[misc]
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        self.does("copy", path2)
+        super().cp_file(path1, path2, **options)  # type: ignore[misc]
+
+
+class InMemory(Watched, MemoryFileSystem):
+    """A store in memory: watched://bucket/run."""
+
+    protocol = "watched"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return MemoryFileSystem._strip_protocol(str(path).replace("watched://", "memory://", 1))
+
+
+class InFolder(Watched, LocalFileSystem):
+    """A store whose objects are files under `$OMNITRAIN_TEST_SHELF`: shelf://bucket/run outlives a process."""
+
+    protocol = "shelf"
+    local_file = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(auto_mkdir=True, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        text = str(path)
+        if text.startswith("shelf://"):
+            text = f"{os.environ['OMNITRAIN_TEST_SHELF']}/{text.removeprefix('shelf://')}"
+        return LocalFileSystem._strip_protocol(text)
+
+
+fsspec.register_implementation("watched", InMemory, clobber=True)
+fsspec.register_implementation("shelf", InFolder, clobber=True)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[type[Watched]]:
+    """Empty the store in memory, and let nothing happen to it at first."""
+    InMemory.store.clear()
+    InMemory.pseudo_dirs[:] = [""]
+    Watched.done, Watched.fault = [], staticmethod(lambda what, path: None)
+    try:
+        yield Watched
+    finally:
+        Watched.fault = staticmethod(lambda what, path: None)
+
+
+def content_of(address: str) -> dict[str, bytes]:
+    """Return every object under an address, by its name there."""
+    fs, root = fsspec.core.url_to_fs(address)
+    fs.invalidate_cache()
+    start = len(root.strip("/")) + 1
+    return {path.strip("/")[start:]: fs.cat_file(path) for path in sorted(fs.find(root))}
+
+
+# --- S3's protocol on the loopback
+
+
+class S3:
+    """moto's S3 server on the loopback, with faults.
+
+    Attributes:
+        address: The endpoint, http://127.0.0.1:port.
+        fault: Called with the method, the path and WSGI's `start_response`; returns a body to answer instead.
+        asked: The requests so far, as (method, path).
+    """
+
+    def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import WSGIRequestHandler, make_server
+
+        class Quiet(WSGIRequestHandler):
+            def log(self, *_: Any) -> None:
+                """Write nothing."""
+
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self.fault: Callable[[str, str, Any], list[bytes] | None] = lambda method, path, answer: None
+        self.asked: list[tuple[str, str]] = []
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
+        self.address = f"http://127.0.0.1:{self._server.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        self.asked.append((method, path))
+        body = self.fault(method, path, start_response)
+        return self._moto(environ, start_response) if body is None else body
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join(10)
+
+
+def s3_variables(server: S3) -> dict[str, str]:
+    """Return the variables of the environment by which s3fs finds the server; retries are short."""
+    return {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": server.address,
+        "AWS_MAX_ATTEMPTS": "1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+def shelf_of(folder: Path) -> dict[str, str]:
+    """Return the variables of the environment by which shelf:// finds its folder."""
+    return {"OMNITRAIN_TEST_SHELF": str(folder)}
