@@ -113,7 +113,8 @@ class S3:
 
     Attributes:
         address: The endpoint, http://127.0.0.1:port.
-        fault: Called with the method, the path and WSGI's `start_response`; returns a body to answer instead.
+        fault: Called with the method, the path, WSGI's environment and `start_response`; returns a body to answer
+            instead, or None.
         asked: The requests so far, as (method, path).
     """
 
@@ -126,7 +127,7 @@ class S3:
                 """Write nothing."""
 
         self._moto = DomainDispatcherApplication(create_backend_app)
-        self.fault: Callable[[str, str, Any], list[bytes] | None] = lambda method, path, answer: None
+        self.fault: Callable[[str, str, Any, Any], list[bytes] | None] = lambda method, path, environ, answer: None
         self.asked: list[tuple[str, str]] = []
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
         self.address = f"http://127.0.0.1:{self._server.port}"
@@ -136,7 +137,7 @@ class S3:
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         self.asked.append((method, path))
-        body = self.fault(method, path, start_response)
+        body = self.fault(method, path, environ, start_response)
         return self._moto(environ, start_response) if body is None else body
 
     def close(self) -> None:
