@@ -112,11 +112,12 @@ class MirroredStore(Store):
         try:
             with reaching(self.place, "read"):
                 self._clear_parts()
-                copies = self.place.copies()
+                found = self.place.list()
+                copies, left = self.place.copies(found), self.place.leftovers(found)
         except BaseException:
             lock.release()
             raise
-        self._remote_lock, self._upload = lock, Upload(self.place, self.root, copies, lock)
+        self._remote_lock, self._upload = lock, Upload(self.place, self.root, copies, lock, left)
         self._earlier, self._owed = set(copies), set()
         newest = self._newest_elsewhere()
         for kept in self.kept():

@@ -266,6 +266,13 @@ class Place:
                 complete[copy.kept.step] = copy
         return complete
 
+    def leftovers(self, found: Mapping[str, Any]) -> set[str]:
+        """Return the folders, among what `list` has returned, that a killed upload or deletion has left."""
+        names = {path.partition("/")[0] for path in found if "/" in path}
+        whole = {name for name in names if f"{name}/{MANIFEST}" in found}
+        left = {name for name in names - whole if _FOLDER.fullmatch(name)}
+        return left | {name for name in whole if name.endswith(".old") and name.removesuffix(".old") in whole}
+
     def _copy_of(self, name: str, data: bytes | None, files: Mapping[str, Mapping[str, Any]]) -> Copy:
         where = f"{self.name}/{name}"
         if data is None:

@@ -1,6 +1,6 @@
 """Bringing a run to a remote store: a thread that uploads what was saved, and the lock of the folder there.
 
-The order makes a checkpoint there whole or none: its files, then its omnitrain.json, then the files of the run, then
+The order makes a checkpoint there whole or none: its files, then the files of the run, then its omnitrain.json, then
 `last` and `best`. What was uploaded is checked, what fails is tried again. Reading a store is in `remote.py`.
 """
 
@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,13 +176,16 @@ class Upload:
         root: The run folder here.
         copies: The complete checkpoints there, by step.
         lock: The lock of the folder there.
+        leftovers: Folders there that a killed upload or deletion has left.
 
     Attributes:
         copies: The complete checkpoints there, by step.
     """
 
-    def __init__(self, place: Place, root: Path, copies: Mapping[int, Copy], lock: RemoteLock) -> None:
-        self._place, self._root, self._lock = place, root, lock
+    def __init__(
+        self, place: Place, root: Path, copies: Mapping[int, Copy], lock: RemoteLock, leftovers: Collection[str] = ()
+    ) -> None:
+        self._place, self._root, self._lock, self._leftovers = place, root, lock, set(leftovers)
         self.copies: dict[int, Copy] = dict(copies)
         self._changed = threading.Condition()
         self._pending: dict[int, None] = {}
@@ -214,9 +217,13 @@ class Upload:
             self._doomed.discard(step)
             self._owes_files = True
             self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="omnitrain-upload", daemon=True)
-                self._thread.start()
+            self._start()
+
+    def _start(self) -> threading.Thread:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="omnitrain-upload", daemon=True)
+            self._thread.start()
+        return self._thread
 
     def replace(self, steps: set[int]) -> None:
         """Delete these checkpoints there, of an earlier run, once a new one is complete there."""
@@ -255,14 +262,13 @@ class Upload:
         Returns:
             What could not be uploaded, in words; "" if everything is there.
         """
-        if self._thread is None:
-            return ""
         with self._changed:
-            self._owes_files = True
+            self._owes_files = self._thread is not None  # without a checkpoint, the files there may be newer
+            thread = self._start()
             self._changed.notify_all()
         seen, since, said = self._moves, time.monotonic(), time.monotonic() + SAID_S
         try:
-            while self._thread.is_alive():
+            while thread.is_alive():
                 with self._changed:
                     if self._changed.wait_for(self._is_idle, 0.5):
                         return ""
@@ -282,7 +288,7 @@ class Upload:
                 self._changed.notify_all()
 
     def _is_idle(self) -> bool:
-        return not self._pending and self._uploading is None and not self._owes_files
+        return not (self._pending or self._owes_files or self._leftovers) and self._uploading is None
 
     def _left(self) -> str:
         with self._changed:
@@ -349,6 +355,7 @@ class Upload:
         try:
             if is_owed:
                 self._settle()
+            self._clear_leftovers()
             if self._is_told and not self._ends:
                 logger.warning("%s: uploading works again, and everything is there.", self._place.name)
                 self._is_told = False
@@ -410,6 +417,7 @@ class Upload:
         if _read(folder / MANIFEST) != data:
             return
         self._lock.check()
+        self._send_files()  # before it counts: a run that goes on from it needs all rows up to it
         place.write(f"{copy.name}/{MANIFEST}", data)
         if place.read(f"{copy.name}/{MANIFEST}") != data:
             raise OSError(f"{copy.name}/{MANIFEST} differs there from what was uploaded")
@@ -436,6 +444,7 @@ class Upload:
                 self._place.write(which, f"{those[-1].name}\n".encode())
                 self._pointers[which] = those[-1].name
         self._worked()
+        self._clear_leftovers()
         self._prune()
 
     def _send_files(self) -> None:
@@ -450,6 +459,18 @@ class Upload:
                     self._place.write(path.name, path.read_bytes())
                 self._sent[path.name] = version
                 self._moves += 1
+
+    def _clear_leftovers(self) -> None:
+        """Delete what a killed upload or deletion has left there, unless it is about to be uploaded again."""
+        for name in sorted(self._leftovers):
+            with self._changed:
+                if name in {self._folder(step).name for step in self._pending}:
+                    continue
+            if name not in {copy.name for copy in self.copies.values()}:
+                self._lock.check()
+                self._place.remove_folder(name)
+                self._moves += 1
+            self._leftovers.discard(name)
 
     def _prune(self) -> None:
         with self._changed:

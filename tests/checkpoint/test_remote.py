@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -90,8 +92,8 @@ def test_the_manifest_comes_after_the_files_and_the_pointers_after_everything(st
     written = [path for what, path in store.done if what == "write"]
     manifest = written.index(f"checkpoint-3/{MANIFEST}")
     files = [written.index(path) for path in set(written) if path.startswith("checkpoint-3/") and MANIFEST not in path]
-    assert len(files) >= 4 and max(files) < manifest < written.index("metrics.jsonl") < written.index("last")
-    assert written.index("run.json") < written.index("last") and written.index("config.yaml") < written.index("best")
+    assert len(files) >= 4 and max(files) < written.index("metrics.jsonl") < manifest < written.index("last")
+    assert written.index("run.json") < manifest and written.index("config.yaml") < manifest < written.index("best")
 
 
 def test_the_config_of_a_run_names_the_address() -> None:
@@ -583,3 +585,58 @@ def test_sizes_of_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PIECE", 100)
     found = mirror_of().resolve("last")
     assert found is not None and Store(found[0].parent).verify(found[0])["step"] == 6
+
+
+# --- killed
+
+SHELF = "shelf://bucket/run"
+KILLED: dict[str, Any] = {**RUN, "save_total_limit": 1}
+
+
+class Killing:
+    """Kills this process at one of the operations on the store."""
+
+    def __init__(self, at: int) -> None:
+        self._at, self._count = at, itertools.count()
+
+    def __call__(self, what: str, path: str) -> None:
+        if next(self._count) == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_killed(at: int) -> int:
+    """Train in a child process that is killed at this operation; return its exit code."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            Watched.fault = Killing(at)
+            train(build(SHELF, **KILLED), resume_from="auto")  # type: ignore[arg-type]
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes to kill them")
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
+def test_a_run_killed_at_any_operation_on_the_store_goes_on_on_another_machine(
+    every: int, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    kept = {name: value for name, value in undisturbed.items() if name not in ("stream", "rates")}
+    for at in itertools.count(every // 2, every):
+        shutil.rmtree(tmp_path / "shelf", ignore_errors=True)
+        shutil.rmtree(tmp_path / "local", ignore_errors=True)
+        (tmp_path / "shelf" / "bucket").mkdir(parents=True)
+        code = run_killed(at)
+        if code == 0:
+            assert at > 30
+            return
+        assert code == -signal.SIGKILL
+        shutil.rmtree(tmp_path / "local")
+        found = play(SHELF, [{}], **KILLED)  # type: ignore[arg-type]
+        assert not differences(kept, {name: found[name] for name in kept}), at
+        assert 6 in Place(SHELF).copies() and content_of(SHELF)["last"] == b"checkpoint-6\n", at
+        there = {name.partition("/")[0] for name in content_of(SHELF) if "/" in name}
+        assert there == {f"checkpoint-{step}" for step in Place(SHELF).copies()}, at
+        assert len(there) <= 2 and LOCK not in content_of(SHELF), at
