@@ -212,7 +212,7 @@ class AccelerateTrainer(BaseTrainer):
             eval_on_start: Whether to evaluate before the first step; default False.
             save_steps: Steps between checkpoints, or a duration; None saves after each epoch, if `save_dir` is set.
             log_steps: Steps between logs, or a duration; default 10.
-            save_dir: Folder for the checkpoints and files of the run; None writes nothing.
+            save_dir: Folder, or address such as s3://bucket/run, for the files of the run; None writes nothing.
             save_total_limit: How many of the newest checkpoints to keep; None keeps all.
             keep_best: How many of the best to keep, each saved when found; default 1. 0 saves only at intervals.
             keep_every: With `save_total_limit`, also keep checkpoints of steps divisible by this.
