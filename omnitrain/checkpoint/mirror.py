@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.checkpoint.lock import LOCK
-from omnitrain.checkpoint.manifest import MANIFEST
+from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.checkpoint.remote import (
     Copy,
     Place,
@@ -51,12 +51,15 @@ def make_store(place: str | os.PathLike[str], is_required: bool = False, replace
 
 
 def resolved(
-    store: Store | None, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None]
+    store: Store | None,
+    which: str | os.PathLike[str],
+    accept: Callable[[Path, dict[str, Any]], None],
+    check: Check = check_hashes,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return what `Store.resolve` does; without a store, or with one of this machine, for an address too."""
     if is_address(which) and not isinstance(store, MirroredStore):
         which = local_copy(str(which), "resume_from")
-    return (store or Store(Path(which).parent)).resolve(which, accept)
+    return (store or Store(Path(which).parent)).resolve(which, accept, check)
 
 
 def _any(folder: Path, content: dict[str, Any]) -> None:
@@ -233,24 +236,27 @@ class MirroredStore(Store):
         return [path for _, path in sorted(steps.items())]
 
     def resolve(
-        self, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None] = _any
+        self,
+        which: str | os.PathLike[str],
+        accept: Callable[[Path, dict[str, Any]], None] = _any,
+        check: Check = check_hashes,
     ) -> tuple[Path, dict[str, Any]] | None:
         """Return a verified checkpoint, downloading it if that of the store is newer than what is here.
 
         See `Store.resolve`; `which` can be an address too.
         """
-        found = self._resolve(which, accept)
+        found = self._resolve(which, accept, check)
         if found is not None:
             self._earlier = set()  # the run goes on, and replaces nothing
         return found
 
     def _resolve(
-        self, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None]
+        self, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None], check: Check
     ) -> tuple[Path, dict[str, Any]] | None:
         if is_address(which):
-            return super().resolve(self._brought(str(which)), accept)
+            return super().resolve(self._brought(str(which)), accept, check)
         if which not in ("auto", "last", "best"):
-            return super().resolve(which, accept)
+            return super().resolve(which, accept, check)
         copies = sorted(self._copies().values(), key=lambda copy: copy.order)
         if which == "best":
             copies = [copy for copy in copies if copy.kept.best][-1:]
@@ -259,14 +265,14 @@ class MirroredStore(Store):
         here: tuple[Path, dict[str, Any]] | None = None
         problem: CheckpointError | None = None
         try:
-            here = super().resolve(which, accept)
+            here = super().resolve(which, accept, check)
         except CheckpointError as error:
             problem = error
         order = (-1, -1) if here is None else (here[1]["sequence"], here[1]["step"])
         for copy in reversed([copy for copy in copies if copy.order > order]):
             try:
                 folder = self._bring(copy)
-                found = folder, self.verify(folder, accept=accept)
+                found = folder, self.verify(folder, accept=accept, check=check)
             except CheckpointError as error:
                 if which != "auto":
                     raise
