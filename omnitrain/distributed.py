@@ -28,6 +28,8 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -41,7 +43,7 @@ from omnitrain.events import STOP_REASONS, Control, first_reason
 from omnitrain.processes import is_alive, is_known, own_process
 from omnitrain.stalls import Post, Stall, Stalls, in_words
 
-__all__ = ["QUIET_S", "SILENCE_S", "ProcessRanks", "Ranks", "is_of_connection"]
+__all__ = ["QUIET_S", "SILENCE_S", "Coordinates", "Part", "ProcessRanks", "Ranks", "is_of_connection"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -57,6 +59,25 @@ _BUSY_SHARE = 0.02
 """The share of CPU time that counts as progress in places without a counter, such as a long save or metric."""
 _COUNTED = ("data", "step", "evaluation")
 """Places where batches are counted; CPU time does not count there, as NCCL waits in a busy loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Which share of the data a rank has; the ranks of a tensor-parallel group have the same one.
+
+    Attributes:
+        rank: The number of the share.
+        size: The number of shares: the data-parallel ranks.
+        counts: Whether this rank stands for its share in sums over ranks: it is the first one that has it.
+    """
+
+    rank: int = 0
+    size: int = 1
+    counts: bool = True
+
+
+_MODEL_DIMENSIONS = ("cp", "sp", "tp")
+"""The dimensions of a mesh whose ranks work on the same samples; they are the last ones of it."""
 
 
 class Ranks:
@@ -77,6 +98,8 @@ class Ranks:
     place: str = ""
     step: int = 0
     moves: int = 0
+    dimensions: Mapping[str, int] = MappingProxyType({})
+    """The sizes of the mesh's dimensions, the outermost first; empty without a mesh."""
     _beat: int = 0
     _is_waiting: bool = False
     _limit: float = math.inf
@@ -90,6 +113,30 @@ class Ranks:
     def is_main(self) -> bool:
         """Whether this is the main rank, which prints and writes."""
         return self.rank == 0
+
+    @property
+    def data(self) -> Coordinates:
+        """Which share of the data this rank has: one of its own, unless the mesh says otherwise."""
+        model = math.prod(size for name, size in self.dimensions.items() if name in _MODEL_DIMENSIONS)
+        return Coordinates(self.rank // model, self.world_size // model, self.rank % model == 0)
+
+    def once(self, values: Sequence[float]) -> list[float]:
+        """Return numbers of this rank's share of the data for a sum over ranks: zeros if another rank gives them."""
+        return [value if self.data.counts else 0 for value in values]
+
+    def by_share(self, values: Sequence[T]) -> Sequence[T]:
+        """Return of the values of all ranks, from `gather`, one for each share of the data."""
+        return values[:: self.world_size // self.data.size]
+
+    def part(self, name: str) -> Part:
+        """Return the ranks that differ from this one only in a dimension of the mesh; this one alone without it."""
+        sizes = list(self.dimensions.values())
+        if name not in self.dimensions:
+            return Part(self, (self.rank,))
+        place = list(self.dimensions).index(name)
+        step = math.prod(sizes[place + 1 :])
+        first = self.rank - self.rank // step % sizes[place] * step
+        return Part(self, tuple(range(first, first + step * sizes[place], step)))
 
     def sum(self, what: str, *values: float) -> list[float]:
         """Return the sum of each value over all ranks."""
@@ -233,6 +280,50 @@ class Ranks:
             f"{' '.join(map(in_words, found))} No progress for `timeout={self._limit:g}` seconds ends the run{whole}. "
             "Start it again with resume_from='auto', or with a longer `timeout` if a part of it takes as long."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the ranks: those of one dimension of a mesh, on which all others have the same coordinate.
+
+    Every exchange is one of all ranks, each of which gets what its own part has: all must call it, and an error of any
+    rank is noticed by all.
+
+    Args:
+        whole: All ranks.
+        members: The numbers of those that belong to this part, in order.
+
+    >>> part = Ranks().part("tp")
+    >>> part.rank, part.world_size, part.sum("weights", 3.0), part.gather("names", "a")
+    (0, 1, [3.0], ['a'])
+    """
+
+    whole: Ranks
+    members: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the part."""
+        return self.members.index(self.whole.rank)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the part."""
+        return len(self.members)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first rank of the part."""
+        return self.rank == 0
+
+    def gather(self, what: str, value: T) -> list[T]:
+        """Return the values of the part's ranks in order."""
+        found = self.whole.gather(what, value)
+        return [found[member] for member in self.members]
+
+    def sum(self, what: str, *values: float) -> list[float]:
+        """Return the sum of each value over the part's ranks."""
+        return [math.fsum(of_rank) for of_rank in zip(*self.gather(what, values), strict=True)]
 
 
 _NAMED = 3

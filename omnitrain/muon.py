@@ -137,7 +137,8 @@ class Muon(Optimizer):
 
 def has_fused_kernel(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether PyTorch updates all of these in one kernel: it looks only in the first step, and then raises."""
-    return all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
+    meshes = {getattr(one, "device_mesh", None) for one in parameters}
+    return len(meshes) <= 1 and all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
 
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.ddp import DDP
 from omnitrain.backends.fsdp import FSDP
+from omnitrain.backends.tensor_parallel import TensorParallel
 from omnitrain.backends.zero import LossScale, Zero
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
@@ -70,14 +71,15 @@ def make_accelerator(
         raise MissingExtraError("AccelerateTrainer", "accelerate") from None
 
     check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
-    _check_dimensions(parallelism_config)
+    _check_dimensions(parallelism_config, deepspeed_plugin is not None)
     # Trainers may follow each other, each with its own settings, on the same processes.
     kind = PartialState._shared_state.get("distributed_type")
     AcceleratorState._reset_state(deepspeed_plugin is None and kind == DistributedType.DEEPSPEED)
     has_gpu = choose_device(None).type != "cpu" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
-    wants_fsdp = fsdp_plugin is not None or is_set("ACCELERATE_USE_FSDP")
+    shards = getattr(parallelism_config, "dp_shard_size", 1) > 1  # which FSDP does
+    wants_fsdp = fsdp_plugin is not None or shards or is_set("ACCELERATE_USE_FSDP")
     if wants_fsdp and fsdp_plugin is None:
-        fsdp_plugin = FullyShardedDataParallelPlugin()
+        fsdp_plugin = FullyShardedDataParallelPlugin(**({"fsdp_version": 2} if shards else {}))
     if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
         raise ConfigError(
             "`fsdp_plugin` asks for FSDP 1, which PyTorch has replaced. Pass fsdp_version=2 to it, or set "
@@ -99,16 +101,19 @@ def make_accelerator(
                 fsdp_plugin=fsdp_plugin if has_gpu else None,
                 gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
                 kwargs_handlers=handlers,
-                **({} if parallelism_config is None else {"parallelism_config": parallelism_config}),  # from 1.10 on
+                **(
+                    {"parallelism_config": parallelism_config} if parallelism_config and has_gpu else {}
+                ),  # from 1.10 on
             )
         if wants_fsdp and not has_gpu:
             _shard_on_cpu(accelerator, fsdp_plugin, precision)
+        if parallelism_config is not None and not has_gpu:
+            _lay_out_on_cpu(accelerator, parallelism_config)
     except ValueError as error:
         if parallelism_config is None:
             raise
         raise ConfigError(
-            f"`parallelism_config` cannot be used here: {error} Its sizes multiply to the number of processes, which "
-            "train on GPUs; leave it out elsewhere."
+            f"`parallelism_config` cannot be used here: {error} Its sizes multiply to the number of processes."
         ) from error
     finally:  # accelerate records there what it created, and a later trainer in this process may need something else
         for name, value in before.items():
@@ -145,6 +150,9 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     kind = None if accelerator is None else str(accelerator.distributed_type.value)
     ranks: Ranks = parts[-1]
     check_same_on_ranks(ranks, {"accelerator": kind, **_described(accelerator)})
+    if ranks.part("tp").world_size > 1:
+        _check_for_tensor_parallel(settings)
+        return TensorParallel(accelerator, *parts)
     if kind == "FSDP":
         return FSDP(accelerator, *parts)
     if kind == "DEEPSPEED":
@@ -203,7 +211,46 @@ def is_set(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 
-def _check_dimensions(parallelism_config: Any) -> None:
+def _lay_out_on_cpu(accelerator: Any, parallelism_config: Any) -> None:
+    """Have accelerate's state say what mesh there is; it takes one on GPUs alone, for no reason of PyTorch's."""
+    if accelerator.num_processes == 1 and parallelism_config.total_size == 1:
+        return
+    if parallelism_config.total_size not in (1, accelerator.num_processes):
+        raise ValueError(
+            f"its sizes multiply to {parallelism_config.total_size}, and there are {accelerator.num_processes} "
+            "processes."
+        )
+    if parallelism_config.total_size > 1:
+        accelerator.state.parallelism_config = parallelism_config
+        accelerator.state.device_mesh = parallelism_config.get_device_mesh("cpu")
+        if str(accelerator.distributed_type.value) == "FSDP":
+            parallelism_config._validate_accelerator(accelerator)
+
+
+def _check_for_tensor_parallel(settings: Settings) -> None:
+    """Raise ConfigError for what tensor parallelism cannot do."""
+    optimizer = settings.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"`optimizer` is an instance of {type(optimizer).__name__}, which has the weights as they were before "
+            "tensor parallelism cut them up. Pass the class, or a function of the parameters."
+        )
+    if settings.async_save:
+        raise ConfigError(
+            "`async_save=True` does not work with tensor parallelism, whose weights are put together by all ranks at "
+            "once. Leave it out."
+        )
+
+
+_NOT_HERE = {
+    "cp_size": "context parallelism runs on PyTorch's ring attention, which knows flash and efficient attention on "
+    "GPUs alone, and cuts sequences up between labels and what predicts them",
+    "sp_size": "sequence parallelism is DeepSpeed's, whose attention runs on GPUs alone",
+}
+"""The dimensions that are refused, and why."""
+
+
+def _check_dimensions(parallelism_config: Any, is_zero: bool = False) -> None:
     if parallelism_config is not None:
         import accelerate.utils
 
@@ -213,13 +260,18 @@ def _check_dimensions(parallelism_config: Any) -> None:
                 f"`parallelism_config` needs accelerate 1.10 or newer, and this is {accelerate.__version__}."
             )
         check_type("parallelism_config", parallelism_config, kind)
-    for name in ("tp_size", "cp_size", "sp_size"):
+    for name, reason in _NOT_HERE.items():
         size = getattr(parallelism_config, name, 1) or 1
         if size > 1:
             raise ConfigError(
-                f"`parallelism_config` has {name}={size}, but the processes of a run here all train on samples of "
-                "their own. Use its dp_replicate_size and dp_shard_size alone."
+                f"`parallelism_config` has {name}={size}, which is not supported: {reason}. Use dp_replicate_size, "
+                "dp_shard_size and tp_size."
             )
+    if is_zero and parallelism_config is not None and parallelism_config.total_size > 1:
+        raise ConfigError(
+            "`parallelism_config` has no effect with DeepSpeed, which has meshes of its own. Leave it out, or train "
+            "with FSDP."
+        )
 
 
 def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
@@ -229,7 +281,12 @@ def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
         accelerator: accelerate's `Accelerator`.
         timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
     """
-    return Ranks() if accelerator.num_processes == 1 else connected_ranks(timeout)
+    _check_dimensions(getattr(accelerator, "parallelism_config", None))
+    if accelerator.num_processes == 1:
+        return Ranks()
+    ranks, mesh = connected_ranks(timeout), getattr(accelerator, "torch_device_mesh", None)
+    ranks.dimensions = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return ranks
 
 
 def refuse_lost_processes(world_size: int) -> None:

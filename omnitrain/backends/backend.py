@@ -261,6 +261,10 @@ class Backend:
         # get_total_norm first sorts the gradients by device and dtype, which takes half its time for a small model
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # pyright: ignore
 
+    def clip_gradients(self, limit: float, norm: torch.Tensor) -> None:
+        """Scale all gradients down to the L2 norm `limit`; `norm` is the one that they have."""
+        nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+
     def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
         """Unscale and clip the gradients; return their norm before clipping.
 

@@ -49,10 +49,7 @@ class FSDP(DDP):
                 model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
             self.optimizer = prepared.optimizer
         bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
-        for module in bare.modules():
-            if isinstance(module, FSDPModule) and self.accelerator.device.type == "cpu":
-                # gloo of PyTorch 2.8, asked for the average, gives the sum. In 2.13 the bits are the same either way.
-                module.set_force_sum_reduction_for_comms(True)
+        self._add_up_by_sums(bare)
         if self.ranks.is_main:
             _warn_if_undivided(bare)
         return bare, self.compiled(model)
@@ -91,6 +88,12 @@ class FSDP(DDP):
         prepared.optimizer = self.optimizer = optimizer
         self._end_start(start)
         return model
+
+    def _add_up_by_sums(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and self.accelerator.device.type == "cpu":
+                # gloo of PyTorch 2.8, asked for the average, gives the sum. In 2.13 the bits are the same either way.
+                module.set_force_sum_reduction_for_comms(True)
 
     @contextlib.contextmanager
     def _reducing(self) -> Iterator[None]:

@@ -663,7 +663,8 @@ class Contents:
 
     def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
         own = state.rng_tensors(self._run.device)
-        generators = self._run.ranks.gather("the random numbers for a checkpoint", own)
+        ranks = self._run.ranks
+        generators = ranks.by_share(ranks.gather("the random numbers for a checkpoint", own))
         tensors = {f"{rank}/{name}": one for rank, (found, _) in enumerate(generators) for name, one in found.items()}
         return {RNG: tensors}, {"rng": [rest for _, rest in generators]}
 
@@ -673,10 +674,10 @@ class Contents:
         if content["settings"]["seed"] != seed:
             return  # it was allowed to change
         saved = ranks.on_main("the random numbers of a checkpoint", lambda: self._generators(folder, content))
-        if ranks.rank < len(saved):
-            state.restore_rng_tensors(*saved[ranks.rank], self._run.device)
+        if ranks.data.rank < len(saved):
+            state.restore_rng_tensors(*saved[ranks.data.rank], self._run.device)
         else:  # more ranks than there were
-            seed_everything(derive_seed(seed, ranks.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
+            seed_everything(derive_seed(seed, ranks.data.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
 
     @staticmethod
     def _generators(folder: Path, content: Mapping[str, Any]) -> list[tuple[dict[str, torch.Tensor], Any]]:

@@ -127,14 +127,14 @@ class Sets:
                 "of several sizes. Leave one of them out."
             )
         if settings.drop_last:
-            accumulation = resolve_accumulation(settings, ranks.world_size)
-            self._sampling["whole"] = settings.batch_size * ranks.world_size * accumulation
+            accumulation = resolve_accumulation(settings, ranks.data.size)
+            self._sampling["whole"] = settings.batch_size * ranks.data.size * accumulation
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         self._loading = {
             "collate": settings.data_collator or Collator(label_names=settings.label_names or ()),
             "seed": settings.seed,
-            "rank": ranks.rank,
-            "world_size": ranks.world_size,
+            "rank": ranks.data.rank,
+            "world_size": ranks.data.size,
             "num_workers": settings.num_workers,
             "pin_memory": pin_memory and device.type != "cpu",
             "prefetch_factor": settings.prefetch_factor,
@@ -270,7 +270,7 @@ class Sets:
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
             )
         ranks, seed = self._ranks, self._settings.seed
-        return GivenLoader(loader, seed, ranks.rank, ranks.world_size, name_of_set(name), marks)
+        return GivenLoader(loader, seed, ranks.data.rank, ranks.data.size, name_of_set(name), marks)
 
     def take_train(self, loader: Any) -> None:
         """Train on the user's own loader from now on."""

@@ -319,9 +319,8 @@ class Evaluation:
                 return None
             # inside the context, since a metric may draw random numbers too
             states = scorer.states() if ranks.world_size > 1 else []
-            sums: list[Any] = ranks.gather(
-                "the end of an evaluation", (total.item(), weights, has_labels, number >= 0, named.sums(), states)
-            )
+            own = total.item(), weights, has_labels, number >= 0, named.sums(), states
+            sums: Sequence[Any] = ranks.by_share(ranks.gather("the end of an evaluation", own))
             if ranks.world_size > 1:
                 scorer.reset()
                 for *_, states in sums:
@@ -367,6 +366,7 @@ class Evaluation:
         if ranks.world_size > 1:
             own = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else list(kept)
             kept.clear()
+            own = own if ranks.data.counts else []
             kept += _in_order(ranks.gather_on_main("the predictions of an evaluation", own))
         predictions = _join([one for one, *_ in kept], lambda: self.filler)
         labels, extra = (_join([one[i] for one in kept]) for i in (1, 2))
@@ -413,7 +413,7 @@ class Evaluation:
 
     def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
-        own = [] if seen is None else [to_numpy(seen)]
+        own = [] if seen is None or not self.hooks.ranks.data.counts else [to_numpy(seen)]
         if loader.deals_samples:
             own = [row for batch in own for row in _rows(batch)]
         parts = _in_order(self.hooks.ranks.gather_on_main("a batch of an evaluation", own))

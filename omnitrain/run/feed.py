@@ -204,7 +204,7 @@ class Feed:
 
     def _size_of(self, loader: Loader) -> int | None:
         """Return the samples that an epoch must have over all ranks; None if each rank has the user's own loader."""
-        return None if isinstance(loader, GivenLoader) and self._ranks.world_size > 1 else loader.size
+        return None if isinstance(loader, GivenLoader) and self._ranks.data.size > 1 else loader.size
 
     def read_ahead(self) -> Sequence[float]:
         """Read the next window at the end of a step, and return what the other ranks need to know about it."""
@@ -219,7 +219,7 @@ class Feed:
         self._ahead = ahead
         self._lifecycle.clock.add("data", time.perf_counter() - began)
         self._ranks.place = "step"
-        return () if isinstance(ahead, Exception) else _part(ahead)
+        return () if isinstance(ahead, Exception) else self._ranks.once(_part(ahead))
 
     def mark(self, ranges: Ranges | None) -> None:
         """Read data inside of `ranges("data")`; None reads them as they are."""
@@ -269,11 +269,11 @@ class Feed:
             totals: `_part` summed over all ranks, if known already.
         """
         size = len(group)
-        totals = totals or self._ranks.sum("the beginning of a step", *_part(group))
+        totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.once(_part(group)))
         weight, samples, tokens, taken, sizes, squares = totals
         if not sizes:
             return None
-        if squares * self._ranks.world_size != sizes * sizes:  # true if and only if the sizes differ
+        if squares * self._ranks.data.size != sizes * sizes:  # true if and only if the sizes differ
             group = group + self._stand_ins(size, last)
         batches, weights = [one[0] for one in group], [one[1] for one in group]
         origins = _origins(group) if self._may_split else None
@@ -282,8 +282,8 @@ class Feed:
     def _divisor(self, weight: float) -> float:
         """Return the divisor of this rank's weighted losses; gradients are averaged over the ranks later."""
         if self._reduction == "sum":
-            return 1.0 / self._ranks.world_size
-        return weight / self._ranks.world_size or 1.0
+            return 1.0 / self._ranks.data.size
+        return weight / self._ranks.data.size or 1.0
 
     def _stand_ins(self, size: int, last: Weighed | None) -> list[Weighed]:
         """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
@@ -384,7 +384,7 @@ class Feed:
         while True:
             counted = next(batches, None)
             last = last if counted is None else counted
-            own = 0 if counted is None else counted.samples
+            (own,) = ranks.once([0 if counted is None else counted.samples])
             count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, own)
             done += int(samples)
             if not count:

@@ -58,7 +58,7 @@ class LossMeter:
 
     def mean(self) -> float:
         """Return the mean over all ranks since the epoch began."""
-        total, weight = self.ranks.sum("the mean loss of an epoch", self.read(), self.weight)
+        total, weight = self.ranks.sum("the mean loss of an epoch", *self.ranks.once([self.read(), self.weight]))
         return total / weight if weight else math.nan
 
     def since_last(self) -> tuple[float, float]:
@@ -81,11 +81,11 @@ class LossMeter:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states from `state_dict()` of each process; if their number differs, the first gets the total."""
-        if len(states) != self.ranks.world_size:
+        if len(states) != self.ranks.data.size:
             added: dict[str, Any] = {key: sum(one[key] for one in states) for key in ("sum", "weight")}
             added["marked"] = [sum(one["marked"][i] for one in states) for i in (0, 1)]
-            states = [added, *[{"sum": 0.0, "weight": 0.0, "marked": [0.0, 0.0]}] * (self.ranks.world_size - 1)]
-        state = states[self.ranks.rank]
+            states = [added, *[{"sum": 0.0, "weight": 0.0, "marked": [0.0, 0.0]}] * (self.ranks.data.size - 1)]
+        state = states[self.ranks.data.rank]
         self._set(state["sum"], state["weight"])
         self._marked = (state["marked"][0], state["marked"][1])
 

@@ -150,7 +150,7 @@ class Hooks:
 
     def _seed(self) -> None:
         """Seed the generators that training draws from, differently on each rank, so that dropout masks differ."""
-        rank = self.ranks.rank
+        rank = self.ranks.data.rank  # those that share samples drop out the same
         seed_everything(self.settings.seed if rank == 0 else derive_seed(self.settings.seed, rank) & 0x7FFFFFFF)
 
     # --- an epoch and a step

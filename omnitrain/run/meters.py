@@ -107,7 +107,7 @@ class Meters:
         return self._means("the metrics of an epoch", _EPOCH)
 
     def _means(self, what: str, since: int) -> dict[str, float]:
-        return means_of(self.ranks.gather(what, self._sums(since)))
+        return means_of(self.ranks.by_share(self.ranks.gather(what, self._sums(since))))
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """Return sum and weight on this rank since the epoch began, waiting for the device."""
@@ -140,9 +140,9 @@ class Meters:
     def load_state_dict(self, states: Sequence[Sequence[Any]]) -> None:
         """Take back what `state_dict()` returned on each process; if they are others now, the first has all of it."""
         ranks, own = self.ranks, states
-        if len(states) == ranks.world_size:
-            own = states[ranks.rank : ranks.rank + 1]
-        elif not ranks.is_main:
+        if len(states) == ranks.data.size:
+            own = states[ranks.data.rank : ranks.data.rank + 1]
+        elif ranks.data.rank:
             own = []
         self._meters = {}
         for name, *numbers_of in (one for state in own for one in state):

@@ -38,7 +38,7 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
     """
     # computing a gradient of sharded weights needs all ranks
     checks = (_is_bad, _has_bad_gradient) if hooks.backend.sharding is None else (_is_bad,)
-    indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples, checks), hooks.ranks.rank
+    indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples, checks), hooks.ranks.data.rank
     _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
     which = f" It comes from these samples of the training set: {listed(indices)}." if indices else ""
     return NonFiniteError(

@@ -578,7 +578,7 @@ class Step:
         # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
         if limit is None or (norm.device.type == "cpu" and read_on_cpu(norm) < limit * (1 - 1e-6) - 1e-6):
             return norm
-        nn.utils.clip_grads_with_norm_(self._backend.parameters, limit, norm)
+        self._backend.clip_gradients(limit, norm)
         return norm
 
     def _run_again(self) -> None:
@@ -668,7 +668,9 @@ class Step:
             if not math.isfinite(self._evidence(clip())):
                 raise self._error_at(self._place())
         self._is_at_start = False
-        total, weight = self._ranks.sum("the loss of a closure", self.loss.read(), self.loss.weight)
+        total, weight = self._ranks.sum(
+            "the loss of a closure", *self._ranks.once([self.loss.read(), self.loss.weight])
+        )
         value = total if self._settings.grad_reduction == "sum" else total / weight
         return torch.tensor(value, dtype=torch.float64)
 
@@ -684,9 +686,9 @@ class Step:
         """Divide the gradients by the window's targets, if the forward passes counted them; return False if none."""
         if self._targets is None or self._settings.grad_reduction == "sum":
             return True
-        (targets,) = self._ranks.sum("the targets of a step", self._targets)
+        (targets,) = self._ranks.sum("the targets of a step", *self._ranks.once([self._targets]))
         if targets:
-            self._hooks._scale_gradients(self._window.divisor * self._ranks.world_size / targets)
+            self._hooks._scale_gradients(self._window.divisor * self._ranks.data.size / targets)
         return bool(targets)
 
     def _warn_of_empty(self) -> None:
@@ -711,7 +713,8 @@ class Step:
 
     def means_since_last(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss (NaN of nothing) and what was named, over all ranks since this was last asked."""
-        total, weight, named = self._ranks.sum("the loss for a log", *self.loss.since_last(), len(self.metrics))
+        own = self._ranks.once([*self.loss.since_last(), len(self.metrics)])
+        total, weight, named = self._ranks.sum("the loss for a log", *own)
         # ranks may have met other names, or none, so those of all are gathered if any has one
         self.latest_metrics = self.metrics.means_since_last() if named else {}
         return total / weight if weight else math.nan, self.latest_metrics
@@ -778,7 +781,8 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of all ranks, what was named there, the latest norm and rates: numbers and lists."""
         own = self.loss.state_dict(), self.metrics.state_dict()
-        losses, metrics = zip(*self._ranks.gather("the losses for a checkpoint", own), strict=True)
+        everywhere = self._ranks.by_share(self._ranks.gather("the losses for a checkpoint", own))
+        losses, metrics = zip(*everywhere, strict=True)
         return {
             "loss": list(losses),
             **({"metrics": list(metrics)} if any(metrics) else {}),

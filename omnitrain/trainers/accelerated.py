@@ -165,7 +165,7 @@ class AccelerateTrainer(BaseTrainer):
             test_dataset: The same, for `test()`; never used to select anything.
             deepspeed_config: Path or dict of a DeepSpeed configuration; `{}` is ZeRO 2. "auto" values are filled in.
             fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin(fsdp_version=2, ...)`.
-            parallelism_config: accelerate's `ParallelismConfig`; only its data-parallel dimensions are supported.
+            parallelism_config: accelerate's `ParallelismConfig`: a mesh of dp_replicate, dp_shard (FSDP 2) and tp.
             accelerator: Your own `Accelerator`, instead of the arguments above.
             find_unused_parameters: Whether DDP searches for parameters without a gradient in every step; default False.
             train_loader: Your own loader instead of `train_dataset`, used unchanged.
@@ -294,12 +294,18 @@ class AccelerateTrainer(BaseTrainer):
                 )
             given["autocast"] = accelerator.mixed_precision
         self.accelerator = accelerator
+        self._mesh: Any = getattr(accelerator, "torch_device_mesh", None)
         self._own_settings = {**ways, "find_unused_parameters": unused}
         ranks = find_ranks(accelerator, timeout)
         refuse_lost_processes(ranks.world_size)
         _refuse_two_ways(given, ways["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(given, ranks)
+
+    @property
+    def mesh(self) -> Any:
+        """Torch's `DeviceMesh` with the dimensions of `parallelism_config` that have several ranks; None without."""
+        return self._mesh
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
         return self.accelerator.device

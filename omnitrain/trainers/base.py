@@ -376,7 +376,7 @@ class BaseTrainer(Hooks, ABC):
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None
         self.device: torch.device = self._choose_device(settings.device)
-        self.gradient_accumulation_steps = resolve_accumulation(settings, self.world_size)
+        self.gradient_accumulation_steps = resolve_accumulation(settings, self.ranks.data.size)
         self.precision: Precision = Precision.parse(
             settings.autocast, self.device, settings.matmul_precision, settings.dtypes
         )
@@ -471,7 +471,7 @@ class BaseTrainer(Hooks, ABC):
         lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
         former = vars(self).get("_feed")
-        stages = stages_of(settings, self.limits, ranks.world_size)
+        stages = stages_of(settings, self.limits, ranks.data.size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
         lifecycle.take_markers(self.backend.mark, self._feed.mark)
         if former is not None:  # of an earlier run
@@ -775,7 +775,7 @@ class BaseTrainer(Hooks, ABC):
             "device": str(self.device),
             "eval_batch_size": self.eval_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "global_batch_size": self.batch_size * self.world_size * self.gradient_accumulation_steps,
+            "global_batch_size": self.batch_size * self.ranks.data.size * self.gradient_accumulation_steps,
             "matmul_precision": self.precision.matmul or matmul_precision(),
             "optimization_direction": self.objective.direction,
             "optimizer": None if self.train_loader is None and not self._loop.has_own_epoch else self.optimizer,

@@ -1,0 +1,122 @@
+"""Tensor parallelism: layers are cut up over the ranks of a group, which work on the same samples.
+
+The weights of a layer with a place in the plan are DTensors of the mesh's dimension "tp". FSDP 2 cuts these, and all
+others, up once more over the data-parallel ranks, if there are several.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from omnitrain.backends.ddp import start_from_main
+from omnitrain.backends.fsdp import FSDP
+from omnitrain.errors import ConfigError
+
+__all__ = ["TensorParallel", "cut_up"]
+
+
+class TensorParallel(FSDP):
+    """The model is cut up by its plan, and then by FSDP 2 if there are several data-parallel ranks."""
+
+    def _wrap(self) -> tuple[nn.Module, nn.Module]:
+        start_from_main(self.model, self.ranks)  # before it is cut up
+        mesh = self.accelerator.torch_device_mesh
+        model = self.model.to(self.device)
+        cut_up(model, mesh["tp"])
+        if self.ranks.data.size > 1:
+            from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+            with self._reducing():
+                model = fsdp2_prepare_model(self.accelerator, model)
+            self._add_up_by_sums(model)
+        self.model = model  # whose parameters are other ones now; the optimizer is made of these, on its first use
+        return model, self.compiled(model)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the L2 norm of all gradients; those of different layers lie on different parts of the mesh."""
+        sums: dict[tuple[Any, ...], torch.Tensor] = {}
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                part, groups = self.part_of_whole(parameter.grad)
+                square = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) ** 2
+                sums[tuple(groups)] = sums.get(tuple(groups), torch.zeros_like(square)) + square
+        for groups, square in sums.items():
+            for group in groups:
+                dist.all_reduce(square, group=group)
+        return torch.stack([one.double() for one in sums.values()]).sum().sqrt() if sums else torch.zeros(())
+
+    def clip_gradients(self, limit: float, norm: torch.Tensor) -> None:
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                own = self.own_part(parameter.grad)
+                own.mul_(factor.to(own.device, own.dtype))
+
+
+def cut_up(model: nn.Module, mesh: Any) -> None:
+    """Cut a model's layers up over a mesh of one dimension, by transformers' plan of it or one of its own.
+
+    A model that is none of transformers has a `tp_plan`: names of modules, with `*` for any part of a name, and how
+    each is cut, "colwise", "rowwise" or a `ParallelStyle` of PyTorch.
+
+    Raises:
+        ConfigError: If the model has no plan, or one that does not fit it.
+    """
+    find = getattr(model, "_resolve_parallel_plans", None)
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not plan or not isinstance(plan, Mapping):
+        raise ConfigError(
+            f"`parallelism_config` has tp_size={mesh.size()}, and {type(model).__name__} has no plan that says how its "
+            "layers are cut up. Give it an attribute such as tp_plan={'body.0': 'colwise', 'body.2': 'rowwise'}, or "
+            "take a model of transformers that has one."
+        )
+    before = {id(one) for one in model.parameters()}
+    if find is not None:
+        from transformers.distributed.configuration_utils import DistributedConfig
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        _check_heads(model, mesh.size())
+        apply_tensor_parallelism(model, mesh, find(DistributedConfig(tp_size=mesh.size()))[0])
+    else:
+        _cut_up_by(model, mesh, plan)
+    if not any(isinstance(one, DTensor) for one in model.parameters() if id(one) not in before):
+        raise ConfigError(
+            f"The plan of {type(model).__name__} for tensor parallelism cuts nothing up: {dict(plan)!r:.200}. Name "
+            "modules that have weights."
+        )
+
+
+def _check_heads(model: Any, size: int) -> None:
+    config = model.config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ConfigError(
+                f"`parallelism_config` has tp_size={size}, which does not divide the {heads} heads of the model "
+                f"({name}). Take a size that does."
+            )
+
+
+def _cut_up_by(model: nn.Module, mesh: Any, plan: Mapping[str, Any]) -> None:
+    """Cut a model up by a plan with PyTorch's own functions."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        found = fnmatch.filter(names, pattern)
+        if not found or not (style in styles if isinstance(style, str) else isinstance(style, ParallelStyle)):
+            raise ConfigError(
+                f"`tp_plan` of {type(model).__name__} has {pattern!r}: {style!r}. Name a module of the model, and "
+                "'colwise', 'rowwise' or a ParallelStyle of torch.distributed.tensor.parallel."
+            )
+        for name in found:
+            parallelize_module(model.get_submodule(name), mesh, styles[style]() if isinstance(style, str) else style)
