@@ -122,7 +122,7 @@ class FSDP(DDP):
         mesh = tensor.device_mesh
         if any(one.is_partial() for one in tensor.placements):
             tensor = tensor.redistribute(placements=[Shard(0) for _ in tensor.placements])
-        groups = [mesh.get_group(number) for number, one in enumerate(tensor.placements) if one.is_shard()]
+        groups = [mesh.get_group(number) for number, one in enumerate(tensor.placements) if not one.is_replicate()]
         return tensor.to_local(), groups
 
     def own_part(self, tensor: Any) -> torch.Tensor:

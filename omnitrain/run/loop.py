@@ -201,7 +201,7 @@ class Loop:
                 f"{type(hooks).__name__}._train_epoch must return the epoch's mean loss as a float, got {train_loss!r}."
             )
         train_loss = self._mean_over_ranks(float(train_loss))
-        if not meter.weight and math.isfinite(train_loss):
+        if self.has_own_epoch and not meter.weight and math.isfinite(train_loss):
             meter.add(torch.tensor(train_loss), 1)  # the user's own loop: only its mean can be logged
         elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_own_epoch:
             raise NonFiniteError(f"{type(hooks).__name__}._train_epoch returned {train_loss} as the epoch's loss.")

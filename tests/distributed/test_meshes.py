@@ -186,7 +186,7 @@ def test_a_mesh_trains_as_one_process_does_and_checkpoints_go_both_ways(
         assert result["whole"] == 8
         assert result["history"].keys() == one["history"].keys()
     for result in (*found["taken over"], *found["back"]):
-        assert_same(result, one, logs=5)
+        assert_same(result, one, logs=len(one["logs"]) - 3)
     if kind == "mlp":  # the ranks of a group saw the same samples, and all of them together each one once
         straight = [result["indices"] for result in found["straight"]]
         copies = PROCESSES[mesh] // SHARES[mesh]
