@@ -114,6 +114,10 @@ class Ranks:
         """Whether this is the main rank, which prints and writes."""
         return self.rank == 0
 
+    def lay_out(self, dimensions: Mapping[str, int]) -> None:
+        """Take the sizes of the mesh's dimensions, the outermost first; they multiply to the number of ranks."""
+        self.dimensions = dimensions
+
     @property
     def data(self) -> Coordinates:
         """Which share of the data this rank has: one of its own, unless the mesh says otherwise."""

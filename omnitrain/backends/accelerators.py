@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,15 +77,8 @@ def make_accelerator(
     kind = PartialState._shared_state.get("distributed_type")
     AcceleratorState._reset_state(deepspeed_plugin is None and kind == DistributedType.DEEPSPEED)
     has_gpu = choose_device(None).type != "cpu" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
-    shards = getattr(parallelism_config, "dp_shard_size", 1) > 1  # which FSDP does
-    wants_fsdp = fsdp_plugin is not None or shards or is_set("ACCELERATE_USE_FSDP")
-    if wants_fsdp and fsdp_plugin is None:
-        fsdp_plugin = FullyShardedDataParallelPlugin(**({"fsdp_version": 2} if shards else {}))
-    if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
-        raise ConfigError(
-            "`fsdp_plugin` asks for FSDP 1, which PyTorch has replaced. Pass fsdp_version=2 to it, or set "
-            "`fsdp_version: 2` in accelerate's config file."
-        )
+    fsdp_plugin = _fsdp_plugin(fsdp_plugin, parallelism_config, FullyShardedDataParallelPlugin)
+    wants_fsdp = fsdp_plugin is not None
     handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters)]
     before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")}
     if deepspeed_plugin is None:
@@ -119,6 +113,20 @@ def make_accelerator(
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return accelerator
+
+
+def _fsdp_plugin(given: Any, parallelism_config: Any, kind: Callable[..., Any]) -> Any:
+    """Return the plugin of FSDP 2, by the argument, the launcher or a mesh that shards; None without any of them."""
+    shards = getattr(parallelism_config, "dp_shard_size", 1) > 1
+    if given is None and not shards and not is_set("ACCELERATE_USE_FSDP"):
+        return None
+    plugin = kind(**({"fsdp_version": 2} if shards else {})) if given is None else given
+    if plugin.fsdp_version != 2:
+        raise ConfigError(
+            "`fsdp_plugin` asks for FSDP 1, which PyTorch has replaced. Pass fsdp_version=2 to it, or set "
+            "`fsdp_version: 2` in accelerate's config file."
+        )
+    return plugin
 
 
 def _meeting_of(init_method: str | None, is_zero_on_cpu: bool) -> Any:
@@ -285,7 +293,7 @@ def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
     if accelerator.num_processes == 1:
         return Ranks()
     ranks, mesh = connected_ranks(timeout), getattr(accelerator, "torch_device_mesh", None)
-    ranks.dimensions = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    ranks.lay_out({} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
     return ranks
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from omnitrain.backends.ddp import start_from_main
 from omnitrain.backends.fsdp import FSDP
 from omnitrain.errors import ConfigError
 
@@ -26,7 +25,7 @@ class TensorParallel(FSDP):
     """The model is cut up by its plan, and then by FSDP 2 if there are several data-parallel ranks."""
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
-        start_from_main(self.model, self.ranks)  # before it is cut up
+        self._fill_whole(always=True)  # before it is cut up
         mesh = self.accelerator.torch_device_mesh
         model = self.model.to(self.device)
         cut_up(model, mesh["tp"])
