@@ -448,3 +448,12 @@ def test_a_parallelism_that_accelerate_refuses_here_is_an_error_of_ours(monkeypa
         monkeypatch.delattr(accelerate.utils, "ParallelismConfig")
     with pytest.raises(ConfigError, match=r"`parallelism_config` needs accelerate 1\.10 or newer, and this is"):
         quiet(AccelerateTrainer, parallelism_config=object())
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_a_mesh_whose_sequences_are_cut_is_refused_by_name(name: str) -> None:
+    from accelerate.utils import ParallelismConfig
+
+    sizes: dict[str, Any] = {name: 2}
+    with pytest.raises(ConfigError, match=f"{name}=2, which is not supported"):
+        quiet(AccelerateTrainer, parallelism_config=ParallelismConfig(**sizes))

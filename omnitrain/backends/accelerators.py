@@ -251,8 +251,7 @@ def _check_for_tensor_parallel(settings: Settings) -> None:
 
 
 _NOT_HERE = {
-    "cp_size": "context parallelism runs on PyTorch's ring attention, which knows flash and efficient attention on "
-    "GPUs alone, and cuts sequences up between labels and what predicts them",
+    "cp_size": "PyTorch's ring attention knows no attention of CPUs, and on GPUs labels would be counted wrong",
     "sp_size": "sequence parallelism is DeepSpeed's, whose attention runs on GPUs alone",
 }
 """The dimensions that are refused, and why."""
