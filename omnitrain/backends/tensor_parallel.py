@@ -35,7 +35,7 @@ class TensorParallel(FSDP):
             with self._reducing():
                 model = fsdp2_prepare_model(self.accelerator, model)
             self._add_up_by_sums(model)
-        self.model = model  # whose parameters are other ones now; the optimizer is made of these, on its first use
+        # its parameters are other ones now; the optimizer is made of these, on its first use
         return model, self.compiled(model)
 
     def gradient_norm(self) -> torch.Tensor:
