@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forging import content_of, seal
 from recipes import StopAt, distance, rows, t16, weights
 from safetensors.torch import save_file
 from tiny import gpt
 from torch import nn
 
 from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, Trainer
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.shards import Block, write_shards
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
@@ -66,6 +69,34 @@ def test_a_checkpoint_its_pointers_and_other_files_are_read(tmp_path: Path, file
     inner = {"path": tmp_path / "nested.bin", "convert": lambda content: content["state"]}
     for source in (str(file), tmp_path / "plain.pt", inner):
         assert distance(weights(begun(source)), weights(t16())) == 0
+
+
+def test_a_checkpoint_in_shards_is_read_and_a_damaged_one_is_refused(tmp_path: Path, file: Path) -> None:
+    run = make(model=t16(), save_dir=tmp_path / "run")
+    run.train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    content = content_of(folder)
+    del content["files"]["model.safetensors"]
+    (folder / "model.safetensors").unlink()
+    (folder / "model").mkdir()
+    for rank in range(2):
+        blocks: dict[str, list[Block]] = {}
+        for name, one in run.model.state_dict().items():
+            begin, end = (len(one) * part // 2 for part in (rank, rank + 1))
+            offsets = (begin, *(0 for _ in one.shape[1:]))
+            blocks[name] = [Block(offsets, one[begin:end], tuple(one.shape))] if end > begin else []
+        written = write_shards(blocks, folder / "model", rank, FileSystem())
+        content["files"] |= {f"model/{name}": entry for name, entry in written.items()}
+    seal(folder, content)
+    with torch.device("meta"):
+        empty = t16()
+    for model in (None, empty):
+        assert distance(weights(begun(folder, model)), weights(run.model)) == 0
+    data = bytearray((folder / "model/rank-00001.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model/rank-00001.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"'model/rank-00001.safetensors' does not match its sha256"):
+        begun(folder)
 
 
 def test_a_folder_of_transformers_is_read_in_one_file_or_several(tmp_path: Path) -> None:
