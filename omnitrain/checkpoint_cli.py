@@ -1,8 +1,8 @@
 """The `omnitrain checkpoint` command: lists, verifies, shows, exports and compares the checkpoints of a run.
 
 `omnitrain show run`, what has run, is here too. Only reading and reporting belong here. `cli.py` has the command line,
-`checkpoint/` the checkpoints themselves. Only `diff` imports torch, to compute with the weights. A terminal gets
-tables, everything else plain columns.
+`checkpoint/` the checkpoints themselves. Only what computes with weights, or joins shards of them, imports torch. A
+terminal gets tables, everything else plain columns.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from omnitrain.progress import Progress
 if TYPE_CHECKING:
     import torch
 
+    from omnitrain.checkpoint.reading import TensorFile
+
 __all__ = ["diff", "export", "ls", "show", "show_run", "verify"]
 
 WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would import torch
@@ -39,6 +41,8 @@ MOST_ROWS = 10
 """How many tensors `diff` lists: those that differ most."""
 
 _FOLDER = re.compile(r"checkpoint-([0-9]+)(\.old)?")
+_PART = re.compile(r"model(/rank-\d{5,}(\.\d+)?|-\d{5,}-of-\d{5,})\.safetensors")
+_SHARD = re.compile(r"/rank-\d{5,}(\.\d+)?\.safetensors$")
 
 
 def ls(path: Path) -> None:
@@ -102,11 +106,14 @@ def show(path: Path) -> None:
     if content.get("record"):
         _print_title("what ran")
         _print_table("name ~value", [[name, _say(value)] for name, value in _flattened(content["record"], "")])
+    parts: dict[str, list[Path]] = {}
     for file in content["files"]:
         if file.endswith(".safetensors"):
-            rows = list(_tensors(folder / file))
-            _print_title(f"{file}: {len(rows)} tensors")
-            _print_table("~tensor dtype shape", rows)
+            parts.setdefault(_SHARD.sub("", file), []).append(folder / file)
+    for part, files in parts.items():
+        rows = list(_tensors(files))
+        _print_title(f"{part}: {len(rows)} tensors{f' in {len(files)} files' if len(files) > 1 else ''}")
+        _print_table("~tensor dtype shape", rows)
 
 
 def show_run(path: Path) -> None:
@@ -208,12 +215,11 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         adapter: Which of several adapters to merge; None if there is one.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, its weights are not in one file, or they belong to another base.
+        CheckpointError: The checkpoint is damaged, has no weights, or they belong to another base.
         ConfigError: `out` exists and is not an empty folder, or there is nothing to merge, or something is missing.
     """
     folder, content = _one_checkpoint(path)
-    if WEIGHTS not in content["files"]:
-        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
+    held = _names_of_weights(folder, content)
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ConfigError(f"{str(out)!r} already exists and is not overwritten. Give the path of a new folder.")
     if adapter is not None and not merge:
@@ -226,7 +232,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         _print(f"{out}: {done}, from {folder.name}")
         return
     names = [name for name in content["files"] if Path(name).name in ADAPTERS]
-    is_old = not names and any(name.startswith("base_model.model.") for name in read_header(folder / WEIGHTS))
+    is_old = not names and any(name.startswith("base_model.model.") for name in held)
     if content.get("frozen") and not names:
         raise ConfigError(
             f"{str(folder)!r} was saved without the {len(content['frozen'])} tensors that did not train. Pass the "
@@ -236,11 +242,14 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         names = [WEIGHTS, *(name for name in CONFIGS if name in content["files"] and not is_old)]
     with _undone(out):
         for name in reversed(names):  # the weights last, so that a folder with weights is complete
+            if name == WEIGHTS and name not in content["files"]:
+                _consolidate(folder, content, out)
+                continue
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, out / f"{name}.tmp")
             os.replace(out / f"{name}.tmp", out / name)
     _print(f"{out}: {', '.join(names)} of {folder.name}")
-    lost = _outside_of_adapters(folder, content) if WEIGHTS not in names else []
+    lost = _outside_of_adapters(folder, content, held) if WEIGHTS not in names else []
     if lost:
         _print(
             f"{len(lost)} tensors of the checkpoint are none of the adapters', and are not in it: {', '.join(lost[:3])}"
@@ -252,11 +261,38 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         _print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
 
 
-def _outside_of_adapters(folder: Path, content: Mapping[str, Any]) -> list[str]:
+def _names_of_weights(folder: Path, content: Mapping[str, Any]) -> set[str]:
+    """Return the names of a checkpoint's weights, in one file or many, without importing torch."""
+    files = [WEIGHTS] if WEIGHTS in content["files"] else [one for one in content["files"] if _PART.fullmatch(one)]
+    if not files:
+        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
+    return {name for file in files for name in read_header(folder / file)}
+
+
+def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
+    """Return the weights of a checkpoint, read one at a time."""
+    from omnitrain.checkpoint.shards import TensorFiles, files_of
+
+    return TensorFiles(files_of(folder, content["files"], "model") or [folder / WEIGHTS])
+
+
+def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:
+    """Write the whole weights of a checkpoint that has them in shards; in their place only when all are there."""
+    from omnitrain.checkpoint.disk import FileSystem
+    from omnitrain.checkpoint.shards import write_whole
+
+    place = out / "weights.tmp"
+    place.mkdir()
+    for name in write_whole(_weights(folder, content), place, 0, 1, FileSystem()):  # the index is the last
+        os.replace(place / name, out / name)
+    place.rmdir()
+
+
+def _outside_of_adapters(folder: Path, content: Mapping[str, Any], weights: Collection[str]) -> list[str]:
     """Return the names of the trained tensors and buffers that are in no adapter's file."""
     if not content.get("frozen"):  # it has the whole base as well
         return []
-    lost = {name for name in read_header(folder / WEIGHTS) if ".original_module." not in name}
+    lost = {name for name in weights if ".original_module." not in name}
     for file in content["files"]:
         if Path(file).name == ADAPTERS[1]:
             held = {name.removeprefix("base_model.model.") for name in read_header(folder / file)}
@@ -296,17 +332,18 @@ def diff(a: Path, b: Path) -> None:
         sides = ([_say(flat.get(name, _ABSENT)) for flat in (flat_a, flat_b)] for name in names)
         _print_table("~setting ~A ~B", [[name, *side] for name, side in zip(names, sides, strict=True)])
     frozen_a, frozen_b = (content.get("frozen") or {} for content in (content_a, content_b))
-    _print_weight_differences(folder_a / WEIGHTS, folder_b / WEIGHTS, frozen_a, frozen_b)
-    _print_frozen_differences(folder_a / WEIGHTS, folder_b / WEIGHTS, frozen_a, frozen_b)
+    weights_a, weights_b = _weights(folder_a, content_a), _weights(folder_b, content_b)
+    _print_weight_differences(weights_a, weights_b, frozen_a, frozen_b)
+    _print_frozen_differences(weights_a, weights_b, frozen_a, frozen_b)
 
 
 # --- weights
 
 
-def _print_frozen_differences(a: Path, b: Path, hashes_a: Mapping[str, str], hashes_b: Mapping[str, str]) -> None:
+def _print_frozen_differences(
+    a: TensorFile, b: TensorFile, hashes_a: Mapping[str, str], hashes_b: Mapping[str, str]
+) -> None:
     """Print how many of the tensors that one of two checkpoints left out differ."""
-    from safetensors import safe_open
-
     from omnitrain.checkpoint.tensors import fingerprints
     from omnitrain.distributed import Ranks
 
@@ -314,9 +351,8 @@ def _print_frozen_differences(a: Path, b: Path, hashes_a: Mapping[str, str], has
     if not wanted:
         return
     found: list[dict[str, str]] = []
-    for path, hashes in ((a, hashes_a), (b, hashes_b)):
-        with safe_open(path, "pt") as held:
-            rest = {name: held.get_tensor(name) for name in wanted.intersection(held.keys())}
+    for held, hashes in ((a, hashes_a), (b, hashes_b)):
+        rest = {name: held[name] for name in wanted.intersection(held)}
         found.append({**hashes, **fingerprints(rest, Ranks())})
     both = sorted(found[0].keys() & found[1].keys())
     others = [name for name in both if found[0][name] != found[1][name]]
@@ -326,16 +362,13 @@ def _print_frozen_differences(a: Path, b: Path, hashes_a: Mapping[str, str], has
 
 
 def _print_weight_differences(
-    a: Path, b: Path, left_out_a: Collection[str] = (), left_out_b: Collection[str] = ()
+    a: TensorFile, b: TensorFile, left_out_a: Collection[str] = (), left_out_b: Collection[str] = ()
 ) -> None:
-    from safetensors import safe_open
-
-    with safe_open(a, "pt") as in_a, safe_open(b, "pt") as in_b:
-        names_a, names_b = set(in_a.keys()), set(in_b.keys())
-        both = sorted(names_a & names_b)
-        shapes = {name: (in_a.get_slice(name).get_shape(), in_b.get_slice(name).get_shape()) for name in both}
-        fitting = [name for name in both if shapes[name][0] == shapes[name][1]]
-        found = [(_largest_difference(in_a.get_tensor(name), in_b.get_tensor(name)), name) for name in fitting]
+    names_a, names_b = set(a), set(b)
+    both = sorted(names_a & names_b)
+    shapes = {name: (list(a.spec_of(name)[0]), list(b.spec_of(name)[0])) for name in both}
+    fitting = [name for name in both if shapes[name][0] == shapes[name][1]]
+    found = [(_largest_difference(a[name], b[name]), name) for name in fitting]
     differing = sorted((pair for pair in found if pair[0] != 0), key=_by_difference)
     _print_title(f"{len(differing)} of {len(fitting)} tensors differ")
     if differing:
@@ -370,10 +403,16 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(distance.max()) if distance.numel() else 0.0
 
 
-def _tensors(path: Path) -> Iterator[list[str]]:
-    """Yield name, dtype and shape of each tensor in a file, without reading its values."""
-    for name, entry in read_header(path).items():
-        yield [name, entry.dtype, str(list(entry.shape))]
+def _tensors(files: list[Path]) -> Iterator[list[str]]:
+    """Yield name, dtype and whole shape of each tensor in some files, without reading its values."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for path in files:
+        for name, entry in read_header(path).items():
+            ends = [begin + size for begin, size in zip(entry.corner, entry.shape, strict=True)]
+            known = found[name][1] if name in found else ends
+            found[name] = entry.dtype, list(entry.whole or map(max, zip(known, ends, strict=False)))
+    for name, (dtype, shape) in found.items():
+        yield [name, dtype, str(shape)]
 
 
 # --- finding

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ from recipes import rows, t16
 from safetensors.torch import load_file, save_file
 
 from omnitrain import Trainer, __version__, checkpoint_cli
-from omnitrain.checkpoint import state
+from omnitrain.checkpoint import shards, state
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.manifest import encode
+from omnitrain.checkpoint.shards import Block, own_blocks, write_shards
 from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensors import Gathered, TensorFile
 from omnitrain.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -294,6 +299,64 @@ def test_from_pretrained_opens_what_export_has_written(
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
+def shard(folder: Path, ranks: int = 2) -> None:
+    """Make a checkpoint one whose ranks have written their parts of the weights and of the optimizer's tensors."""
+    content = json.loads((folder / "omnitrain.json").read_text())
+    for whole, part in (("model.safetensors", "model"), ("optimizer/state.safetensors", "optimizer")):
+        if content["files"].pop(whole, None) is None:
+            continue
+        tensors = load_file(folder / whole)
+        (folder / whole).unlink()
+        (folder / part).mkdir(exist_ok=True)
+        for rank in range(ranks):
+            blocks: dict[str, list[Block]] = {}
+            for name, one in tensors.items():
+                begin, end = (one.numel() * (rank + step) // ranks for step in (0, 1))
+                own = Gathered(tuple(one.shape), one.dtype, one.clone, flat=partial(slice_of, one, begin, end))
+                blocks[name] = own_blocks(own, rank)
+            entries = write_shards(blocks, folder / part, rank, FileSystem())
+            content["files"] |= {f"{part}/{name}": entry for name, entry in entries.items()}
+    own_keys = ("format_version", "sha256")
+    text = encode({name: one for name, one in content.items() if name not in own_keys})
+    (folder / "omnitrain.json").write_bytes(text)
+
+
+def slice_of(tensor: torch.Tensor, begin: int, end: int) -> tuple[int, torch.Tensor]:
+    return begin, tensor.reshape(-1)[begin:end]
+
+
+@pytest.mark.parametrize("limit", [5 * 10**9, 2000])
+def test_export_consolidates_shards_into_what_from_pretrained_opens(
+    limit: int, transformers_run: tuple[Path, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = transformers_run
+    shard(next(shutil.copytree(folder, tmp_path / "run").glob("checkpoint-*")))
+    defaults = dict(zip(("limit",), shards.write_whole.__defaults__ or (), strict=True))
+    assert defaults == {"limit": shards.LARGEST_FILE}
+    monkeypatch.setattr(shards.write_whole, "__defaults__", (limit,))
+    code, _, error = answer(capsys, "export", tmp_path / "run", tmp_path / "out")
+    again, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert (code, error) == (0, "") and not any(info.values())
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert (tmp_path / "out" / "model.safetensors").exists() == (limit > 2000)
+
+
+def test_sharded_checkpoint_is_verified_shown_and_compared_as_a_whole_one(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
+    whole = shutil.copytree(run, tmp_path / "whole")
+    shard(run / "checkpoint-8")
+    assert answer(capsys, "verify", run)[0] == 0
+    shown, before = (answer(capsys, "show", folder / "checkpoint-8")[1] for folder in (run, whole))
+    rows = [line for line in before.splitlines() if re.search(r" [FI]\d+ +\[", line)]
+    assert rows and all(re.sub(" +", " ", row) in re.sub(" +", " ", shown) for row in rows)
+    assert "model: " in shown and "rank-" not in shown
+    assert "0 of 4 tensors differ" in answer(capsys, "diff", run / "checkpoint-8", whole / "checkpoint-8")[1]
+    flip(run / "checkpoint-8" / "model" / "rank-00001.safetensors")
+    code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
+    assert code == 1 and "model/rank-00001.safetensors" in out
+
+
 def test_export_writes_the_weights_of_the_checkpoint_that_was_named(run: Path, tmp_path: Path, capsys: Any) -> None:
     answer(capsys, "export", run / "checkpoint-4", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
@@ -394,14 +457,14 @@ def test_a_tensor_that_became_nan_comes_first(tmp_path: Path, capsys: Any) -> No
     save_file({name: torch.zeros(2) for name in names}, tmp_path / "a")
     changed = {"a": torch.ones(2), "b": torch.tensor([0.0, float("nan")]), "c": torch.full((2,), float("inf"))}
     save_file(changed, tmp_path / "b")
-    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    checkpoint_cli._print_weight_differences(TensorFile(tmp_path / "a"), TensorFile(tmp_path / "b"))
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == ["b", "c", "a"]
 
 
 def test_diff_of_other_models_names_what_does_not_fit(tmp_path: Path, capsys: Any) -> None:
     save_file({"w": torch.zeros(2, 3), "old": torch.zeros(1)}, tmp_path / "a")
     save_file({"w": torch.zeros(3, 3), "new": torch.zeros(1)}, tmp_path / "b")
-    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    checkpoint_cli._print_weight_differences(TensorFile(tmp_path / "a"), TensorFile(tmp_path / "b"))
     out = capsys.readouterr().out
     assert "w: shape [2, 3] in A, [3, 3] in B" in out
     assert "only in A: old" in out and "only in B: new" in out
@@ -411,14 +474,14 @@ def test_brackets_and_colons_in_a_name_are_printed_as_they_are(tmp_path: Path, c
     name = "[red]layers[0]:smile:"
     save_file({name: torch.zeros(1)}, tmp_path / "a")
     save_file({name: torch.ones(1)}, tmp_path / "b")
-    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    checkpoint_cli._print_weight_differences(TensorFile(tmp_path / "a"), TensorFile(tmp_path / "b"))
     assert row_of(capsys.readouterr().out, name) == [name, "[1]", "1"]
 
 
 def test_diff_names_only_the_tensors_that_differ_most(tmp_path: Path, capsys: Any) -> None:
     save_file({f"w{i}": torch.zeros(1) for i in range(13)}, tmp_path / "a")
     save_file({f"w{i}": torch.full((1,), float(i)) for i in range(13)}, tmp_path / "b")
-    checkpoint_cli._print_weight_differences(tmp_path / "a", tmp_path / "b")
+    checkpoint_cli._print_weight_differences(TensorFile(tmp_path / "a"), TensorFile(tmp_path / "b"))
     out = capsys.readouterr().out
     assert "12 of 13 tensors differ" in out and "and 2 more that differ less" in out
     assert row_of(out, "w12") and "w3 " in out and "w2 " not in out

@@ -12,8 +12,9 @@ import torch
 
 from omnitrain.checkpoint.adapters import BASE, CONFIG
 from omnitrain.checkpoint.frozen import check_fingerprints
+from omnitrain.checkpoint.shards import TensorFiles, files_of
 from omnitrain.checkpoint.state import WEIGHTS, load_weights, model_tensors
-from omnitrain.checkpoint.tensors import TensorFile, fingerprints, load_tensors, save_tensors
+from omnitrain.checkpoint.tensors import TensorFile, fingerprints, save_tensors
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, MissingExtraError
 
@@ -53,7 +54,7 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
         raise ConfigError(f"--merge takes the folder of the base's weights, got {str(base)!r}, which is not a folder.")
     if not adapters:
         assert base is not None
-        return _joined(folder, frozen, base, out)
+        return _joined(folder, content, base, out)
     if adapter is None and len(adapters) > 1:
         raise ConfigError(f"{str(folder)!r} has the adapters {', '.join(adapters)}. Say which: --adapter NAME.")
     chosen = next(iter(adapters)) if adapter is None else adapter
@@ -84,7 +85,7 @@ def _adapted(folder: Path, content: Mapping[str, Any], adapters: Mapping[str, st
             model = PeftModel.from_pretrained(_base(folder, content, base), str(folder / place), adapter_name=name)
         else:
             model.load_adapter(str(folder / place), name)
-    tensors, frozen = load_tensors(folder / WEIGHTS), content.get("frozen") or {}
+    tensors, frozen = _own_weights(folder, content), content.get("frozen") or {}
     prefix = "base_model.model."
     if not any(name.startswith(prefix) for name in [*tensors, *frozen]):  # adapters from `add_adapter`
         tensors = {prefix + name: one for name, one in tensors.items()}
@@ -138,8 +139,13 @@ def _is_quantised(base: Path) -> bool:
 # --- weights that were not trained
 
 
-def _joined(folder: Path, frozen: Mapping[str, str], base: Path, out: Path) -> str:
-    tensors = load_tensors(folder / WEIGHTS)
+def _own_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint, which may have them in shards."""
+    return dict(TensorFiles(files_of(folder, content["files"], "model") or [folder / WEIGHTS]))
+
+
+def _joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> str:
+    tensors, frozen = _own_weights(folder, content), content["frozen"]
     rest = _weights_in(base, frozen)
     check_fingerprints(
         frozen, fingerprints(rest, Ranks()), repr(str(folder)), f"Pass the base of that run, not {str(base)!r}."
