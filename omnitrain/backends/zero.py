@@ -35,7 +35,7 @@ from omnitrain.checkpoint.state import (
     to_json,
     unwrap,
 )
-from omnitrain.checkpoint.tensors import Gathered, TensorFile, spec_of
+from omnitrain.checkpoint.tensors import Gathered, spec_of
 from omnitrain.errors import ConfigError, NonFiniteError
 from omnitrain.muon import Muon
 from omnitrain.optimization import needs_closure
@@ -330,9 +330,8 @@ class Zero(DDP):
             name = bare_name(raw)
             if name in parameters:
                 one = parameters[name]
-                read, own = functools.partial(self._read, one), functools.partial(_own, one)
-                flat = functools.partial(self._own_values, one)
-                found[name] = Gathered(_shape(one), _dtype(one), read, own, flat)
+                read = functools.partial(self._read, one)
+                found[name] = Gathered(_shape(one), _dtype(one), read, functools.partial(_own, one))
             elif name not in tied and isinstance(value, torch.Tensor):
                 found[name] = value
         return found
@@ -352,11 +351,9 @@ class Zero(DDP):
         for name in present:
             if name in buffers:
                 continue
+            value = tensors[name]
             one = parameters[name]
-            if isinstance(tensors, TensorFile) and tensors.is_local and _is_in_parts(one):
-                self._load_part(one, tensors, name)
-                continue
-            value = tensors[name].to(one.device)
+            value = value.to(one.device)
             with self._gathered(one), torch.no_grad():
                 one.copy_(value)
             if one.requires_grad:
@@ -385,8 +382,7 @@ class Zero(DDP):
             one = parameters[name]
             for entry in vectors:
                 read = functools.partial(_on_host, safe_get_full_optimizer_state, one, entry)
-                flat = functools.partial(self._own_values, one, entry)
-                tensors[f"{name}/{entry}"] = Gathered(_shape(one), torch.float32, read, None, flat)
+                tensors[f"{name}/{entry}"] = Gathered(_shape(one), torch.float32, read)
             for entry, value in numbers.items():
                 tensors[f"{name}/{entry}"] = torch.tensor(float(value), dtype=torch.float32)
         groups = [
@@ -443,12 +439,7 @@ class Zero(DDP):
         parameters = self._parameters()
         for entry, names in by_entry.items():
             for name in names if entry not in numbers else ():
-                one, key = parameters[name], f"{name}/{entry}"
-                if isinstance(tensors, TensorFile) and tensors.is_local:
-                    start, values = self._own_values(one, entry)
-                    _set_own(one, tensors.part(key, start, start + values.numel()), entry)
-                else:
-                    _set(one, tensors[key], entry)
+                _set(parameters[name], tensors[f"{name}/{entry}"], entry)
 
     def _link(self) -> None:
         """Renew the views that stages 1 and 2 keep of each parameter's part of the state."""
@@ -458,40 +449,6 @@ class Zero(DDP):
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {bare_name(name): one for name, one in unwrap(self.model).named_parameters()}
-
-    def _own_values(self, parameter: Any, *entry: str) -> tuple[int, torch.Tensor]:
-        """Return what this rank writes of a parameter, or of an entry of the optimizer's state, and where it begins.
-
-        These are values that follow each other in the parameter, in full precision if it trains, in DeepSpeed's own
-        memory where possible. All ranks together have each of them once.
-        """
-        from deepspeed import utils
-
-        if hasattr(parameter, "ds_id"):
-            size = parameter.ds_tensor.numel()
-            start = min(size * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
-            if not parameter.requires_grad:
-                held = parameter.ds_tensor
-            elif entry:
-                held = utils.safe_get_local_optimizer_state(parameter, *entry)
-            else:
-                held = utils.safe_get_local_fp32_param(parameter)
-            return start, held.detach().flatten()[: parameter.ds_numel - start]
-        if not parameter.requires_grad:  # each rank has all of it
-            return 0, parameter.detach().flatten()[: None if self.ranks.is_main else 0]
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return 0, torch.empty(0, dtype=torch.float32)
-        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(*entry).detach().flatten()
-
-    def _load_part(self, parameter: Any, tensors: TensorFile, name: str) -> None:
-        """Copy this rank's part of a weight into a parameter of stage 3 and its full-precision copy."""
-        start, values = self._own_values(parameter)
-        part = tensors.part(name, start, start + values.numel())
-        with torch.no_grad():
-            parameter.ds_tensor.flatten()[: len(part)].copy_(part)
-        if parameter.requires_grad:
-            _set_own(parameter, part)
 
     def _read(self, parameter: nn.Parameter) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -560,26 +517,6 @@ def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
     part = value.new_zeros(size)
     own = value.flatten()[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
     part[: own.numel()] = own
-    set_local = utils.safe_set_local_optimizer_state if entry else utils.safe_set_local_fp32_param
-    set_local(parameter, part, *entry)
-
-
-def _is_in_parts(parameter: Any) -> bool:
-    """Return whether this rank has nothing but its part of a parameter; stage 3 keeps small ones whole."""
-    return hasattr(parameter, "ds_id") and not parameter.numel() and parameter.ds_tensor.is_contiguous()
-
-
-def _set_own(parameter: Any, values: torch.Tensor, *entry: str) -> None:
-    """Set this rank's part of the full-precision copy of a parameter, or of an entry of the optimizer's state."""
-    from deepspeed import utils
-
-    if not hasattr(parameter, "ds_id"):
-        if parameter._hp_mapping is not None:
-            fragment = parameter._hp_mapping.get_hp_fragment(*entry)
-            fragment.data.copy_(values.view_as(fragment))
-        return
-    part = values.new_zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
-    part[: len(values)] = values
     set_local = utils.safe_set_local_optimizer_state if entry else utils.safe_set_local_fp32_param
     set_local(parameter, part, *entry)
 

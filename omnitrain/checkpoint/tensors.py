@@ -32,7 +32,6 @@ __all__ = [
     "placed_like",
     "save_tensors",
     "spec_of",
-    "taken_like",
     "whole",
     "written_by_main",
 ]
@@ -111,29 +110,6 @@ def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
     device = present.to_local().device
     part = distribute_tensor(tensor.to(device), present.device_mesh, present.placements, src_data_rank=None)
     return part.clone()  # a view of the whole would keep it in memory
-
-
-def taken_like(tensors: Mapping[str, torch.Tensor], name: str, present: Any) -> torch.Tensor:
-    """Return this process's part of one of `tensors`, sharded like `present`, and read alone where that is possible."""
-    if not (isinstance(tensors, TensorFile) and tensors.is_local and hasattr(present, "full_tensor")):
-        return placed_like(tensors[name], present)
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape = tensors.spec_of(name)[0]
-    mesh, placements = present.device_mesh, present.placements
-    if shape != tuple(present.shape) or any(hasattr(one, "split_factor") or one.is_partial() for one in placements):
-        return placed_like(tensors[name], present)
-    sizes, place = compute_local_shape_and_global_offset(present.shape, mesh, placements)
-    local = present.to_local()
-    part = tensors.block(name, place if local.numel() else (0,) * len(shape), sizes).to(local.device)
-    return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=present.shape, stride=_strides(tuple(present.shape))
-    )
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
