@@ -35,7 +35,7 @@ from omnitrain.checkpoint.state import (
     to_json,
     unwrap,
 )
-from omnitrain.checkpoint.tensors import Gathered, spec_of
+from omnitrain.checkpoint.tensors import Gathered, is_local, read_alone, read_range, spec_of
 from omnitrain.errors import ConfigError, NonFiniteError
 from omnitrain.muon import Muon
 from omnitrain.optimization import needs_closure
@@ -331,7 +331,8 @@ class Zero(DDP):
             if name in parameters:
                 one = parameters[name]
                 read = functools.partial(self._read, one)
-                found[name] = Gathered(_shape(one), _dtype(one), read, functools.partial(_own, one))
+                own = functools.partial(_own, one)
+                found[name] = Gathered(_shape(one), _dtype(one), read, own, self._flat(one))
             elif name not in tied and isinstance(value, torch.Tensor):
                 found[name] = value
         return found
@@ -346,14 +347,16 @@ class Zero(DDP):
         """Copy weights one at a time into the parameters and their full-precision copies."""
         self.check_weights(tensors, where, absent)
         present, parameters = [name for name in self.model_tensors() if name in tensors], self._parameters()
-        buffers = {name: tensors[name] for name in present if name not in parameters}
+        buffers = {name: read_alone(tensors, name) for name in present if name not in parameters}
         load_by_own_way(self.model, buffers | {name: from_json(value) for name, value in extra.items()}, where)
         for name in present:
             if name in buffers:
                 continue
-            value = tensors[name]
             one = parameters[name]
-            value = value.to(one.device)
+            if is_local(tensors) and self._is_in_ranges(one):
+                _load_range(one, tensors, name)
+                continue
+            value = tensors[name].to(one.device)
             with self._gathered(one), torch.no_grad():
                 one.copy_(value)
             if one.requires_grad:
@@ -382,7 +385,7 @@ class Zero(DDP):
             one = parameters[name]
             for entry in vectors:
                 read = functools.partial(_on_host, safe_get_full_optimizer_state, one, entry)
-                tensors[f"{name}/{entry}"] = Gathered(_shape(one), torch.float32, read)
+                tensors[f"{name}/{entry}"] = Gathered(_shape(one), torch.float32, read, flat=self._flat(one, entry))
             for entry, value in numbers.items():
                 tensors[f"{name}/{entry}"] = torch.tensor(float(value), dtype=torch.float32)
         groups = [
@@ -425,7 +428,7 @@ class Zero(DDP):
             name, _, entry = key.rpartition("/")
             by_entry.setdefault(entry, []).append(name)
         numbers = {
-            entry: tensors[f"{names[0]}/{entry}"]
+            entry: read_alone(tensors, f"{names[0]}/{entry}")
             for entry, names in by_entry.items()
             if all(spec_of(tensors, f"{name}/{entry}")[0] == () for name in names)
         }
@@ -439,7 +442,12 @@ class Zero(DDP):
         parameters = self._parameters()
         for entry, names in by_entry.items():
             for name in names if entry not in numbers else ():
-                _set(parameters[name], tensors[f"{name}/{entry}"], entry)
+                one, key = parameters[name], f"{name}/{entry}"
+                if is_local(tensors) and self._is_in_ranges(one):
+                    begin, own = _range(one, entry)
+                    _set_range(one, read_range(tensors, key, begin, begin + own.numel()), entry)
+                else:
+                    _set(one, tensors[key], entry)
 
     def _link(self) -> None:
         """Renew the views that stages 1 and 2 keep of each parameter's part of the state."""
@@ -457,6 +465,27 @@ class Zero(DDP):
             return _on_host(safe_get_full_fp32_param, parameter).to(_dtype(parameter))
         with self._gathered(parameter):
             return parameter.detach().cpu().clone()
+
+    def _flat(self, parameter: Any, *entry: str) -> Callable[[], tuple[int, torch.Tensor]] | None:
+        """Return what `Gathered.flat` is for a parameter, or for an entry of the optimizer's state for it."""
+        if not self._is_in_ranges(parameter):
+            return None
+        if parameter.requires_grad or hasattr(parameter, "ds_id"):
+            return functools.partial(_range, parameter, *entry)
+        return functools.partial(_range_of_whole, parameter, self.ranks.is_main)
+
+    def _is_in_ranges(self, parameter: Any) -> bool:
+        """Return whether the ranks hold disjoint ranges of a parameter as plain numbers; the same on all of them."""
+        if not hasattr(parameter, "ds_id"):
+            group = getattr(parameter, "_dp_group", None)
+            return group is None or torch.distributed.get_world_size(group) == self.ranks.world_size
+        part = parameter.ds_tensor
+        return (
+            torch.distributed.get_world_size(parameter.ds_process_group) == self.ranks.world_size
+            and getattr(parameter, "ds_secondary_tensor", None) is None  # of ZeRO++, to be renewed with the other
+            and not hasattr(part, "ds_quant_scale")
+            and getattr(part.final_location, "value", part.final_location) != "nvme"
+        )
 
     @staticmethod
     def _gathered(parameter: nn.Parameter) -> Any:
@@ -519,6 +548,73 @@ def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
     part[: own.numel()] = own
     set_local = utils.safe_set_local_optimizer_state if entry else utils.safe_set_local_fp32_param
     set_local(parameter, part, *entry)
+
+
+def _range(parameter: Any, *entry: str) -> tuple[int, torch.Tensor]:
+    """Return where this rank's range of a parameter begins, and its values; or those of an entry of its state."""
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_id"):
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return 0, torch.empty(0, dtype=torch.float32)
+        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(*entry).detach().float()
+    if not parameter.requires_grad:
+        own = parameter.ds_tensor
+    elif entry:
+        own = utils.safe_get_local_optimizer_state(parameter, *entry).float()
+    else:
+        own = utils.safe_get_local_fp32_param(parameter).float()
+    begin, end = _bounds(parameter)
+    return begin, own.detach().flatten()[: end - begin]
+
+
+def _range_of_whole(parameter: nn.Parameter, is_main: bool) -> tuple[int, torch.Tensor]:
+    own = parameter.detach().flatten()
+    return 0, own if is_main else own[:0]
+
+
+def _bounds(parameter: Any) -> tuple[int, int]:
+    """Return the range of a parameter that is this rank's under stage 3, without the padding at its end."""
+    size, numel = parameter.ds_tensor.numel(), parameter.ds_numel
+    begin = min(size * torch.distributed.get_rank(parameter.ds_process_group), numel)
+    return begin, min(begin + size, numel)
+
+
+def _load_range(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> None:
+    """Read what this rank holds of a weight, and set it, without communication."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if not hasattr(parameter, "ds_id") or parameter.ds_status == ZeroParamStatus.AVAILABLE:
+        value = read_alone(tensors, name)  # the ranks have the whole weight, as of small ones under stage 3
+        with torch.no_grad():
+            parameter.copy_(value)
+    else:
+        value = None
+    if hasattr(parameter, "ds_id"):
+        begin, end = _bounds(parameter)
+        part = read_range(tensors, name, begin, end) if value is None else value.flatten()[begin:end]
+        with torch.no_grad():
+            parameter.ds_tensor.data.view(-1)[: end - begin].copy_(part)
+        if parameter.requires_grad:
+            _set_range(parameter, part)
+    elif parameter.requires_grad:
+        assert value is not None
+        _set(parameter, value)
+
+
+def _set_range(parameter: Any, part: torch.Tensor, *entry: str) -> None:
+    """Set this rank's range of the full-precision copy of a parameter, or of an entry of its state."""
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_id"):
+        if parameter._hp_mapping is not None:
+            parameter._hp_mapping.get_hp_fragment(*entry).data.copy_(part)
+        return
+    padded = torch.zeros(parameter.ds_tensor.numel(), device=parameter.device)
+    padded[: part.numel()] = part
+    set_local = utils.safe_set_local_optimizer_state if entry else utils.safe_set_local_fp32_param
+    set_local(parameter, padded, *entry)
 
 
 def _on_host(read: Any, parameter: nn.Parameter, *entry: str) -> torch.Tensor:

@@ -30,7 +30,8 @@ from omnitrain.checkpoint.tensors import (
     host_tensors,
     is_in_parts,
     load_tensors,
-    placed_like,
+    read_alone,
+    read_like,
     save_tensors,
     spec_of,
     whole,
@@ -237,9 +238,9 @@ def load_weights(
     check_weights(model, tensors, where, absent)
     named = {name: (tensor, first) for name, tensor, first in _named(model)}
     content: dict[str, Any] = {
-        name: placed_like(tensors[first], tensor) for name, (tensor, first) in named.items() if first in tensors
+        name: read_like(tensors, first, tensor) for name, (tensor, first) in named.items() if first in tensors
     }
-    content |= {name: tensors[name] for name in tensors if name not in named}
+    content |= {name: read_alone(tensors, name) for name in tensors if name not in named}
     load_by_own_way(model, content | {name: from_json(value) for name, value in (extra or {}).items()}, where)
 
 
@@ -432,8 +433,8 @@ def restore_optimizer(
     for key in tensors:
         name, _, entry = key.rpartition("/")
         spec = wanted.get(name, {}).get(entry)
-        tensor = tensors[key] if spec is None else tensors[key].to(spec[1])
-        state.setdefault(name, {})[entry] = placed_like(tensor, parameters.get(name))
+        tensor = read_like(tensors, key, parameters.get(name))
+        state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
     order = [name for group in now for name in group]
     groups, start = [], 0
     for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):

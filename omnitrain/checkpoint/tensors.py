@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,9 +28,13 @@ __all__ = [
     "host_copy",
     "host_tensors",
     "is_in_parts",
+    "is_local",
     "load_tensors",
     "mark_of",
     "placed_like",
+    "read_alone",
+    "read_like",
+    "read_range",
     "save_tensors",
     "spec_of",
     "whole",
@@ -110,6 +115,44 @@ def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
     device = present.to_local().device
     part = distribute_tensor(tensor.to(device), present.device_mesh, present.placements, src_data_rank=None)
     return part.clone()  # a view of the whole would keep it in memory
+
+
+def read_alone(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return a whole tensor; without communication, if every rank can read the files."""
+    if not is_local(tensors):
+        return tensors[name]
+    shape, _ = spec_of(tensors, name)
+    return read_range(tensors, name, 0, math.prod(shape)).reshape(shape)
+
+
+def read_range(tensors: Any, name: str, begin: int, end: int) -> torch.Tensor:
+    """Return the values [begin, end) of a flattened tensor, 1-D, of files that every rank can read."""
+    return tensors.part(name, begin, end)
+
+
+def is_local(tensors: Any) -> bool:
+    """Return whether every rank can read parts of these tensors by itself."""
+    return bool(getattr(tensors, "is_local", False))
+
+
+def read_like(tensors: Any, name: str, present: Any) -> torch.Tensor:
+    """Return this process's part of a saved tensor, sharded like `present`; all of it if that is whole.
+
+    If every rank can read the files, only that part is read, without communication.
+    """
+    shape, _ = spec_of(tensors, name)
+    if not is_local(tensors) or not hasattr(present, "full_tensor") or shape != tuple(present.shape):
+        return placed_like(read_alone(tensors, name), present)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(type(one) not in (Shard, Replicate) for one in present.placements):  # a strided shard is no rectangle
+        return placed_like(read_alone(tensors, name), present)
+    mesh, placements = present.device_mesh, present.placements
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    block = tensors.block(name, tuple(offsets), tuple(sizes)).to(present.to_local().device)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(block, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
