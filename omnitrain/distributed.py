@@ -48,6 +48,7 @@ __all__ = ["QUIET_S", "SILENCE_S", "Coordinates", "Part", "ProcessRanks", "Ranks
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 _POLL_INTERVAL = datetime.timedelta(seconds=1)
@@ -172,8 +173,10 @@ class Ranks:
         if self.world_size == 1:
             return
         told = {name: json.dumps(value) for name, value in values.items()}
-        digest = hashlib.sha256(json.dumps(list(told.items())).encode()).digest()
-        if len(set(self.gather(f"{what}, compared", digest))) > 1:
+        digest = np.frombuffer(hashlib.sha256(json.dumps(list(told.items())).encode()).digest()[:16], np.uint16)
+        parts = [int(part) for part in digest]
+        found = self.sum(f"{what}, compared", *parts, *(part * part for part in parts))
+        if any(self.world_size * squares != total * total for total, squares in zip(found[:8], found[8:], strict=True)):
             raise DistributedError(_difference(what, self.gather(what, told), remedy))
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
@@ -191,6 +194,13 @@ class Ranks:
     def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
         """Return the lists of all ranks in order on the main rank, nothing on the others; empties `values`."""
         return [values]
+
+    def combine(self, what: str, value: T, work: Callable[[list[T]], S]) -> S:
+        """Return the result of `work` on the values of all ranks in order; both can be any picklable object.
+
+        With many ranks, the main one alone gets their values and works on them.
+        """
+        return work([value])
 
     def share(self, what: str, value: T) -> T:
         """Return the main rank's value, a tree of tuples, dicts and arrays."""
@@ -355,8 +365,14 @@ def _difference(what: str, everywhere: Sequence[Mapping[str, str]], remedy: str)
 
 
 _FIELDS = 20
+_LISTED = 64
+"""The most ranks of which each one gets the numbers of all in an exchange; of more, it gets the sums."""
 _PART = 1 << 24
 """Bytes per part if a rank's data are sent in parts."""
+_PARTS = 1 << 28
+"""Bytes of the parts of all ranks that the main one holds at once, unless there is a larger value."""
+_HEAD = 8
+"""Bytes before a rank's data that hold their length."""
 SILENCE_S = 60.0
 """Seconds that the others wait at the start for a rank without a post."""
 _START = "the start"
@@ -491,9 +507,9 @@ class ProcessRanks(Ranks):
 
     def _await_others(self) -> None:
         """Wait until all ranks are here; threads watch those that have posted."""
-        self._store.set(f"here/{self.rank}", "")
+        here = self._store.add("here", 1)
         end, pause = time.monotonic() + SILENCE_S, 0.005
-        while not self._store.check([f"here/{rank}" for rank in range(self.world_size)]):
+        while here < self.world_size:
             if self._failure() is not None or self._has_left:
                 raise self._lost(RuntimeError("it has ended"), _START)
             if time.monotonic() > end and not self._have_posted:
@@ -508,6 +524,7 @@ class ProcessRanks(Ranks):
                     )
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
+            here = self._store.add("here", 0)
 
     # --- exchanges
 
@@ -527,16 +544,28 @@ class ProcessRanks(Ranks):
 
     def gather(self, what: str, value: T) -> list[T]:
         """Return the values of all processes in the order of ranks."""
-        own = _packed(value)  # before the exchange, as it may fail
+        own = pickle.dumps(value)  # before the exchange, as it may fail
         self._exchange(what)
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
-        sizes[self.rank] = len(own)
-        self._wait(dist.all_reduce(sizes, group=self._group, async_op=True), what)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: len(own)] = own
+        padded = _with_length(own, self._largest(what, len(own)))
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         self._wait(dist.all_gather(parts, padded, group=self._group, async_op=True), what)
-        return [_unpacked(part[:size]) for part, size in zip(parts, sizes.tolist(), strict=True)]
+        return [pickle.loads(_without_length(part)) for part in parts]
+
+    def combine(self, what: str, value: T, work: Callable[[list[T]], S]) -> S:
+        """Return the result of `work` on the values of all ranks in order; both can be any picklable object.
+
+        With many ranks, the main one alone gets their values and works on them.
+        """
+        if self.world_size <= _LISTED:
+            return work(self.gather(what, value))
+        found = self.gather_on_main(what, [value])
+        return self.on_main(what, lambda: work([one for (one,) in found]))
+
+    def _largest(self, what: str, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        largest = torch.tensor([number], dtype=torch.int64)
+        self._wait(dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True), what)
+        return int(largest)
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """Return the result of `work` on the main rank; raise its error on all ranks."""
@@ -588,21 +617,20 @@ class ProcessRanks(Ranks):
         self._exchange(what)
         found: list[list[T]] = [[] for _ in range(self.world_size)]
         values.reverse()  # as they are taken from the end
+        limit = min(_PART, max(_PARTS // self.world_size, 1 << 16))
         while True:
-            own = [] if self.is_main else _next_part(values)
-            sizes = torch.zeros(self.world_size, dtype=torch.int64)
-            sizes[self.rank] = sum(map(len, own))
-            self._wait(dist.all_reduce(sizes, group=self._group, async_op=True), what)
-            if not sizes.any():
+            own = b"" if self.is_main else b"".join(_next_part(values, limit))
+            largest = self._largest(what, len(own))
+            if not largest:
                 break
-            padded = torch.empty(int(sizes.max()), dtype=torch.uint8)
-            if own:
-                padded[: int(sizes[self.rank])] = torch.frombuffer(bytearray(b"".join(own)), dtype=torch.uint8)
+            padded = _with_length(own, largest)
+            del own
             parts = [torch.empty_like(padded) for _ in range(self.world_size)] if self.is_main else None
             self._wait(dist.gather(padded, parts, dst=0, group=self._group, async_op=True), what)
-            for mine, part, size in zip(found, parts or (), sizes.tolist(), strict=False):
-                stream = io.BytesIO(part[:size].numpy().tobytes())
-                while stream.tell() < size:
+            for mine, part in zip(found, parts or (), strict=False):
+                data = _without_length(part)
+                stream = io.BytesIO(data)
+                while stream.tell() < len(data):
                     mine.append(pickle.load(stream))
         if not self.is_main:
             return []
@@ -636,9 +664,12 @@ class ProcessRanks(Ranks):
         if self._ends:
             raise DistributedError(f"{what}: this run has ended by an error on one of its ranks. Start it again.")
         self.moves += 1
+        code = _code(what)
+        if self.world_size > _LISTED:
+            return self._begin_summing(what, code, values)
         # The first row is this rank's. For so few numbers, gloo's all_gather takes half the time of its all_reduce.
         board = torch.zeros(self.world_size + 1, _FIELDS, dtype=torch.float64)
-        numbers, code = board.numpy(), _code(what)
+        numbers = board.numpy()
         numbers[0, 0], numbers[0, 1 : 1 + len(values)] = code, values
         work = dist.all_gather(list(board[1:]), board[0], group=self._group, async_op=True)
 
@@ -647,6 +678,25 @@ class ProcessRanks(Ranks):
             if (numbers[1:, 0] != code).any():
                 raise self._disagreement(what)
             return numbers[1:, 1 : 1 + len(values)].sum(0).tolist()
+
+        return finish
+
+    def _begin_summing(self, what: str, code: float, values: Sequence[float]) -> Callable[[float | None], list[float]]:
+        """Do `_begin_exchange` with an amount of data that does not grow with the ranks; integers are summed exactly.
+
+        The codes of all ranks are this one's if and only if both their sum and that of their squares say so: then
+        their variance is 0. So either all ranks notice a difference, or none.
+        """
+        row = torch.zeros(_FIELDS + 1, dtype=torch.float64)
+        numbers = row.numpy()
+        numbers[:2], numbers[2 : 2 + len(values)] = (code, code * code), values
+        work = dist.all_reduce(row, group=self._group, async_op=True)
+
+        def finish(seconds: float | None) -> list[float]:
+            self._wait(work, what, seconds)
+            if numbers[0] != self.world_size * code or numbers[1] != self.world_size * code * code:
+                raise self._disagreement(what)
+            return numbers[2 : 2 + len(values)].tolist()
 
         return finish
 
@@ -842,6 +892,7 @@ class ProcessRanks(Ranks):
         with contextlib.suppress(RuntimeError):
             self._store.set(f"process/{self.rank}", json.dumps(own_process()))
             self._store.set(f"post/{self.rank}", json.dumps(own))
+            self._store.add("posted", 1)
         has_posted.set()
         for passed in _looks(self._closing):
             before, own = own, self._post()
@@ -854,7 +905,7 @@ class ProcessRanks(Ranks):
                 # Posts are read only while this rank waits: with many ranks there would be too many.
                 looks = still >= min(_LOOK_S, self._limit / 2) or self._stalls.has_told
                 if not self._have_posted:
-                    self._have_posted = self._store.check([f"post/{rank}" for rank in range(self.world_size)])
+                    self._have_posted = self._store.add("posted", 0) >= self.world_size
                     self._neighbours = self._read_neighbours() if self._have_posted else {}
                     self._judge_all(passed, {self.rank: own})
                 elif looks and unread >= self.world_size / _READ_A_SECOND:
@@ -1072,10 +1123,25 @@ def _unpacked(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def _next_part(values: list[Any]) -> list[bytes]:
-    """Take values from the end of a list until they fill one part, and return them packed."""
+def _with_length(data: bytes, size: int) -> torch.Tensor:
+    """Return data with their length before them, padded to `size` bytes."""
+    padded = torch.zeros(_HEAD + size, dtype=torch.uint8)
+    numbers = padded.numpy()
+    numbers[:_HEAD] = np.frombuffer(len(data).to_bytes(_HEAD, "little"), np.uint8)
+    numbers[_HEAD : _HEAD + len(data)] = np.frombuffer(data, np.uint8)
+    return padded
+
+
+def _without_length(padded: torch.Tensor) -> memoryview:
+    """Return the data of `_with_length`, without a copy."""
+    data = padded.numpy().data
+    return data[_HEAD : _HEAD + int.from_bytes(data[:_HEAD], "little")]
+
+
+def _next_part(values: list[Any], limit: int) -> list[bytes]:
+    """Take values from the end of a list until they fill so many bytes, and return them packed."""
     packed, size = [], 0
-    while values and size < _PART:
+    while values and size < limit:
         packed.append(pickle.dumps(values.pop()))
         size += len(packed[-1])
     return packed

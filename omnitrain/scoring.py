@@ -63,8 +63,8 @@ class _Part(Protocol):
 class Scorer:
     """Scores the evaluation passes of a run, one at a time: `reset()`, `update()` per batch, `compute()`.
 
-    With several processes, each updates its own scorer; then every process calls `reset()` and merges the `states()`
-    of all processes, including itself, in the order of ranks, so all get bit-equal results.
+    With several processes, each updates its own scorer; then the main one merges the `states()` of the others, in the
+    order of ranks, and computes the results for all.
 
     >>> scorer = make_scorer(["accuracy", "log_loss"])
     >>> scorer.update(torch.tensor([[0.0, 0.0], [2.0, 2.0]]), torch.tensor([0, 1]))
@@ -109,7 +109,7 @@ class Scorer:
                 _named(part, part.update, outputs, labels)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the states for `merge()` on other processes; small and picklable, without predictions."""
+        """Return the states for `merge()` on the main process; picklable, and small unless a metric keeps scores."""
         return [part.state() for part in self._parts]
 
     def merge(self, states_of_other_process: Sequence[Mapping[str, Any]]) -> None:

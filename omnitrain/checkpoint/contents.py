@@ -228,8 +228,9 @@ class Contents:
             resumed: The checkpoint from which the run was resumed.
         """
         ranks, device = self._run.ranks, self._run.device
-        places = ranks.gather("the hosts of a run", (host(), device_of(device)))
+        found = ranks.gather_on_main("the hosts of a run", [(host(), device_of(device))])
         if ranks.is_main:
+            places = [place for (place,) in found]
             self.forget_start()
             self.start = Start(device, places, {"step": self._lifecycle.progress.step, "resumed_from": resumed})
         take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
@@ -663,9 +664,9 @@ class Contents:
 
     def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
         own = state.rng_tensors(self._run.device)
-        ranks = self._run.ranks
-        generators = ranks.by_share(ranks.gather("the random numbers for a checkpoint", own))
-        tensors = {f"{rank}/{name}": one for rank, (found, _) in enumerate(generators) for name, one in found.items()}
+        found = self._run.ranks.gather_on_main("the random numbers for a checkpoint", [own])
+        generators = self._run.ranks.by_share([one for (one,) in found])
+        tensors = {f"{rank}/{name}": one for rank, (held, _) in enumerate(generators) for name, one in held.items()}
         return {RNG: tensors}, {"rng": [rest for _, rest in generators]}
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
@@ -771,7 +772,7 @@ class Contents:
         loader = self._sets.train
         is_keyed = isinstance(loader, MapLoader) and loader.sampler.is_keyed
         own = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
-        drawn = sorted(set().union(*self._run.ranks.gather("what the data draws", own)))
+        drawn = self._run.ranks.combine("what the data draws", own, lambda each: sorted(set().union(*each)))
         return {"drawn": drawn, "order": "keyed" if is_keyed else "drawn"}
 
     def _restore_data(self, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -800,7 +801,8 @@ class Contents:
         if loader is not None:
             mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
         if loader is not None and loader.is_split:
-            states = ranks.gather("the states of the training data", None if mark is None else mark.state)
+            found = ranks.gather_on_main("the states of the training data", [None if mark is None else mark.state])
+            states = [one for (one,) in found]  # on the main rank, which writes them
             mark = None if mark is None or None in states else mark._replace(state=loader.joined(states))
         try:
             return None if mark is None else state.to_json(mark._asdict(), _STREAM, tensors)

@@ -72,7 +72,9 @@ class Frozen:
             return {}
         marks = {name: mark_of(tensors[name]) for name in names}
         stale = [name for name in names if self._known.get(name, (None,))[0] != marks[name]]
-        stale = set().union(*self._run.ranks.gather("the frozen weights that were written to", stale))
+        stale = self._run.ranks.combine(
+            "the frozen weights that were written to", stale, lambda each: set().union(*each)
+        )
         if stale:
             taken = fingerprints({name: tensors[name] for name in stale}, self._run.ranks)
             self._known |= {name: (mark_of(tensors[name]), taken[name]) for name in stale}

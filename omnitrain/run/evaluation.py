@@ -318,16 +318,14 @@ class Evaluation:
             if is_interrupted(0):
                 return None
             # inside the context, since a metric may draw random numbers too
-            states = scorer.states() if ranks.world_size > 1 else []
-            own = total.item(), weights, has_labels, number >= 0, named.sums(), states
-            sums: Sequence[Any] = ranks.by_share(ranks.gather("the end of an evaluation", own))
-            if ranks.world_size > 1:
-                scorer.reset()
-                for *_, states in sums:
-                    scorer.merge(states)
+            own = total.item(), weights, has_labels, number >= 0, named.sums()
+            loss, weights, has_labels, has_batches, means = ranks.combine(
+                "the end of an evaluation", own, lambda found: _totals(list(ranks.by_share(found)))
+            )
+            has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
+            found = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
+            states = list(ranks.by_share(found))
             predictions, labels, extra = self._arrays(loader, kept) if keeps else (None, None, None)
-            loss, weights = (math.fsum(one[i] for one in sums) for i in (0, 1))
-            has_labels, has_batches = (any(one[i] for one in sums) for i in (2, 3))
             if needs_loss and not weights:
                 error = _nothing_to_evaluate(loader.name, has_batches)
                 if only_first and has_batches:
@@ -335,9 +333,9 @@ class Evaluation:
                 raise error
             if needs_loss and not has_labels and not scorer.is_empty:
                 raise self._nothing_to_score(loader.name, batch, output)
-            metrics = {"loss": loss / weights, **means_of([one[4] for one in sums])} if weights else {}
+            metrics = {"loss": loss / weights, **means} if weights else {}
             if has_labels:
-                metrics |= self._compute(loader, (predictions, labels, extra), only_first)
+                metrics |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
         return Predictions(predictions, labels, metrics)
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
@@ -373,9 +371,18 @@ class Evaluation:
         kept.clear()
         return predictions, labels, extra
 
-    def _compute(self, loader: Loader, arrays: tuple[Any, Any, Any], only_first: bool) -> dict[str, float]:
-        """Return the metrics, computed on the main rank."""
-        ranks, compute = self.hooks.ranks, self.scorer.compute
+    def _compute(
+        self, loader: Loader, states: list[Any], arrays: tuple[Any, Any, Any], only_first: bool
+    ) -> dict[str, float]:
+        """Return the metrics, computed on the main rank, which has the states of the others."""
+        ranks, scorer = self.hooks.ranks, self.scorer
+
+        def compute(*arrays: Any) -> dict[str, float]:
+            for (of_rank,) in states:
+                scorer.merge(of_rank)
+            states.clear()
+            return scorer.compute(*arrays)
+
         try:
             with ranks.at("metrics"):
                 return ranks.on_main("the metrics of an evaluation", lambda: _scored(loader, compute, *arrays))
@@ -421,6 +428,12 @@ class Evaluation:
             return None
         predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
         return default_convert(predictions), default_convert(labels)
+
+
+def _totals(of_ranks: list[tuple[float, float, bool, bool, Any]]) -> tuple[float, float, bool, bool, dict[str, float]]:
+    """Return what the ranks have together: loss and weight, whether there were labels and batches, the means."""
+    losses, weights, labels, batches, sums = zip(*of_ranks, strict=True)
+    return math.fsum(losses), math.fsum(weights), any(labels), any(batches), means_of(sums)
 
 
 def _counts(loader: Loader) -> bool:

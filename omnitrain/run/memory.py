@@ -164,7 +164,7 @@ class Memory:
         if not failed and not updates:
             return 0
         rows = [self._rows_of(batch) for batch in window.batches]
-        largest = max(ranks.gather("the rows of the micro-batches", max(rows)))
+        largest = ranks.combine("the rows of the micro-batches", max(rows), max)
         size = min(self._feed.microbatch_size or largest, largest)
         if not failed and size > 1:
             self._feed.shrink((size + 1) // 2)
