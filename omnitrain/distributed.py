@@ -202,6 +202,10 @@ class Ranks:
         """
         return work([value])
 
+    def deal(self, what: str, work: Callable[[], Sequence[T]]) -> T | None:
+        """Return this rank's one of the values that `work` returns on the main rank; None if there are fewer."""
+        return next(iter(work()), None)
+
     def share(self, what: str, value: T) -> T:
         """Return the main rank's value, a tree of tuples, dicts and arrays."""
         return value
@@ -287,11 +291,11 @@ class Ranks:
         whole = "" if self.world_size == 1 else f" on all {self.world_size} processes"
         if found[0].seconds < self._limit:
             return (
-                f"{' '.join(map(in_words, found))} While the processes of a run meet, {self._silence:g} seconds of "
+                f"{_said(found)} While the processes of a run meet, {self._silence:g} seconds of "
                 f"that end it{whole}. Start it again with resume_from='auto'."
             )
         return (
-            f"{' '.join(map(in_words, found))} No progress for `timeout={self._limit:g}` seconds ends the run{whole}. "
+            f"{_said(found)} No progress for `timeout={self._limit:g}` seconds ends the run{whole}. "
             "Start it again with resume_from='auto', or with a longer `timeout` if a part of it takes as long."
         )
 
@@ -338,6 +342,16 @@ class Part:
     def sum(self, what: str, *values: float) -> list[float]:
         """Return the sum of each value over the part's ranks."""
         return [math.fsum(of_rank) for of_rank in zip(*self.gather(what, values), strict=True)]
+
+
+_TOLD = 8
+"""How many ranks without progress an error names."""
+
+
+def _said(found: Sequence[Stall]) -> str:
+    """Return what is known of ranks without progress: of the first ones, and how many more there are."""
+    more = [f"So it is with {len(found) - _TOLD} more ranks."] if len(found) > _TOLD else []
+    return " ".join([*map(in_words, found[:_TOLD]), *more])
 
 
 _NAMED = 3
@@ -560,6 +574,21 @@ class ProcessRanks(Ranks):
             return work(self.gather(what, value))
         found = self.gather_on_main(what, [value])
         return self.on_main(what, lambda: work([one for (one,) in found]))
+
+    def deal(self, what: str, work: Callable[[], Sequence[T]]) -> T | None:
+        """Return this rank's one of the values that `work` returns on the main rank; None if there are fewer."""
+        values: list[bytes] = []
+
+        def pack() -> tuple[int, int]:
+            values.extend(map(pickle.dumps, work()))
+            return len(values), max(map(len, values), default=0)
+
+        count, largest = self.on_main(what, pack)
+        values += [b""] * (self.world_size - len(values))
+        parts = [_with_length(one, largest) for one in values[: self.world_size]] if self.is_main else None
+        own = _with_length(b"", largest)
+        self._wait(dist.scatter(own, parts, src=0, group=self._group, async_op=True), what)
+        return pickle.loads(_without_length(own)) if self.rank < count else None
 
     def _largest(self, what: str, number: int) -> int:
         """Return the largest of the ranks' numbers."""
@@ -1026,7 +1055,7 @@ class ProcessRanks(Ranks):
 
     def _text_at_signal(self, number: int, found: Sequence[Stall]) -> str:
         return (
-            f"{' '.join(map(in_words, found))} {signal.Signals(number).name} ends rank {self.rank} before its step is "
+            f"{_said(found)} {signal.Signals(number).name} ends rank {self.rank} before its step is "
             "done, which needs all ranks: the latest checkpoint counts."
         )
 

@@ -22,6 +22,7 @@ from omnitrain import distributed  # noqa: E402
 from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402
 from omnitrain.errors import CheckpointError, DistributedError  # noqa: E402
 from omnitrain.events import Control  # noqa: E402
+from omnitrain import rendezvous  # noqa: E402
 from omnitrain.rendezvous import connected_ranks  # noqa: E402
 
 
@@ -59,6 +60,28 @@ def exchange() -> dict[str, Any]:
     assert totals == [2.0 * ranks.world_size]
     found["signalled"] = [agreed.stop, agreed.signal]
     return found
+
+
+def exchange_as_many() -> dict[str, Any]:
+    """Exchange as ranks do of which there are too many for each to get the numbers of all."""
+    distributed._LISTED = 1
+    found = exchange()
+    ranks: Any = rendezvous._met
+    rank = ranks.rank
+    found["bits"] = [value.hex() for value in ranks.sum("floats", 0.1 + rank, 1e-17 * (rank + 1), 1 / 3)]
+    found["combined"] = ranks.combine("f", {rank}, lambda each: sorted(set().union(*each)))
+    found["dealt"] = [ranks.deal("g", lambda count=count: ["a" * 9, "b", "c"][:count]) for count in (0, 1, 2, 3)]
+    ranks.check_alike("The numbers", {"a": 1, "b": [2, 3]}, "Do.")
+    try:
+        ranks.check_alike("The numbers", {"a": rank}, "Do.")
+    except DistributedError as error:
+        found["unlike"] = str(error)
+    return found
+
+
+def differ_as_many() -> None:
+    distributed._LISTED = 1
+    differ()
 
 
 def raise_on_main() -> list[list[str]]:
@@ -145,7 +168,16 @@ def fork_ends() -> list[Any]:
 
 CASES = [
     Case(name, f"test_distributed:{name}")
-    for name in ("exchange", "raise_on_main", "wait_long", "survive_late", "differ", "fork_ends")
+    for name in (
+        "exchange",
+        "exchange_as_many",
+        "differ_as_many",
+        "raise_on_main",
+        "wait_long",
+        "survive_late",
+        "differ",
+        "fork_ends",
+    )
 ]
 
 
@@ -227,3 +259,18 @@ def test_processes_at_different_places_are_told_at_once_who_is_where(outcomes: d
 @pytest.mark.distributed
 def test_end_of_a_forked_process_is_not_the_end_of_the_run(outcomes: dict[str, list[Outcome]]) -> None:
     assert results(outcomes, "fork_ends") == [[False, 2.0]] * 2
+
+
+def test_ranks_of_which_there_are_many_exchange_sums_alone(outcomes: dict[str, list[Outcome]]) -> None:
+    few, (main, other) = results(outcomes, "exchange"), results(outcomes, "exchange_as_many")
+    for one, many in zip(few, (main, other), strict=True):
+        assert one == {name: many[name] for name in one}
+    assert main["bits"] == other["bits"] and main["combined"] == other["combined"] == [0, 1]
+    assert main["dealt"] == [None, *["a" * 9] * 3] and other["dealt"] == [None, None, "b", "b"]
+    assert main["unlike"] == other["unlike"] == "The numbers differ: `a` is 0 on rank 0 and 1 on rank 1. Do."
+
+
+def test_a_rank_in_another_call_is_noticed_by_sums_alone(outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes["differ_as_many"]:
+        assert outcome.code != 0
+        assert "rank 0: this; rank 1: that" in outcome.output

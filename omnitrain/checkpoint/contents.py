@@ -674,9 +674,13 @@ class Contents:
         ranks, seed = self._run.ranks, self._run.settings.seed
         if content["settings"]["seed"] != seed:
             return  # it was allowed to change
-        saved = ranks.on_main("the random numbers of a checkpoint", lambda: self._generators(folder, content))
-        if ranks.data.rank < len(saved):
-            state.restore_rng_tensors(*saved[ranks.data.rank], self._run.device)
+        alike = ranks.world_size // ranks.data.size  # ranks that have the same samples
+        saved = ranks.deal(
+            "the random numbers of a checkpoint",
+            lambda: [one for one in self._generators(folder, content) for _ in range(alike)],
+        )
+        if saved is not None:
+            state.restore_rng_tensors(*saved, self._run.device)
         else:  # more ranks than there were
             seed_everything(derive_seed(seed, ranks.data.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
 
