@@ -18,11 +18,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
 
 from forking import Case, Found, Outcome, play  # noqa: E402
 
-from omnitrain import distributed  # noqa: E402
+from omnitrain import distributed, rendezvous  # noqa: E402
 from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402
 from omnitrain.errors import CheckpointError, DistributedError  # noqa: E402
 from omnitrain.events import Control  # noqa: E402
-from omnitrain import rendezvous  # noqa: E402
 from omnitrain.rendezvous import connected_ranks  # noqa: E402
 
 

@@ -1,4 +1,4 @@
-"""What one rank does in a run of many, counted in a simulation: nothing of it grows with the ranks but what is named."""
+"""One rank in a run of many, in a simulation: nothing of what it does grows with the ranks but what is named."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from backends import Job, launch_all, make_trainer
 from recipes import rows, t16
 from test_peak_memory import growth
@@ -106,9 +107,27 @@ def mean_of(y_true: Any, y_pred: Any) -> dict[str, float]:
     return {"mean": float(y_pred[:, 0].mean())}
 
 
-def hold(backend: str, call: str) -> dict[str, Any]:
+class Keeps(torchmetrics.Metric):
+    """A metric that keeps all outputs, as one of a ranking does."""
+
+    higher_is_better = True
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", default=[], dist_reduce_fx="cat")
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self.kept.append(outputs.contiguous())
+
+    def compute(self) -> torch.Tensor:
+        return sum(one[:, 0].sum() for one in self.kept) / sum(map(len, self.kept))
+
+
+def hold(backend: str, call: str, by_states: bool = False) -> dict[str, Any]:
     """Return by how many MiB a process grows in an evaluation, or prediction, that needs all outputs."""
-    trainer = make_trainer(backend, Wide(), rows(4), loss_fn=mean_loss, compute_metrics=mean_of, eval_batch_size=1)
+    metric = Keeps() if by_states else mean_of
+    trainer = make_trainer(backend, Wide(), rows(4), loss_fn=mean_loss, compute_metrics=metric, eval_batch_size=1)
     data = TensorDataset(torch.randn(SAMPLES, 1), torch.randn(SAMPLES, 1))
     getattr(trainer, call)(TensorDataset(*(one[:2] for one in data.tensors)))
     gc.collect()
@@ -124,6 +143,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for one in BACKENDS:
         jobs += [Job(f"{one}-{sanity}", one, f"{HERE}:learn", {"sanity": sanity}) for sanity in (False, True)]
     jobs += [Job(f"hold-{call}", "ddp", f"{HERE}:hold", {"call": call}) for call in ("evaluate", "predict")]
+    jobs.append(Job("hold-states", "ddp", f"{HERE}:hold", {"call": "evaluate", "by_states": True}))
     return launch_all([*jobs, Job("own", "ddp", f"{HERE}:own_epoch")], tmp_path_factory.mktemp("evaluations"))
 
 
@@ -152,6 +172,12 @@ def test_outputs_for_a_function_are_gathered_on_the_main_rank_once(found: Any) -
     main, other = (rank["grew"] for rank in found["hold-evaluate"])
     assert main < 2.8 * WHOLE  # what the ranks sent, and one array of it
     assert other < 1.3 * WHOLE  # half of it is its own, and parts of 16 MiB are on the way
+
+
+def test_the_states_of_a_metric_reach_the_main_rank_alone(found: Any) -> None:
+    main, other = (rank["grew"] for rank in found["hold-states"])
+    print(main / WHOLE, other / WHOLE)
+    assert other < 1.8 * WHOLE  # half of it is its own, which it packs and sends
 
 
 def test_predictions_reach_each_rank_once(found: Any) -> None:

@@ -95,6 +95,34 @@ def exchange(asks_alone: bool | None, by_time: bool = False) -> dict[str, int]:
     return {what: count for what, count in counts.items() if count} | {"ahead": int(trainer._loop._sends_ahead)}
 
 
+def order() -> list[str]:
+    """Return what happens in the fourth step, in its order: exchanges begun and awaited, forward and backward."""
+    seen: list[str] = []
+    model = t16(dtype=torch.float32)
+    model.register_forward_pre_hook(lambda *_: seen.append("forward"))
+    next(model.parameters()).register_hook(lambda _: seen.append("backward"))
+    trainer: Any = AccelerateTrainer(
+        model, rows(16 * STEPS, torch.float32), epochs=1, batch_size=8, progress_bar=False, log_steps=STEPS,
+        loss_fn=torch.nn.functional.mse_loss,
+    )  # fmt: skip
+    ranks = trainer._loop.ranks
+    begin, wait, steps = ranks._begin_exchange, ranks._wait, list[list[str]]()
+
+    def begun(what: str, values: Any) -> Any:
+        if what == "the end of a step":
+            steps.append(seen.copy())
+            seen[:] = ["sent"]
+        return begin(what, values)
+
+    def waited(work: Any, what: str, *rest: Any) -> None:
+        seen.append(f"read {what}")
+        wait(work, what, *rest)
+
+    ranks._begin_exchange, ranks._wait = begun, waited
+    trainer.train()
+    return steps[4]
+
+
 def stop_in_step() -> dict[str, Any]:
     data = rows(16 * STEPS, torch.float32)
     trainer = AsksInStep(
@@ -113,6 +141,7 @@ CASES = [
     Case("watches", "test_exchanges:exchange", {"asks_alone": False}),
     Case("may ask", "test_exchanges:exchange", {"asks_alone": True}),
     Case("by time", "test_exchanges:exchange", {"asks_alone": None, "by_time": True}),
+    Case("order", "test_exchanges:order"),
     Case("in step", "test_exchanges:stop_in_step"),
 ]  # fmt: skip
 
@@ -148,6 +177,12 @@ def test_a_request_of_one_rank_is_answered_at_the_step_at_which_one_process_answ
 @pytest.mark.parametrize("name", ["plain", "watches"])
 def test_a_step_has_one_exchange_which_begins_before_it(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     assert results(outcomes, name) == {"the end of a step": STEPS - 3, "ahead": 1}
+
+
+def test_the_exchange_of_a_step_is_sent_before_it_and_read_after_its_backward(
+    outcomes: dict[str, list[Outcome]],
+) -> None:
+    assert results(outcomes, "order") == ["sent", "forward", "backward", "read the end of a step"]
 
 
 @pytest.mark.parametrize("name", ["may ask", "by time"])
