@@ -245,9 +245,6 @@ class Writer:
                     entries |= found
                 yield safely(lambda: [store.fs.unlink(folder / name) for name in mine if name in parts])
                 entries = {name: entry for name, entry in entries.items() if name not in parts}
-                if ranks.is_main:
-                    with store.reporting(rest.step):
-                        store.fs.rmdir(folder / part_of(state.WEIGHTS))
             yield lambda: self._commit(store, rest, folder, entries, has_beside) if ranks.is_main else None
         return store.path(rest.step)
 
@@ -271,6 +268,9 @@ class Writer:
         weights = files_of(folder, {**written, **dict.fromkeys(snapshot.files)}, part_of(state.WEIGHTS))
         with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
             with store.reporting(snapshot.step):
+                emptied = folder / part_of(state.WEIGHTS)
+                if emptied.is_dir() and not any(emptied.iterdir()):  # its parts are whole files by now
+                    store.fs.rmdir(emptied)
                 digests = self._write_files(store, snapshot, folder, pool, state.whole, weights)
                 if not has_beside:
                     self._write_beside(folder)
