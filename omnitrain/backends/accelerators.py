@@ -99,6 +99,11 @@ def make_accelerator(
                     {"parallelism_config": parallelism_config} if parallelism_config and has_gpu else {}
                 ),  # from 1.10 on
             )
+        if deepspeed_plugin is not None and accelerator.distributed_type != DistributedType.DEEPSPEED:
+            raise ConfigError(
+                "There is a DeepSpeed configuration, and accelerate leaves DeepSpeed out where ACCELERATE_USE_CPU is "
+                "set, as `omnitrain launch --cpu` does. Unset it: without a GPU DeepSpeed takes the CPU by itself."
+            )
         if wants_fsdp and not has_gpu:
             _shard_on_cpu(accelerator, fsdp_plugin, precision)
         if parallelism_config is not None and not has_gpu:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.torch
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -27,6 +28,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.changes import GROUPING, InitialOptions, changed_settings
 from omnitrain.checkpoint.frozen import FROZEN, Frozen
+from omnitrain.checkpoint.header import read_header
 from omnitrain.checkpoint.identity import Difference, Identity, content_of
 from omnitrain.checkpoint.record import Start, device_of, host
 from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
@@ -691,7 +693,8 @@ class Contents:
         if RNG not in content["files"]:
             return [(load_tensors(folder / _rng_file(rank)), rest) for rank, rest in enumerate(saved)]
         of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in saved]
-        for name, tensor in load_tensors(folder / RNG).items():
+        read_header(folder / RNG)  # which says what is wrong with a damaged file
+        for name, tensor in safetensors.torch.load((folder / RNG).read_bytes()).items():  # opened once for all ranks
             rank, _, generator = name.partition("/")
             if rank.isdecimal() and int(rank) < len(saved):
                 of_ranks[int(rank)][generator] = tensor

@@ -187,7 +187,7 @@ class Writer:
         except BaseException:
             _close(store, snapshot.step, held)
             raise
-        consolidates = bool(files) and self._consolidates(snapshot)
+        consolidates = state.WEIGHTS in files and self._consolidates(snapshot)
         return self._together(store, folder, held, (blocks, rest), consolidates, stages)
 
     def _begin(self, store: Store, snapshot: Snapshot, held: contextlib.ExitStack) -> str:

@@ -34,7 +34,8 @@ from resuming import Numbered  # noqa: E402
 from torch import nn  # noqa: E402
 
 from omnitrain import Algorithm, Trainer  # noqa: E402
-from omnitrain.checkpoint.tensors import whole  # noqa: E402
+from omnitrain.checkpoint.shards import files_of, part_of  # noqa: E402
+from omnitrain.checkpoint.tensors import TensorFile, whole  # noqa: E402
 
 PROCESSES = {
     "native": 1, "accelerate": 1, "hf": 1, "ddp": 2, "fsdp": 2, "hf2": 2, "zero1": 2, "zero2": 2, "zero3": 2,
@@ -474,3 +475,9 @@ def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, targe
     assert [row["step"] for row in resumed[0]["logs"]] == list(range(6, 13)), "other steps"
     assert indices_by_step(cut) | indices_by_step(resumed) == indices_by_step(straight), "other samples"
     return found
+
+
+def saved(checkpoint: Path, file: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of a checkpoint, which may be there in parts."""
+    names = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")]
+    return dict(TensorFile(files_of(checkpoint, names, part_of(file))))

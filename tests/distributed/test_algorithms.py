@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import DTYPES, PROCESSES, Job, bound, dtype_of, launch_all, make_trainer
+from backends import DTYPES, PROCESSES, Job, bound, dtype_of, launch_all, make_trainer, saved
 from recipes import Sentences, StopAt, Tagger, Trace, rows
 from torch import nn
 
@@ -26,7 +26,6 @@ from omnitrain import (
     StochasticDepth,
     StraightThrough,
 )
-from omnitrain.checkpoint.state import load_tensors
 from omnitrain.checkpoint.tensors import whole
 
 KINDS: dict[str, Any] = {
@@ -171,7 +170,7 @@ def test_a_checkpoint_goes_from_one_process_to_two_and_back(
     cut = folder / f"{backend}-{kind}" / "cut" / f"checkpoint-{CUT}"
     close(native(dtype, kind, tmp_path / "resumed", resume=str(cut)), expected, within, since=CUT)
     if kind == "ema":
-        averaged, trained = (load_tensors(cut / file) for file in ("model.safetensors", "trained.safetensors"))
+        averaged, trained = (saved(cut, file) for file in ("model.safetensors", "trained.safetensors"))
         assert averaged.keys() == trained.keys() and not torch.equal(averaged["0.weight"], trained["0.weight"])
 
 

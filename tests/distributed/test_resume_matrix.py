@@ -26,6 +26,7 @@ from backends import (
     parity,
     regress,
     resume,
+    saved,
 )
 from marks import thinned
 from torch import nn
@@ -33,7 +34,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import TensorDataset
 
 from omnitrain.checkpoint import tensors
-from omnitrain.checkpoint.shards import files_of, part_of
 
 HERE = "test_resume_matrix"
 RESUMED = tuple(one for one in BACKENDS if one != "hf_zero2")  # whose checkpoints come from the same lines as zero2's
@@ -171,11 +171,6 @@ def test_checkpoints_on_disk_name_the_same_tensors_as_the_native_ones(results: A
         one, native = (saved(folder / f"{name}-{dtype}" / "checkpoint-5", file) for name in (backend, "native"))
         assert gap(one, native) <= bound(backend), file
         assert {name: value.dtype for name, value in one.items()} == {k: v.dtype for k, v in native.items()}, file
-
-
-def saved(checkpoint: Path, file: str) -> dict[str, torch.Tensor]:
-    names = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")]
-    return dict(tensors.TensorFile(files_of(checkpoint, names, part_of(file))))
 
 
 @pytest.mark.parametrize("backend", thinned(RESUMED, MAIN))
