@@ -809,8 +809,8 @@ class Contents:
             mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
         if loader is not None and loader.is_split:
             found = ranks.gather_on_main("the states of the training data", [None if mark is None else mark.state])
-            states = [one for (one,) in found]  # on the main rank, which writes them
-            mark = None if mark is None or None in states else mark._replace(state=loader.joined(states))
+            states = list(ranks.by_share([one for (one,) in found]))  # on the main rank, which writes them
+            mark = None if mark is None or None in states or not states else mark._replace(state=loader.joined(states))
         try:
             return None if mark is None else state.to_json(mark._asdict(), _STREAM, tensors)
         except CheckpointError as error:

@@ -47,6 +47,10 @@ Phases = Generator[Callable[[], Any], list[Any], Path]
 """Yields what this rank is to do, and is sent what came of it on all ranks, on the main one; returns the folder."""
 
 
+class _GivenUp(Exception):
+    """Ends a save of which nothing is wanted any more."""
+
+
 class Save:
     """A save whose phases run in a thread.
 
@@ -82,7 +86,8 @@ class Save:
     def give_up(self) -> BaseException | None:
         """Wait until this rank writes no more, and return the error that it met."""
         error = self._work.exception()
-        self._phases.close()
+        with contextlib.suppress(_GivenUp):
+            self._phases.throw(_GivenUp())  # which removes what was written so far
         return error
 
 
@@ -182,7 +187,8 @@ class Writer:
                 _close(store, snapshot.step, held)
                 return self._gathering(store)
             if stages:
-                ranks.on_main("the files beside a checkpoint", lambda: self._write_beside(folder))
+                write = functools.partial(_within, store.reporting, snapshot.step, lambda: self._write_beside(folder))
+                ranks.on_main("the files beside a checkpoint", write)
             blocks, rest = self._taken(snapshot, files, stages)
         except BaseException:
             _close(store, snapshot.step, held)

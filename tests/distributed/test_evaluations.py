@@ -175,6 +175,7 @@ def test_outputs_for_a_function_are_gathered_on_the_main_rank_once(found: Any) -
 
 
 def test_the_states_of_a_metric_reach_the_main_rank_alone(found: Any) -> None:
+    assert "grew" in found["hold-states"][0], found["hold-states"]
     main, other = (rank["grew"] for rank in found["hold-states"])
     print(main / WHOLE, other / WHOLE)
     assert other < 1.8 * WHOLE  # half of it is its own, which it packs and sends
