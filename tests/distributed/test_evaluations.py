@@ -121,7 +121,8 @@ class Keeps(torchmetrics.Metric):
         self.kept.append(outputs.contiguous())
 
     def compute(self) -> torch.Tensor:
-        return sum(one[:, 0].sum() for one in self.kept) / sum(map(len, self.kept))
+        parts = [self.kept] if isinstance(self.kept, torch.Tensor) else self.kept  # once they have been reduced
+        return sum(one[:, 0].sum() for one in parts) / sum(map(len, parts))
 
 
 def hold(backend: str, call: str, by_states: bool = False) -> dict[str, Any]:
