@@ -81,13 +81,19 @@ class InFolder(Watched, LocalFileSystem):
         return LocalFileSystem._strip_protocol(text)
 
 
-fsspec.register_implementation("watched", InMemory, clobber=True)
-fsspec.register_implementation("shelf", InFolder, clobber=True)
+def register() -> None:
+    """Have fsspec take these classes, and not those of another import of this file, as that of doctests is."""
+    fsspec.register_implementation("watched", InMemory, clobber=True)
+    fsspec.register_implementation("shelf", InFolder, clobber=True)
+
+
+register()
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[type[Watched]]:
     """Empty the store in memory, and let nothing happen to it at first."""
+    register()
     InMemory.store.clear()
     InMemory.pseudo_dirs[:] = [""]
     Watched.done, Watched.fault = [], staticmethod(lambda what, path: None)
