@@ -89,7 +89,7 @@ linkcheck: $(VENV)/.has-docs ## follow every link of the documentation, those to
 
 examples: $(VENV)/.has-test ## run every script in examples, as many at a time as there are WORKERS
 	@printf '%s\n' $(sort $(wildcard examples/*.py examples/hf/*.py)) | OMP_NUM_THREADS=1 xargs -P $(WORKERS) -I{} sh -c \
-		'said=$$($(call limit,300) $(BIN)/python {} 2>&1); code=$$?; echo "== {}"; echo "$$said"; exit $$code'
+		'said=$$($(call limit,600) $(BIN)/python {} 2>&1); code=$$?; echo "== {}"; echo "$$said"; exit $$code'
 
 notebooks: $(VENV)/.has-test ## execute every notebook, and compare what it shows with the outputs in it
 	$(call limit,600) $(BIN)/python -m pytest -q tests/test_notebooks.py

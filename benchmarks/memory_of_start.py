@@ -8,19 +8,16 @@ The script starts itself under torchrun for each case; how to read the figures i
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _memory import MIB, peak_of, return_freed_memory
 from _report import table
 from _timing import machine
 from safetensors.torch import save_file
@@ -36,42 +33,11 @@ PLACES = {
     "file": "meta on all ranks, `init_from`",
     "own": "meta on all ranks, `reset_parameters`",
 }
-MIB = 2**20
 
 
 def made(width: int, layers: int) -> nn.Module:
     """Return a model of square matrices."""
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-
-
-def resident() -> int:
-    """Return the bytes that this process holds, without the pages of files that it has mapped."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-def peak_of(work: Callable[[], Any]) -> tuple[int, int]:
-    """Return by how many bytes this process grew at most while `work` ran, and by how many after it."""
-    gc.collect()
-    before = most = resident()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.001):
-            most = max(most, resident())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        kept = work()
-    finally:
-        done.set()
-        thread.join()
-    gc.collect()
-    after = resident() - before
-    del kept
-    return max(most - before, after), after
 
 
 def begin(backend: str, place: str, width: int, layers: int, folder: Path) -> Any:
@@ -96,7 +62,7 @@ def begin(backend: str, place: str, width: int, layers: int, folder: Path) -> An
 
 def work(backend: str, place: str, width: int, folder: Path) -> None:
     """Measure in a process of a launch; a small model goes first, which brings in the code that it takes."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: give large blocks back as soon as they are free
+    return_freed_memory()
     torch.set_num_threads(1)
     begin(backend, place, 8, LAYERS, folder)
     peak, after = peak_of(lambda: begin(backend, place, width, LAYERS, folder))

@@ -1,129 +1,375 @@
-"""Sharded checkpoints against `torch.distributed.checkpoint`: time and memory of writing the same state.
+"""Sharded checkpoints against `torch.distributed.checkpoint` (DCP) and against a state that is put together whole.
 
-    python benchmarks/sharded.py                  # 500 MB on two processes, five rounds
-    python benchmarks/sharded.py --megabytes 50 --rounds 2
+    python benchmarks/sharded.py                             # a model of 1 GB on 1, 2 and 4 processes
+    python benchmarks/sharded.py --only times --rounds 3
+    python benchmarks/sharded.py --quick                     # does it run? The figures mean little
 
-Both write DTensors (fp32, sharded along dimension 0) on gloo, round after round in turns: `dcp.save` with
-`HuggingFaceStorageWriter(save_distributed=True)`, and `write_shards`, which also hashes what it writes. Both wait until
-the disk has it. Memory is the growth of a process's peak in a round, of the rank where it grew most, each variant in
-processes of its own.
+A model of square matrices (fp32, AdamW) under FSDP 2; on one process it is not sharded. The script starts itself under
+torchrun; what is measured is in README.md beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.distributed.checkpoint as dcp
+from _memory import MIB, peak_of, return_freed_memory
 from _report import table
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from _timing import machine
+from accelerate.utils import FullyShardedDataParallelPlugin
+from memory_of_start import made
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
 
-from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.shards import own_blocks, write_shards
+from omnitrain import AccelerateTrainer, Callback
 
-PROCESSES = 2
-VARIANTS = ("dcp.save", "write_shards")
-
-
-def with_dcp(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> None:
-    save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-
-
-def with_shards(tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> None:
-    write_shards({name: own_blocks(one, rank) for name, one in tensors.items()}, folder, rank, FileSystem())
-
-
-def peak_growth(work: Callable[[], None]) -> float:
-    """Return by how many bytes the memory of this process grew at most while `work` ran."""
-    process, ended = psutil.Process(), threading.Event()
-    before = peak = process.memory_info().rss
-
-    def watch() -> None:
-        nonlocal peak
-        while not ended.wait(0.002):
-            peak = max(peak, process.memory_info().rss)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        work()
-    finally:
-        ended.set()
-        thread.join()
-    return float(peak - before)
+LAYERS = 16
+WAYS = {"omnitrain": "omnitrain", "dcp": "DCP", "whole": "put together whole"}
+"""Who starts, saves and loads."""
+SAVES = {"parts": {"consolidate": False}, "consolidated": {"consolidate": True}, "async": {"async_save": True}}
+"""Arguments of the trainers whose saves are measured."""
 
 
-def measure(rank: int, place: str, megabytes: int, rounds: int, only: str | None) -> None:
-    """Write the state by each variant in turns, and leave seconds and bytes of memory in a file."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=Path(place, f"meeting-{only}").as_uri(), rank=rank, world_size=PROCESSES
+class Pauses(Callback):
+    """A callback that times how long training stands still for a save, and then gives it time to be written."""
+
+    def __init__(self, every: int, seconds: float) -> None:
+        self.every, self.seconds, self.ended, self.took = every, seconds, 0.0, list[float]()
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.ended = time.perf_counter()
+
+    def on_step_start(self, trainer: Any) -> None:
+        if self.ended and trainer.progress.step % self.every == 0:
+            self.took.append(time.perf_counter() - self.ended)
+            time.sleep(self.seconds)
+
+
+def make_trainer(folder: Path, width: int, model: torch.nn.Module | None = None, **options: Any) -> Any:
+    """Return a trainer of the model, under FSDP 2 if there are several processes."""
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+        )
+        options["fsdp_plugin"] = plugin
+    x = torch.randn(256, width)
+    return AccelerateTrainer(
+        made(width, LAYERS) if model is None else model, TensorDataset(x, x), loss_fn=mse_loss, batch_size=1,
+        **{"max_steps": 1, "save_dir": folder, "save_steps": 1000, "progress_bar": False, "log_steps": 100} | options,
+    )  # fmt: skip
+
+
+def empty(width: int) -> torch.nn.Module:
+    """Return the model on the meta device."""
+    with torch.device("meta"):
+        return made(width, LAYERS)
+
+
+def sharded(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model, divided layer by layer if there are several processes."""
+    if dist.is_initialized():
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+# --- the start
+
+
+def start(way: str, weights: Path, width: int) -> Any:
+    """Return what is ready for its first step, with the weights of a file."""
+    if way == "omnitrain":
+        return make_trainer(weights / "unused", width, empty(width), init_from=weights / f"{width}.safetensors")
+    if way == "whole":
+        model = made(width, LAYERS)
+        model.load_state_dict(load_file(weights / f"{width}.safetensors"))
+        return sharded(model)
+    model = sharded(empty(width)).to_empty(device="cpu")
+    state = model.state_dict()
+    reader = dcp.HuggingFaceStorageReader(str(weights / f"{width}"))
+    dcp.load(state, storage_reader=reader)
+    model.load_state_dict(state)
+    return model
+
+
+# --- a save and a load of a trainer's state by others
+
+
+def state_of(trainer: Any, **options: Any) -> dict[str, Any]:
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=StateDictOptions(**options))
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_with_dcp(trainer: Any, folder: Path) -> None:
+    dcp.save(state_of(trainer), checkpoint_id=folder)
+
+
+def load_with_dcp(trainer: Any, folder: Path) -> None:
+    state = state_of(trainer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    mesh = init_device_mesh("cpu", (PROCESSES,))
-    rows = megabytes * 250_000 // (16 * 1024)
-    tensors = {f"layer.{i}": distribute_tensor(torch.randn(rows, 1024), mesh, [Shard(0)]) for i in range(16)}
-    found: list[tuple[str, list[float]]] = []
-    for turn in range(rounds + 1):
-        for name, work in zip(VARIANTS, (with_dcp, with_shards), strict=True):
-            if only not in (None, name):
-                continue
-            folder = Path(place) / name
-            if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
-            dist.barrier()
-            began = time.perf_counter()
-            if only is None:
-                work(tensors, folder, rank)
-                value = 0.0
-            else:
-                value = peak_growth(lambda work=work, folder=folder: work(tensors, folder, rank))
-            dist.barrier()
-            figures = torch.tensor([time.perf_counter() - began, value], dtype=torch.float64)
-            dist.all_reduce(figures, dist.ReduceOp.MAX)
-            if turn or only is not None:  # the first round of the times warms up
-                found.append((name, figures.tolist()))
+
+
+def save_whole(trainer: Any, folder: Path) -> None:
+    state = state_of(trainer, full_state_dict=True, cpu_offload=True)
+    if trainer.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "state.pt").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def load_whole(trainer: Any, folder: Path) -> None:
+    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    if trainer.is_main_process:
+        state = torch.load(folder / "state.pt", weights_only=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+    set_model_state_dict(trainer.model, state["model"], options=options)
+    set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"], options=options)
+
+
+def work_of(way: str, trainer: Any, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what saves and what loads."""
+    if way == "omnitrain":
+        return trainer.save_checkpoint, lambda: trainer.load_checkpoint("last")
+    save, load = {"dcp": (save_with_dcp, load_with_dcp), "whole": (save_whole, load_whole)}[way]
+    return lambda: save(trainer, folder), lambda: load(trainer, folder)
+
+
+# --- what a process of a launch measures
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def cleared(folder: Path, rank: int) -> Path:
+    barrier()
     if rank == 0:
-        torch.save(found, Path(place) / f"figures-{only}")
-    dist.destroy_process_group()
+        shutil.rmtree(folder, ignore_errors=True)
+    barrier()
+    return folder
+
+
+def memory(width: int, folder: Path, rank: int) -> dict[str, int]:
+    """Return by how many bytes this process grew at most, by phase and way.
+
+    Everything is done with a small model first, which brings in the code that it takes.
+    """
+    found: dict[str, int] = {}
+    for size in (64, width):
+        for way in WAYS:
+            found[f"start {way}"] = peak_of(lambda size=size, way=way: start(way, folder, size))[0]
+        for way in (*SAVES, "dcp", "whole"):
+            trainer = make_trainer(cleared(folder / "run", rank), size, **SAVES.get(way, {}))
+            trainer.train()
+            if way == "async":  # staged in a step of the run, whose end waits until it is written
+                found["save async"] = peak_of(lambda trainer=trainer: trainer.train(more="1ba"))[0]
+                continue
+            save, load = work_of(way if way in WAYS else "omnitrain", trainer, cleared(folder / "theirs", rank))
+            found[f"save {way}"] = peak_of(save)[0]
+            barrier()
+            found[f"load {way}"] = peak_of(load)[0]
+            del trainer, save, load
+    return found
+
+
+def times(rounds: int, width: int, folder: Path, rank: int) -> dict[str, list[float]]:
+    """Return the seconds of a save and of a load by each way, until all ranks have ended, in turns on one state."""
+    trainer = make_trainer(folder / "run", width, consolidate=False, save_total_limit=1)
+    trainer.train()
+    found: dict[str, list[float]] = {}
+    for turn in range(rounds + 1):
+        for way in WAYS:
+            save, load = work_of(way, trainer, folder / "theirs")
+            cleared(folder / "theirs", rank)
+            os.sync()
+            for phase, work in (("save", save), ("load", load)):
+                barrier()
+                began = time.perf_counter()
+                work()
+                barrier()
+                if turn:  # the first round warms up
+                    found.setdefault(f"{phase} {way}", []).append(time.perf_counter() - began)
+    return found
+
+
+def stalls(kind: str, pause: float, width: int, folder: Path, rank: int) -> dict[str, list[float]]:
+    """Return the seconds that training stood still for each of the saves of a run."""
+    watch = Pauses(2, pause)
+    options = {"consolidate": False, "save_total_limit": 1} | ({"async_save": True} if kind == "async" else {})
+    trainer = make_trainer(
+        cleared(folder / "run", rank), width, max_steps=7, save_steps=2, callbacks=[watch], **options
+    )
+    trainer.train()
+    return {"stalls": watch.took}
+
+
+# --- launches
+
+
+def launch(processes: int, folder: Path, words: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what each rank of a launch has found."""
+    shutil.rmtree(folder / "found", ignore_errors=True)
+    (folder / "found").mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*launcher, str(Path(__file__).resolve()), "--worker", str(folder), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
+    for made_here in ("run", "theirs", "unused"):
+        shutil.rmtree(folder / made_here, ignore_errors=True)
+    return [json.loads((folder / "found" / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def worker(folder: Path, task: str, width: int, number: float) -> None:
+    """Measure in a process of a launch."""
+    warnings.simplefilter("ignore")
+    return_freed_memory()
+    torch.set_num_threads(1)
+    rank, several = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) > 1
+    if several:
+        dist.init_process_group("gloo")
+    found: dict[str, Any]
+    if task == "memory":
+        found = memory(width, folder, rank)
+    elif task == "times":
+        found = times(int(number), width, folder, rank)
+    else:
+        found = stalls(task, number, width, folder, rank)
+    (folder / "found" / f"{rank}.json").write_text(json.dumps(found))
+    if several:
+        dist.destroy_process_group()
+
+
+def measure_memory(folder: Path, width: int, processes: Sequence[int]) -> list[dict[str, Any]]:
+    """Return rows of the greatest growth of a process, by phase, way and number of processes."""
+    rows: list[dict[str, Any]] = []
+    for count in processes:
+        ranks = launch(count, folder, ["memory", str(width), "0"])
+        for name in ranks[0]:
+            phase, _, way = name.partition(" ")
+            rows.append({"phase": phase, "way": way, "processes": count, "bytes": [one[name] for one in ranks]})
+    return rows
+
+
+NAMES = {
+    "parts": "omnitrain, in parts",
+    "consolidated": "omnitrain, weights put together (`consolidate=True`)",
+    "async": "omnitrain, a step and its save with `async_save=True`",
+} | WAYS  # fmt: skip
+
+
+def show_memory(rows: Sequence[dict[str, Any]], processes: Sequence[int]) -> list[str]:
+    """Return a table of the peaks."""
+    by = {(row["phase"], row["way"], row["processes"]): max(row["bytes"]) for row in rows}
+    cells = [
+        [phase, NAMES[way], *(f"{by[phase, way, count] / MIB:,.0f}" for count in processes)]
+        for phase, way in dict.fromkeys((row["phase"], row["way"]) for row in rows)
+    ]
+    cells.sort(key=lambda row: ["start", "save", "load"].index(row[0]))
+    head = ["MiB", "", *(f"{count} process{'es' * (count > 1)}" for count in processes)]
+    return table(head, cells, range(2, 2 + len(processes)))
+
+
+def show_times(found: dict[str, list[float]]) -> list[str]:
+    """Return a table of seconds, and of ratios to DCP within a round."""
+    rows = []
+    for name, seconds in found.items():
+        phase, _, way = name.partition(" ")
+        ratios = [mine / theirs for mine, theirs in zip(seconds, found[f"{phase} dcp"], strict=True)]
+        ratio = "1" if way == "dcp" else f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        rows.append([phase, WAYS[way], f"{statistics.median(seconds):.2f}", ratio])
+    rows.sort(key=lambda row: row[0], reverse=True)
+    return table(["", "", "seconds", "x DCP [min, max]"], rows, (2, 3))
+
+
+def measure_stalls(folder: Path, width: int, rounds: int, pause: float) -> dict[str, list[list[float]]]:
+    """Return the stalls of the saves of each run, the longest of all ranks; runs in turns."""
+    found: dict[str, list[list[float]]] = {"sync": [], "async": []}
+    for _ in range(rounds):
+        for kind in found:
+            ranks = launch(2, folder, [kind, str(width), str(pause if kind == "async" else 0.0)])
+            found[kind].append([max(one) for one in zip(*(rank["stalls"] for rank in ranks), strict=True)])
+    return found
+
+
+def show_stalls(found: dict[str, list[list[float]]]) -> list[str]:
+    """Return a table of how long training stands still for a save."""
+    rows = []
+    for title, pick in (("first save of a run", slice(0, 1)), ("later ones", slice(1, None))):
+        sync, behind = ([statistics.median(run[pick]) for run in found[kind]] for kind in ("sync", "async"))
+        shares = [100 * mine / whole for mine, whole in zip(behind, sync, strict=True)]
+        share = f"{statistics.median(shares):.1f} % [{min(shares):.1f}, {max(shares):.1f}]"
+        rows.append([title, f"{statistics.median(sync):.2f} s", f"{statistics.median(behind):.2f} s", share])
+    return table(["", "synchronous", "`async_save=True`", "share [min, max]"], rows, (1, 2, 3))
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, and print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument(
+        "--only", nargs="+", choices=("memory", "times", "stalls"), default=["memory", "times", "stalls"]
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    figures: dict[str | None, list[tuple[str, list[float]]]] = {}
+    width, rounds = (256, 2) if options.quick else (4096, options.rounds)
+    found: dict[str, Any] = {**machine(), "megabytes": LAYERS * width**2 * 4 / 1e6}
+    print(f"A model of {LAYERS * width**2 * 4 / MIB:,.0f} MiB, whose largest tensor has {width**2 * 4 / MIB:,.0f} MiB.")
     with tempfile.TemporaryDirectory() as place:
-        for only in (None, *VARIANTS):
-            rounds = options.rounds if only is None else 1
-            mp.spawn(measure, (place, options.megabytes, rounds, only), nprocs=PROCESSES)
-            figures[only] = torch.load(Path(place) / f"figures-{only}")
-    times = {name: [one[0] for variant, one in figures[None] if variant == name] for name in VARIANTS}
-    ratios = [mine / theirs for mine, theirs in zip(times[VARIANTS[1]], times[VARIANTS[0]], strict=True)]
-    rows = []
-    for name in VARIANTS:
-        relative = "1" if name == VARIANTS[0] else f"{statistics.median(ratios):.2f}"
-        spread = "" if name == VARIANTS[0] else f" [{min(ratios):.2f}, {max(ratios):.2f}]"
-        memory = max(one[1] for _, one in figures[name])
-        rows.append([name, f"{statistics.median(times[name]):.2f}", relative + spread, f"{memory / 1e6:.0f}"])
-    print(f"{options.megabytes} MB on {PROCESSES} processes, {options.rounds} rounds in turns\n")
-    print("\n".join(table(["variant", "seconds", "x dcp.save [min, max]", "MB of memory"], rows, (1, 2, 3))))
+        folder = Path(place)
+        for one in (64, width):  # as one file, and in a folder of its own for DCP
+            (folder / str(one)).mkdir()
+            save_file(made(one, LAYERS).state_dict(), folder / f"{one}.safetensors", metadata={"format": "pt"})
+            os.link(folder / f"{one}.safetensors", folder / str(one) / "model.safetensors")
+        if "memory" in options.only:
+            found["memory"] = measure_memory(folder, width, options.processes)
+            print("\n".join(["", *show_memory(found["memory"], options.processes)]))
+        if "times" in options.only:
+            ranks = launch(2, folder, ["times", str(width), str(rounds)])
+            found["times"] = ranks[0]
+            print("\n".join(["", *show_times(found["times"])]))
+        if "stalls" in options.only:
+            found["stalls"] = measure_stalls(folder, width, rounds, 1.0 if options.quick else 12.0)
+            print("\n".join(["", *show_stalls(found["stalls"])]))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--worker"]:
+        worker(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), float(sys.argv[5]))
+    else:
+        main()

@@ -1,9 +1,13 @@
 """What one rank of many does in our code, counted in one process: exchanges, bytes, requests to the store, files.
 
-    python benchmarks/thousand_ranks.py [--ranks 2,8,64,256,1024] [--json FILE]
+    python benchmarks/thousand_ranks.py [--ranks 2,8,64,256,1024] [--runs ddp,parts,whole] [--page] [--json FILE]
 
 torch's fake process group stands for the engine. Our own exchanges go through a stand-in, in which every other rank
 sends what this one sends, and rank 0 what it has sent in a run of its own before. No time is measured.
+
+Of the runs, "ddp" has the model on each rank. The others divide it with FSDP 2, and every rank writes its part of a
+checkpoint, "parts", from which "whole" then puts the weights together. The files of the ranks that are not simulated
+are written by the main one, uncounted.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import threading
@@ -26,14 +32,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _report import table
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omnitrain import AccelerateTrainer, Callback, distributed, rendezvous
-from omnitrain.stalls import Post
+from omnitrain.checkpoint import shards
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.writing import Writer
+from omnitrain.stalls import Post, Report
 
 SIZES = (2, 8, 64, 256, 1024)
+RUNS = ("ddp", "parts", "whole")
 STEPS = 4
 MEASURED = 3
 """The step that is counted: a plain one."""
@@ -43,6 +54,7 @@ MEASURED = 3
 class Counts:
     """What one rank did in a phase."""
 
+    run: str
     phase: str
     rank: int
     world_size: int
@@ -64,6 +76,7 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
+        self.run = ""
         self.found: list[Counts] = []
         self.now: Counts | None = None
         self.is_closed = False
@@ -79,15 +92,28 @@ class Recorder:
 
     def begin(self, name: str, ranks: tuple[int, int]) -> None:
         tracemalloc.start()
-        self.now = Counts(name, *ranks)
+        self.now = Counts(self.run, name, *ranks)
 
     def end(self) -> None:
         if self.now is None:
             return
-        self.now.python = tracemalloc.get_traced_memory()[1]
+        self.now.python = max(self.now.python, tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         self.found.append(self.now)
         self.now = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside."""
+        held, self.now = self.now, None
+        if held is not None:
+            held.python = max(held.python, tracemalloc.get_traced_memory()[1])
+        try:
+            yield
+        finally:
+            self.now = held
+            if held is not None:
+                tracemalloc.reset_peak()
 
     def exchanged(self, what: str, sent: int, received: int) -> None:
         if self.now is not None:
@@ -143,8 +169,8 @@ class Store:
 
     def get(self, key: str) -> bytes:
         self._count()
-        post = json.dumps(Post(len(self.kept), "", 0, 0, False)).encode()
-        return self.kept.get(key, post)
+        report = json.dumps(Report(Post(len(self.kept), "", 0, 0, False)).plain()).encode()
+        return self.kept.get(key, report)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -241,11 +267,16 @@ class Simulated(distributed.ProcessRanks):
 
     recorder: Recorder
     stand_in: Exchanges
+    parts_of_others: Sequence[Any] = ()
+    """What the other ranks say they have written, for the main one."""
 
     def gather_on_main(self, what: str, values: list[Any]) -> list[list[Any]]:
         if self.is_main:
             self.stand_in.of_others = [b"".join(map(pickle.dumps, values))]
-        return super().gather_on_main(what, values)
+        found = super().gather_on_main(what, values)
+        if self.is_main and self.parts_of_others:
+            found[1:], self.parts_of_others = [[one] for one in self.parts_of_others], ()
+        return found
 
     def _wait(self, work: Any, what: str, seconds: float | None = None) -> None:
         self.recorder.exchanged(what, work.sent, work.received)
@@ -277,8 +308,100 @@ def reduced(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
 reduced.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
+class Unsynced(FileSystem):
+    """Writes without waiting for the disk."""
+
+    def sync(self, path: Path) -> None:
+        pass
+
+
+class Disk:
+    """Has on the disk what the ranks that are not simulated write.
+
+    Args:
+        folder: A folder for copies.
+        recorder: Does not count it.
+        copies: The folders of checkpoints as the main rank had written to them, and where they were.
+    """
+
+    def __init__(self, folder: Path, recorder: Recorder, copies: list[tuple[Path, Path]]) -> None:
+        self._folder, self._recorder = folder, recorder
+        self.copies = copies
+
+    @contextlib.contextmanager
+    def shared(self, ranks: Simulated) -> Iterator[None]:
+        """Write inside what the others do, whenever a rank writes."""
+        write, taken, parts, unlink = Writer.write, Writer._taken, Writer._write_parts, FileSystem.unlink
+        held: dict[str, Any] = {}
+        turns = iter(self.copies)
+
+        def written(writer: Writer, store: Any, snapshot: Any) -> Path:
+            copy, place = (None, None) if ranks.is_main else next(turns, (None, None))
+            if copy and place:
+                with self._recorder.paused():
+                    shutil.copytree(copy, place, copy_function=os.link)
+            path = write(writer, store, snapshot)
+            if place:
+                with self._recorder.paused():
+                    shutil.rmtree(place)
+            return path
+
+        def noted(writer: Writer, snapshot: Any, files: Any, stages: bool) -> Any:
+            held.update({file: snapshot.files[file] for file in files})
+            return taken(writer, snapshot, files, stages)
+
+        def in_parts(writer: Writer, store: Any, folder: Path, blocks: Any, mine: Any) -> Any:
+            found = parts(writer, store, folder, blocks, mine)
+            if ranks.is_main:
+                with self._recorder.paused():
+                    ranks.parts_of_others = [self._write(folder, held, rank) for rank in range(1, ranks.world_size)]
+                    self._keep(folder, ranks.world_size - 1)
+            return found
+
+        def unlinked(fs: FileSystem, path: Path) -> None:
+            unlink(fs, path)
+            if ranks.is_main and path.name.startswith("rank-00000.") and path.parent.parent.suffix == ".tmp":
+                with self._recorder.paused():
+                    for other in path.parent.glob("rank-*"):
+                        other.unlink()
+
+        names = "write", "_taken", "_write_parts"
+        for name, new in zip(names, (written, noted, in_parts), strict=True):
+            setattr(Writer, name, new)
+        FileSystem.unlink = unlinked
+        try:
+            yield
+        finally:
+            for name, old in zip(names, (write, taken, parts), strict=True):
+                setattr(Writer, name, old)
+            FileSystem.unlink = unlink
+
+    def _keep(self, folder: Path, last: int) -> None:
+        copy = self._folder / f"copy-{len(self.copies)}"
+        shutil.copytree(folder, copy, copy_function=os.link)
+        for file in copy.glob(f"*/rank-{last:05}.*"):
+            file.unlink()  # which the last rank writes: a link would change with it
+        self.copies.append((copy, folder))
+
+    def _write(self, folder: Path, files: Any, rank: int) -> Any:
+        """Write what another rank has of the tensors, and return the entries of its files for the manifest."""
+        entries = {}
+        for file, tensors in files.items():
+            part, blocks = shards.part_of(file), {}
+            for name, one in tensors.items():
+                if isinstance(one, DTensor):
+                    rows, count = one.shape[0], -(-one.shape[0] // one.device_mesh.size())
+                    begin, end = min(rows, rank * count), min(rows, (rank + 1) * count)
+                    block = torch.zeros(end - begin, *one.shape[1:], dtype=one.dtype)
+                    offsets = (begin, *(0 for _ in one.shape[1:]))
+                    blocks[name] = [shards.Block(offsets, block, tuple(one.shape))] if end > begin else []
+            written = shards.write_shards(blocks, folder / part, rank, Unsynced())
+            entries |= {f"{part}/{name}": entry for name, entry in written.items()}
+        return entries
+
+
 @contextlib.contextmanager
-def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -> Iterator[None]:
+def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -> Iterator[Simulated]:
     """Be a rank inside."""
     from accelerate.state import AcceleratorState
 
@@ -302,7 +425,7 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
     ranks.recorder, ranks.stand_in, ranks.world = recorder, stand_in, dist.group.WORLD
     rendezvous._met = ranks
     try:
-        yield
+        yield ranks
     finally:
         ranks._closing.set()
         ranks._posting.join()
@@ -319,17 +442,39 @@ def mean_error(labels: Any, predictions: Any) -> dict[str, float]:
     return {"error": float(abs(labels - predictions).mean())}
 
 
-def live(rank: int, world_size: int, folder: Path, recorder: Recorder) -> None:
+class Wide(torch.nn.Module):
+    """Weights with rows for every rank, for some, and unevenly many, and a buffer, which is not divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = (768, 1024, 1500, 2048, 3000)
+        self.wide = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(count, 2)) for count in rows])
+        self.last = torch.nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(batch * self.scale) + sum(one.sum() for one in self.wide)
+
+
+def live(ranks: tuple[int, int], folder: Path, recorder: Recorder) -> None:
     """Do all that a rank does in a run; each part of it is a phase."""
-    ranks = rank, world_size
+    _, world_size = ranks
+    engine: dict[str, Any] = {}
+    if recorder.run != "ddp":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        engine = {"fsdp_plugin": plugin, "consolidate": recorder.run == "whole"}
     data = torch.utils.data.TensorDataset(torch.zeros(world_size * STEPS, 4), torch.zeros(world_size * STEPS, 1))
 
     def make() -> Any:
         torch.manual_seed(0)
         return AccelerateTrainer(
-            torch.nn.Linear(4, 1), data, data, loss_fn=mse_loss, epochs=1, batch_size=1, eval_batch_size=STEPS,
+            Wide() if engine else torch.nn.Linear(4, 1), data, data, loss_fn=mse_loss, epochs=1, batch_size=1,
+            eval_batch_size=STEPS,
             save_dir=folder, eval_steps=None, save_steps=None, log_steps=100, progress_bar=False, sanity=False,
             compute_metrics=mean_error, callbacks=[Marks(recorder, ranks)], load_best_at_end=False,
+            **engine,
         )  # fmt: skip
 
     recorder.begin("start", ranks)
@@ -344,39 +489,103 @@ def live(rank: int, world_size: int, folder: Path, recorder: Recorder) -> None:
         again.load_checkpoint(path)
 
 
-def count(world_size: int, others: Sequence[int] = (1,)) -> list[Counts]:
-    """Return the counts of rank 0, and of other ranks, in a run of so many."""
-    tape: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder).resolve())
-        with recorder.watching_stats():
-            for rank in (0, *others):
-                with simulated(rank, world_size, tape, recorder):
-                    live(rank, world_size, Path(recorder.folder) / "run", recorder)
-    return recorder.found
+def _live_alone(rank: int, world_size: int, run: str, folder: Path, before: bytes) -> bytes:
+    """Be a rank in a process of its own, as PyTorch remembers where it is in a mesh."""
+    tape, copies = pickle.loads(before)
+    recorder = Recorder(folder / "run")
+    recorder.run, disk = run, Disk(folder, recorder, copies)
+    with recorder.watching_stats(), simulated(rank, world_size, tape, recorder) as ranks, disk.shared(ranks):
+        live((rank, world_size), folder / "run", recorder)
+    return pickle.dumps((recorder.found, (tape, disk.copies)))
+
+
+def _import_all() -> None:
+    """Import here what takes seconds in each process otherwise."""
+    import torch.distributed.fsdp  # noqa: F401
+    from accelerate import Accelerator  # noqa: F401
+    from accelerate.utils import is_deepspeed_available
+
+    if is_deepspeed_available():  # which accelerate imports to find out what a model is
+        import deepspeed  # noqa: F401
+
+
+def count(world_size: int, run: str = "ddp") -> list[Counts]:
+    """Return the counts of the first and the last rank in a run of so many."""
+    _import_all()
+    found, before = [], pickle.dumps(([], []))
+    with tempfile.TemporaryDirectory() as place:
+        for rank in (0, world_size - 1):
+            with multiprocessing.get_context("fork").Pool(1) as alone:
+                result = alone.apply(_live_alone, (rank, world_size, run, Path(place).resolve(), before))
+            own, after = pickle.loads(result)
+            found, before = found + own, pickle.dumps(after)
+    return found
 
 
 def show(found: Sequence[Counts]) -> list[str]:
     """Return the lines of the table."""
-    head = ["phase", "rank", "ranks", "exchanges", "sent", "received", "largest", "store", "opened", "stat", "Python"]
+    head = [
+        "run",
+        "phase",
+        "rank",
+        "ranks",
+        "exchanges",
+        "sent",
+        "received",
+        "largest",
+        "store",
+        "opened",
+        "stat",
+        "Python",
+    ]
     order = {name: number for number, name in enumerate(dict.fromkeys(one.phase for one in found))}
-    ordered = sorted(found, key=lambda one: (order[one.phase], one.rank, one.world_size))
+    ordered = sorted(found, key=lambda one: (one.run, order[one.phase], one.rank, one.world_size))
     numbers = ("collectives", "sent", "received", "largest", "store", "opened", "stats", "python")
     rows = [
-        [one.phase, str(one.rank), str(one.world_size), *(f"{getattr(one, name):,}" for name in numbers)]
+        [one.run, one.phase, str(one.rank), str(one.world_size), *(f"{getattr(one, name):,}" for name in numbers)]
         for one in ordered
     ]
-    return table(head, rows, range(1, len(head)))
+    return table(head, rows, range(2, len(head)))
+
+
+def page(found: Sequence[Counts]) -> list[str]:
+    """Return the tables of docs/scale.md: exchanges, with the bytes sent and received, and files."""
+    lines: list[str] = []
+    for run in dict.fromkeys(one.run for one in found):
+        held = {(one.phase, one.rank > 0, one.world_size): one for one in found if one.run == run}
+        sizes = sorted({size for _, _, size in held})
+        head = ["phase", "rank", *(f"{size:,}" for size in sizes[:-1]), f"{sizes[-1]:,} ranks"]
+        exchanges, files = [], []
+        for phase, is_other in dict.fromkeys((phase, other) for phase, other, _ in held):
+            row = [held[phase, is_other, size] for size in sizes]
+            name = [phase, "another" if is_other else "main"]
+            exchanges.append(name + [f"{one.collectives}, {_bytes(one.sent)}, {_bytes(one.received)}" for one in row])
+            if phase in ("start", "save", "load"):
+                files.append(name + [f"{one.opened:,}, {one.stats:,}" for one in row])
+        for rows in (exchanges, files):
+            order = sorted(rows, key=lambda row: ("start", "step", "evaluate", "save", "load").index(row[0]))
+            lines += [f"{run}:", "", *table(head, order, range(2, len(head))), ""]
+    return lines
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def main() -> None:
     """Count, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", default=",".join(map(str, SIZES)), help="how many there are, separated by commas")
+    parser.add_argument("--runs", default=",".join(RUNS), help="which runs, separated by commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there too")
+    parser.add_argument("--page", action="store_true", help="print the tables of docs/scale.md instead")
     options = parser.parse_args()
-    found = [one for size in map(int, options.ranks.split(",")) for one in count(size)]
-    print("\n".join(show(found)))
+    sizes = [int(size) for size in options.ranks.split(",")]
+    found = [one for run in options.runs.split(",") for size in sizes for one in count(size, run)]
+    print("\n".join(page(found) if options.page else show(found)))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
 

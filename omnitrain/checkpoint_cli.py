@@ -396,11 +396,24 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
     if a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
+    if not any(one.is_floating_point() or one.is_complex() for one in (a, b)):
+        return _largest_whole_difference(a, b)
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     distance = (a - b).abs()
     distance[(a == b) | (a.isnan() & b.isnan())] = 0
     return float(distance.max()) if distance.numel() else 0.0
+
+
+def _largest_whole_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest absolute difference of integers, of which float64 does not have all."""
+    import numpy as np
+
+    first, second = (one.numpy().view(np.uint8) if one.numpy().dtype == bool else one.numpy() for one in (a, b))
+    distance: Any = np.maximum(first, second) - np.minimum(first, second)
+    if distance.dtype.kind == "i":
+        distance = distance.view(f"u{distance.itemsize}")  # which has the distance of any two
+    return float(distance.max(initial=0))
 
 
 def _tensors(files: list[Path]) -> Iterator[list[str]]:

@@ -147,7 +147,7 @@ def _add_train(commands: Any) -> None:
     )
     _add_configuration(train)
     add = train.add_argument
-    add("--resume", type=Path, metavar="RUN", help="the folder of a run or a checkpoint to go on with; needs no CONFIG")
+    add("--resume", metavar="RUN", help="the run or checkpoint to go on with, a folder or address; needs no CONFIG")
     add("--print_config", action="store_true", help="print the configuration with all changes, and train nothing")
     add("-h", "--help", action=_HelpOfTrain, nargs=0, help="show this, with the arguments of the trainers, and exit")
     train.set_defaults(run=_train, takes_words=True, runs_on_ranks=True)
@@ -243,13 +243,18 @@ def _add_launch(commands: Any) -> None:
     way.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer state with FSDP 2")
     way.add_argument("--zero", type=int, choices=(1, 2, 3), help="shard with DeepSpeed ZeRO, in this stage")
     add("--cpu", action="store_true", help="do not use GPUs; the default if there are none")
-    add("--nnodes", dest="machines", type=int, default=1, metavar="N", help="machines; run the same command on each")
+    about = "machines, or the fewest and the most of them; run the same command on each"
+    add("--nnodes", dest="machines", type=_machines, default=1, metavar="N|MIN:MAX", help=about)
     add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="address of one of the machines, where all meet")
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes if one dies, up to N times")
     add("-m", dest="is_module", action="store_true", help="run a module by its name, as with `python -m`")
     add("script", help="the script or module")
     add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
     launch.set_defaults(run=_launch)
+
+
+def _machines(text: str) -> int | str:
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 @_refusing

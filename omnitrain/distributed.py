@@ -41,9 +41,9 @@ from omnitrain import signals
 from omnitrain.errors import DistributedError
 from omnitrain.events import STOP_REASONS, Control, first_reason
 from omnitrain.processes import is_alive, is_known, own_process
-from omnitrain.stalls import Post, Stall, Stalls, in_words
+from omnitrain.stalls import Post, Report, Stall, Stalls, Tree, in_words
 
-__all__ = ["QUIET_S", "SILENCE_S", "Coordinates", "Part", "ProcessRanks", "Ranks", "is_of_connection"]
+__all__ = ["QUIET_S", "SILENCE_S", "Coordinates", "Part", "ProcessRanks", "Ranks", "as_bytes", "is_of_connection"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -60,6 +60,16 @@ _BUSY_SHARE = 0.02
 """The share of CPU time that counts as progress in places without a counter, such as a long save or metric."""
 _COUNTED = ("data", "step", "evaluation")
 """Places where batches are counted; CPU time does not count there, as NCCL waits in a busy loop."""
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as uint8, 1-D.
+
+    >>> as_bytes(torch.tensor([[1], [2]], dtype=torch.int16))
+    tensor([1, 0, 2, 0], dtype=torch.uint8)
+    """
+    assert tensor.is_contiguous()  # which any stride of a dimension of size 1 is, and `view` does not know
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,8 @@ class Ranks:
     place: str = ""
     step: int = 0
     moves: int = 0
+    mesh: Any = None
+    """Torch's `DeviceMesh` that the ranks are laid out in: that of the trainer whose call runs; None without."""
     dimensions: Mapping[str, int] = MappingProxyType({})
     """The sizes of the mesh's dimensions, the outermost first; empty without a mesh."""
     _beat: int = 0
@@ -115,9 +127,20 @@ class Ranks:
         """Whether this is the main rank, which prints and writes."""
         return self.rank == 0
 
-    def lay_out(self, dimensions: Mapping[str, int]) -> None:
-        """Take the sizes of the mesh's dimensions, the outermost first; they multiply to the number of ranks."""
-        self.dimensions = dimensions
+    def lay_out(self, mesh: Any) -> None:
+        """Lay the ranks out in torch's `DeviceMesh`, whose sizes multiply to their number; in none if it is None."""
+        self.mesh = mesh
+        self.dimensions = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+    @contextlib.contextmanager
+    def laid_out(self, mesh: Any) -> Iterator[None]:
+        """Lay the ranks out in a mesh inside; the trainers of a program share them, and each has a mesh of its own."""
+        before = self.mesh
+        self.lay_out(mesh)
+        try:
+            yield
+        finally:
+            self.lay_out(before)
 
     @property
     def data(self) -> Coordinates:
@@ -182,6 +205,14 @@ class Ranks:
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """Return the result of `work` on the main rank; raise its error on all ranks."""
         return work()
+
+    def attempt(self, what: str, work: Callable[[], object]) -> None:
+        """Have every rank do its work.
+
+        Raises:
+            Exception: The error of the first rank that has one, on all ranks, once all are done.
+        """
+        work()
 
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Return the results of `work`, done by every rank, on the main rank; nothing on the others.
@@ -350,7 +381,8 @@ _TOLD = 8
 
 def _said(found: Sequence[Stall]) -> str:
     """Return what is known of ranks without progress: of the first ones, and how many more there are."""
-    more = [f"So it is with {len(found) - _TOLD} more ranks."] if len(found) > _TOLD else []
+    others = max(0, len(found) - _TOLD) + sum(stall.others for stall in found)
+    more = [f"So it is with {others} more ranks."] if others else []
     return " ".join([*map(in_words, found[:_TOLD]), *more])
 
 
@@ -399,8 +431,6 @@ _EXIT_WAIT_S = 3.0
 """Seconds that a rank waits for the others at the end of the program."""
 _LOOK_S = 3.0
 """Seconds without progress of this rank after which it checks the others."""
-_READ_A_SECOND = 32
-"""The most posts that a rank reads per second, if there are more ranks than that."""
 _UNHANDLED_S = 1.0
 """Seconds that the main thread has to handle a signal, before another thread does."""
 _MUTE_S = 10.0
@@ -469,9 +499,9 @@ class ProcessRanks(Ranks):
         self._has_failed = self._ends = False
         self._has_left = False
         """Whether a rank has reached the end of the program, as last read from the store."""
-        self._stalls, self._judging = Stalls(), threading.Lock()
-        self._posts: dict[int, Post] = {0: Post(0, "", 0, 0, False)}
-        """The latest posts read."""
+        self._tree, self._judging = Tree(rank, world_size), threading.Lock()
+        self._main_post = Post(0, "", 0, 0, False)
+        """The latest post of the main rank that was read."""
         self._have_posted = False
         """Whether each rank has posted; reading a missing post would wait for it."""
         self._neighbours: dict[int, dict[str, Any]] = {}
@@ -617,6 +647,28 @@ class ProcessRanks(Ranks):
             raise error
         return result  # type: ignore[return-value]
 
+    def attempt(self, what: str, work: Callable[[], object]) -> None:
+        """Have every rank do its work.
+
+        Raises:
+            Exception: The error of the first rank that has one, on all ranks, once all are done.
+        """
+        error: Exception | None = None
+        try:
+            work()
+        except DistributedError:
+            raise
+        except Exception as raised:
+            error = raised
+        (failed,) = self._exchange(what, [float(error is not None)])
+        if not failed:
+            return
+        own = None if error is None else (self._portable(error, what), self._portable(error.__cause__, what))
+        rank, found = next((rank, one) for rank, one in enumerate(self.gather(what, own)) if one is not None)
+        if error is not None and rank == self.rank:
+            raise error
+        raise found[0] from found[1]
+
     def together(self, what: str, work: Callable[[], T]) -> list[T]:
         """Return the results of `work`, done by every rank, on the main rank; nothing on the others.
 
@@ -624,19 +676,8 @@ class ProcessRanks(Ranks):
             Exception: The error of the first rank that has one, on all ranks, once all are done.
         """
         result: list[T] = []
-        error: Exception | None = None
-        try:
-            result = [work()]
-        except Exception as raised:
-            error = raised
-        (failed,) = self._exchange(what, [float(error is not None)])
-        if not failed:
-            return [one for (one,) in self.gather_on_main(what, result)]
-        own = None if error is None else (self._portable(error, what), self._portable(error.__cause__, what))
-        rank, found = next((rank, one) for rank, one in enumerate(self.gather(what, own)) if one is not None)
-        if error is not None and rank == self.rank:
-            raise error
-        raise found[0] from found[1]
+        self.attempt(what, lambda: result.append(work()))
+        return [one for (one,) in self.gather_on_main(what, result)]
 
     def gather_on_main(self, what: str, values: list[T]) -> list[list[T]]:
         """Return the lists of all ranks in order on the main rank, nothing on the others; empties `values`.
@@ -681,7 +722,9 @@ class ProcessRanks(Ranks):
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a contiguous host tensor with that of the main process, and return it."""
-        self._wait(dist.broadcast(tensor, src=0, group=self._group, async_op=True), "the reading of tensors")
+        if tensor.numel():
+            sent = as_bytes(tensor)  # gloo does not take every dtype
+            self._wait(dist.broadcast(sent, src=0, group=self._group, async_op=True), "the reading of tensors")
         return tensor
 
     def _exchange(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> list[float]:
@@ -880,14 +923,8 @@ class ProcessRanks(Ranks):
             return self._error_from(report)
         if self._has_failed:
             return DistributedError(what)  # the others went on, and read the report of this error
-        with contextlib.suppress(RuntimeError):
-            if not self._is_mute:
-                self._store.set(f"at/{self.rank}", what)
-        end, at = time.monotonic() + _EXIT_WAIT_S, self._places_of_ranks()
-        while len(at) < self.world_size and time.monotonic() < end:
-            time.sleep(0.02)
-            at = self._places_of_ranks()
-        at[self.rank] = what
+        self._tell_place(what)
+        at = {**self._places_of_ranks(), self.rank: what}
         places = "; ".join(f"rank {rank}: {place}" for rank, place in sorted(at.items()))
         return DistributedError(
             f"The processes of the run are at different places, where they would have waited for each other forever: "
@@ -895,10 +932,20 @@ class ProcessRanks(Ranks):
             "save_checkpoint, load_checkpoint) are made on every rank, not under `if trainer.is_main_process:`."
         )
 
-    def _places_of_ranks(self) -> dict[int, str]:
-        """Return the recorded calls, by rank."""
-        at = {}
+    def _tell_place(self, what: str) -> None:
+        """Record the call that this rank is in."""
         with contextlib.suppress(RuntimeError):
+            if not self._is_mute:
+                self._store.set(f"at/{self.rank}", what)
+                self._store.add("placed", 1)
+
+    def _places_of_ranks(self) -> dict[int, str]:
+        """Return the recorded calls, by rank, once all are recorded or after some seconds."""
+        at: dict[int, str] = {}
+        end = time.monotonic() + _EXIT_WAIT_S
+        with contextlib.suppress(RuntimeError):
+            while not self._is_mute and self._store.add("placed", 0) < self.world_size and time.monotonic() < end:
+                time.sleep(0.02)
             for rank in range(0 if self._is_mute else self.world_size):
                 if self._store.check([f"at/{rank}"]):
                     at[rank] = self._store.get(f"at/{rank}").decode()
@@ -920,7 +967,7 @@ class ProcessRanks(Ranks):
             self._store = distributed_c10d.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):
             self._store.set(f"process/{self.rank}", json.dumps(own_process()))
-            self._store.set(f"post/{self.rank}", json.dumps(own))
+            self._put_report(own)
             self._store.add("posted", 1)
         has_posted.set()
         for passed in _looks(self._closing):
@@ -928,22 +975,17 @@ class ProcessRanks(Ranks):
             still = still + passed if own[1:] == before[1:] else 0.0
             unread += passed
             try:
-                self._store.set(f"post/{self.rank}", json.dumps(own))
+                self._put_report(own)
                 self._read_failure()
                 self._has_exited()
-                # Posts are read only while this rank waits: with many ranks there would be too many.
-                looks = still >= min(_LOOK_S, self._limit / 2) or self._stalls.has_told
                 if not self._have_posted:
                     self._have_posted = self._store.add("posted", 0) >= self.world_size
                     self._neighbours = self._read_neighbours() if self._have_posted else {}
-                    self._judge_all(passed, {self.rank: own})
-                elif looks and unread >= self.world_size / _READ_A_SECOND:
-                    self._read_posts(range(self.world_size))
-                    self._judge_all(unread)
+                    self._judge_posts({self.rank: own}, passed)
+                else:
+                    looks = still >= min(_LOOK_S, self._limit / 2) or self._tree.whole.has_told
+                    self._read_reports(unread, looks)
                     unread = 0.0
-                elif not looks:
-                    self._read_posts([0])
-                    self._stalls, unread = self._stalls.begun_anew(), 0.0
                 if self.place and self._silence < math.inf and self._failure() is None:
                     self._look_for_neighbours()
                 self._unanswered, self._store_error = 0.0, None
@@ -952,11 +994,30 @@ class ProcessRanks(Ranks):
                 if self._report_read is not None:
                     self._report_read = *self._report_read[:2], True
 
-    def _read_posts(self, ranks: Sequence[int]) -> None:
+    def _put_report(self, own: Post) -> None:
+        self._store.set(f"post/{self.rank}", json.dumps(Report(own, self._tree.digest()).plain()))
+
+    def _read_reports(self, passed: float, looks: bool) -> None:
+        """Read the reports of other ranks, and judge them all if this rank has to.
+
+        Args:
+            passed: Seconds since the last call.
+            looks: Whether this rank seems to wait for another one. With few ranks, they are judged only then.
+        """
+        tree = self._tree
+        is_signalled = bool(signals.handled() or signals.unhandled())  # this rank decides for itself when to leave
+        judges = tree.is_top or is_signalled if tree.is_deep else looks
+        ranks = tree.to_read(judges)
         keys = [f"post/{rank}" for rank in ranks]
-        extended = self._store.has_extended_api()  # type: ignore[attr-defined]
+        extended = bool(keys) and self._store.has_extended_api()  # type: ignore[attr-defined]
         found = self._store.multi_get(keys) if extended else [self._store.get(key) for key in keys]
-        self._posts |= {rank: Post(*json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
+        reports = {rank: Report.of(*json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
+        if 0 in reports:
+            self._main_post = reports[0].post
+        with self._judging:
+            lines = tree.look(reports, passed, judges)
+            stalled = self._judge(tree.whole, lines) if judges else []
+        self._end_because_of(stalled)
 
     def _read_neighbours(self) -> dict[int, dict[str, Any]]:
         first, count = self.rank - int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -984,13 +1045,16 @@ class ProcessRanks(Ranks):
         if self._failure() is None:  # the store does not answer
             self._report_read = self._survived, {"rank": rank, **report}, True
 
-    def _judge_all(self, passed: float, posts: dict[int, Post] | None = None) -> None:
-        """Report ranks without progress, and end the run after the limit."""
+    def _judge_posts(self, posts: Mapping[int, Post], passed: float) -> None:
+        """Do what `_read_reports` does with the posts of some ranks, while those of others cannot be read."""
         with self._judging:
-            lines = self._stalls.look(self._posts if posts is None else posts, passed)
-            found = self._judge(self._stalls, lines)
-        if found and not self._ends and self._failure() is None:
-            self._report_gone(found[0].rank, found[0].post.place, "no progress", self._text_of(found))
+            stalled = self._judge(self._tree.whole, self._tree.whole.look(posts, passed))
+        self._end_because_of(stalled)
+
+    def _end_because_of(self, stalled: Sequence[Stall]) -> None:
+        """End the run on all ranks if some have made no progress for too long."""
+        if stalled and not self._ends and self._failure() is None:
+            self._report_gone(stalled[0].rank, stalled[0].post.place, "no progress", self._text_of(stalled))
 
     def _tells(self, stalls: Stalls) -> bool:
         return self._is_mute or stalls.first_alive(min(QUIET_S, 5.0)) == self.rank
@@ -1013,8 +1077,8 @@ class ProcessRanks(Ranks):
             self._unanswered += passed
             if self._is_mute:
                 is_store_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-                others = {0: self._posts[0]} if is_store_there and self.rank else {}
-                self._judge_all(passed, {**others, self.rank: self._post()})
+                others = {0: self._main_post} if is_store_there and self.rank else {}
+                self._judge_posts({**others, self.rank: self._post()}, passed)
             self._leave_at_signal()
             read = self._report_read
             if read is None or read[0] != self._survived or not read[2]:
@@ -1029,8 +1093,9 @@ class ProcessRanks(Ranks):
     def _left_behind(self) -> list[Stall]:
         """Return the ranks for which a rank with a signal no longer waits."""
         with self._judging:
-            found = self._stalls.found(_SIGNALLED_S)
-            if not found or not (all(stall.is_silent for stall in found) or self._stalls.are_told(found)):
+            whole = self._tree.whole
+            found = whole.found(_SIGNALLED_S)
+            if not found or not (all(stall.is_silent for stall in found) or whole.are_told(found)):
                 return []
         return found
 
@@ -1073,7 +1138,7 @@ class ProcessRanks(Ranks):
         if not self._is_mute and os.getpid() == self._process:
             self._posting.join(2 * _POLL_INTERVAL.total_seconds())
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"post/{self.rank}", json.dumps(self._post()._replace(has_ended=True)))
+                self._put_report(self._post()._replace(has_ended=True))
         if os.getpid() != self._process:
             return
         if self._ends:
@@ -1100,7 +1165,7 @@ class ProcessRanks(Ranks):
         """Record that this rank is at the end of the program; others find this in their next collective call."""
         with contextlib.suppress(RuntimeError):
             if not self._is_mute:
-                self._store.set(f"at/{self.rank}", _AT_THE_END)
+                self._tell_place(_AT_THE_END)
                 self._store.set("left", "")
 
     def _keep_store_for_others(self) -> None:

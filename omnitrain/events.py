@@ -229,6 +229,8 @@ class TrainerLike(Protocol):
     lr_scheduler: Any
     precision: Any
     """In what precision the run computes: `precision.name` is "fp32", "bf16", "fp16" or "fp8"."""
+    ranks: Any
+    """The ranks of the run; `ranks.data.size` of them have samples of their own."""
     device: torch.device
     limits: Limits
     seed: int

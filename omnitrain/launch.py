@@ -41,7 +41,8 @@ class Launch:
     cpu: bool = False
     """Whether to use no GPUs."""
     is_module: bool = False
-    machines: int = 1
+    machines: int | str = 1
+    """Their number, or "1:4": what the run needs and what it takes at most, as machines are lost and come back."""
     endpoint: str | None = None
     """The rendezvous of the machines: host:port of one of them."""
     max_restarts: int = 0
@@ -56,19 +57,25 @@ class Launch:
             ConfigError: If the options contradict each other, the machine, or the disk.
             MissingExtraError: If DeepSpeed is needed and not installed.
         """
-        if self.processes < 1 or self.machines < 1 or self.max_restarts < 0:
+        fewest, most = self._machines()
+        if self.processes < 1 or fewest < 1 or self.max_restarts < 0:
             raise ConfigError(
                 f"Cannot start {self.processes} process(es) on {self.machines} machine(s) with {self.max_restarts} "
                 "restarts. There must be at least one process and one machine."
             )
+        if fewest != most and not self.max_restarts:
+            raise ConfigError(
+                f"`--nnodes {self.machines}` needs `--max-restarts N`: the run goes on with other machines by a start "
+                "of all processes anew."
+            )
         if self.fsdp and self.zero is not None:
             raise ConfigError(f"`--fsdp` and `--zero {self.zero}` exclude each other. Choose one of them.")
-        if self.machines > 1 and not self.endpoint:
+        if most > 1 and not self.endpoint:
             raise ConfigError(
                 f"`--nnodes {self.machines}` needs `--rdzv-endpoint HOST:PORT`, the same on each machine: the name of "
                 "one of them, where they meet."
             )
-        if self.machines == 1 and self.endpoint:
+        if most == 1 and self.endpoint:
             raise ConfigError(f"`--rdzv-endpoint {self.endpoint}` is for several machines. Give `--nnodes` too.")
         if not self.is_module and not Path(self.script).is_file():
             raise ConfigError(f"There is no script {self.script!r} here. (A module is started with `-m`.)")
@@ -80,10 +87,24 @@ class Launch:
         if self.zero is not None and find_spec("deepspeed") is None:
             raise MissingExtraError("--zero", "deepspeed", "deepspeed")
 
+    def _machines(self) -> tuple[int, int]:
+        """Return the fewest and the most machines of the run.
+
+        Raises:
+            ConfigError: If it is neither a number nor two of them.
+        """
+        words = str(self.machines).split(":")
+        numbers = [int(word) for word in words if word.removeprefix("-").isdecimal()]
+        if not 1 <= len(numbers) == len(words) <= 2 or numbers[0] > numbers[-1]:
+            raise ConfigError(
+                f"`--nnodes {self.machines}` must be a number of machines, or the fewest and the most, such as 1:4."
+            )
+        return numbers[0], numbers[-1]
+
     def command(self) -> list[str]:
         """Return the command line for torchrun."""
         words = ["--nproc-per-node", str(self.processes), "--max-restarts", str(self.max_restarts)]
-        if self.machines == 1:
+        if self._machines() == (1, 1):
             words.append("--standalone")  # uses a free port, so several runs can share a machine
         else:
             words += ["--nnodes", str(self.machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.endpoint)]
@@ -95,7 +116,11 @@ class Launch:
         Args:
             cores: The number of cores of this machine, which the processes share.
         """
-        found = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * self.machines)}
+        fewest, most = self._machines()
+        found = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * fewest)} if fewest == most else {}
+        if most > 1 and self.max_restarts:
+            # torchrun shares one store between attempts, and does not tell a machine that joins later where it is
+            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.fsdp or self.zero is not None:
             found["ACCELERATE_USE_FSDP"] = str(self.fsdp).lower()
             found["ACCELERATE_USE_DEEPSPEED"] = str(self.zero is not None).lower()

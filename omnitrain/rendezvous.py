@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -70,14 +71,20 @@ def meeting(timeout: float | None) -> Iterator[str | None]:
             _met.world, _met.place = dist.group.WORLD, ""
 
 
-def connected_ranks(timeout: float | None = None) -> ProcessRanks:
-    """Return the connected ranks of torch.distributed's group; all ranks call it at the same place."""
+def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRanks:
+    """Return the connected ranks of torch.distributed's group; all ranks call it at the same place.
+
+    Args:
+        timeout: Seconds without progress until connecting fails; None is 30 minutes.
+        mesh: The `DeviceMesh` to lay them out in.
+    """
     global _met
     if _met is None or _met.world is not dist.group.WORLD:
         store = distributed_c10d._get_default_store()  # the one place that all ranks can certainly reach
         _met = ProcessRanks(store, dist.get_rank(), dist.get_world_size(), timeout)
     if not _met.is_connected:
         _met.connect()
+    _met.lay_out(mesh)
     return _met
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "refuse_class",
     "resolve_accumulation",
     "run_folder",
+    "samples_of_step",
     "seconds_of",
     "source_of",
     "stages_of",
@@ -779,16 +780,19 @@ def _accumulations(sizes: Mapping[Any, int], batch_size: int, world_size: int) -
 
 def _indivisible(whole: int, batch_size: int, world_size: int) -> ConfigError:
     return ConfigError(
-        f"`global_batch_size={whole}` must be a multiple of batch_size x processes = "
-        f"{batch_size} x {world_size} = {batch_size * world_size}."
+        f"A `global_batch_size` that changes must be a multiple of batch_size x processes = {batch_size} x "
+        f"{world_size} = {batch_size * world_size} at every place, got {whole}. One that stays the same need not be."
     )
 
 
 def resolve_accumulation(settings: Settings, world_size: int) -> int:
     """Return the micro-batches per window and process at the start, from `global_batch_size` if that is given.
 
+    Where that is no multiple of batch_size x processes, the micro-batches are as few as can be, and smaller.
+
     Raises:
-        ConfigError: If the global batch size is not divisible, or contradicts `gradient_accumulation_steps`.
+        ConfigError: If the global batch size has no sample for each process, or contradicts
+            `gradient_accumulation_steps`.
     """
     accumulation, whole = settings.gradient_accumulation_steps, settings.global_batch_size
     if whole is None:
@@ -800,16 +804,27 @@ def resolve_accumulation(settings: Settings, world_size: int) -> int:
                 "sets it in each step. Leave one of them out."
             )
         return _accumulations(whole, settings.batch_size, world_size)[0]
+    if whole < world_size:
+        raise ConfigError(
+            f"`global_batch_size={whole}` has no sample for each of {world_size} processes. Make it larger, or start "
+            f"{whole} processes at most."
+        )
     size = settings.batch_size
-    share = size * world_size
-    if whole % share:
-        raise _indivisible(whole, size, world_size)
-    if accumulation not in (1, whole // share):
+    needed = math.ceil(whole / (size * world_size))
+    if accumulation not in (1, needed):
         raise ConfigError(
             f"`gradient_accumulation_steps={accumulation}` contradicts `global_batch_size={whole}`, which makes it "
-            f"{whole} / ({size} x {world_size}) = {whole // share}. Leave one of them out."
+            f"{whole} / ({size} x {world_size}) = {needed}. Leave one of them out."
         )
-    return whole // share
+    return needed
+
+
+def samples_of_step(settings: Settings, world_size: int) -> int:
+    """Return the samples of an optimizer step over all ranks; where that changes, those of the first one."""
+    whole = settings.global_batch_size
+    if isinstance(whole, int):
+        return whole
+    return settings.batch_size * world_size * resolve_accumulation(settings, world_size)
 
 
 def describe(value: Any) -> Any:

@@ -19,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
 from forking import Case, Found, Outcome, play  # noqa: E402
 
 from omnitrain import distributed, rendezvous  # noqa: E402
+from omnitrain.checkpoint.reading import DTYPES  # noqa: E402
 from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402
 from omnitrain.errors import CheckpointError, DistributedError  # noqa: E402
 from omnitrain.events import Control  # noqa: E402
@@ -38,6 +39,17 @@ class Unsendable(Exception):
 # --- what the processes of the cases do
 
 
+def is_sent(ranks: ProcessRanks, dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype reach all ranks, with and without values."""
+    found = []
+    for shape in ((2, 3), (), (0, 3)):
+        wanted = torch.arange(6).reshape(2, 3).expand(2, 3)[: shape[0]] if shape else torch.tensor(1)
+        wanted = wanted.to(torch.float32).to(dtype)
+        tensor = wanted.clone() if ranks.is_main else torch.zeros(shape).to(dtype)
+        found.append(bool((ranks.broadcast(tensor).float() == wanted.float()).all()))
+    return all(found)
+
+
 def exchange() -> dict[str, Any]:
     ranks = join()
     rank = ranks.rank
@@ -48,6 +60,7 @@ def exchange() -> dict[str, Any]:
     found["main"] = ranks.on_main("c", lambda: [rank, "done"])
     tensor = torch.arange(6.0).reshape(2, 3) if rank == 0 else torch.zeros(2, 3)
     found["broadcast"] = ranks.broadcast(tensor).tolist()
+    found["dtypes"] = [str(dtype) for dtype in DTYPES if not is_sent(ranks, dtype)]
     with ranks.calling("d"):
         found["called"] = True
     asked = Control(log=rank == 0, save=rank == 1, stop=["early_stopping", "max_steps"][rank])
@@ -211,7 +224,7 @@ def test_exchanges_give_all_processes_the_same(outcomes: dict[str, list[Outcome]
     assert first == second
     assert first["sum"] == [3.0, 20.0, *(2.0 * i for i in range(12))]
     assert (first["gather"], first["nothing"], first["main"]) == (1, [None, None], [0, "done"])
-    assert first["broadcast"] == [[0, 1, 2], [3, 4, 5]] and first["called"]
+    assert first["broadcast"] == [[0, 1, 2], [3, 4, 5]] and first["called"] and first["dtypes"] == []
 
 
 @pytest.mark.distributed

@@ -80,6 +80,12 @@ def test_what_cannot_work_exits_with_2_and_no_traceback(capsys: pytest.CaptureFi
         ({"machines": 0}, "on 0 machine"),
         ({"max_restarts": -1}, "-1 restarts"),
         ({"fsdp": True, "zero": 3}, "`--fsdp` and `--zero 3` exclude each other"),
+        ({"machines": "2:1", "endpoint": "a:1"}, "`--nnodes 2:1` must be a number of machines, or the fewest"),
+        ({"machines": "two"}, "`--nnodes two` must be a number"),
+        ({"machines": "1:2:3"}, "`--nnodes 1:2:3` must be a number"),
+        ({"machines": "0:2"}, "on 0:2 machine"),
+        ({"machines": "1:4", "max_restarts": 1}, "`--nnodes 1:4` needs `--rdzv-endpoint HOST:PORT`"),
+        ({"machines": "1:4", "endpoint": "a:1"}, "`--nnodes 1:4` needs `--max-restarts N`"),
         ({"machines": 2}, "`--nnodes 2` needs `--rdzv-endpoint HOST:PORT`"),
         ({"endpoint": "a:1"}, "`--rdzv-endpoint a:1` is for several machines"),
         ({"script": "missing.py"}, "no script 'missing.py'"),
@@ -117,6 +123,20 @@ def test_one_machine_takes_a_free_port_and_several_meet_at_one() -> None:
     words = " ".join(Launch("a.py", processes=2, machines=3, endpoint="a:1").command())
     assert "--nnodes 3 --rdzv-backend c10d --rdzv-endpoint a:1" in words
     assert "--standalone" not in words
+
+
+def test_a_run_whose_machines_come_and_go_has_no_number_of_processes() -> None:
+    launch = Launch("a.py", processes=2, machines="1:4", endpoint="a:1", max_restarts=3)
+    assert "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint a:1" in " ".join(launch.command())
+    assert "OMNITRAIN_NUM_PROCESSES" not in launch.environment(cores=8)
+    assert launch.environment(cores=8)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in Launch("a.py", max_restarts=3).environment(cores=8)
+
+
+def test_the_number_of_machines_is_read_from_the_command_line(started: list[Launch]) -> None:
+    assert cli.main(["launch", "--nnodes", "1:4", "--rdzv-endpoint", "a:1", "--max-restarts", "1", "train.py"]) == 0
+    assert cli.main(["launch", "--nnodes", "2", "--rdzv-endpoint", "a:1", "train.py"]) == 0
+    assert [one.machines for one in started] == ["1:4", 2]
 
 
 def test_a_module_is_started_as_one() -> None:

@@ -17,7 +17,18 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnitrain import AccelerateTrainer, Algorithm, Callback, ConfigError, DataError, HFTrainer, ObjectiveError, Trainer
+from omnitrain import (
+    AccelerateTrainer,
+    Algorithm,
+    Callback,
+    ConfigError,
+    DataError,
+    HFTrainer,
+    ObjectiveError,
+    ShardedStream,
+    Trainer,
+)
+from omnitrain.settings import Settings, resolve_accumulation, samples_of_step
 
 
 class Stream(IterableDataset[Any]):
@@ -77,8 +88,13 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
     "a generator as data set": ({"train_dataset": (x for x in [])}, DataError, "train_dataset.*generator"),
     "a model that is none": ({"model": "bert"}, ConfigError, "model.*str"),
     "a model without parameters": ({"model": torch.nn.ReLU()}, ConfigError, "nothing to train"),
-    "global batch that does not divide": ({"global_batch_size": 30}, ConfigError, "30.*8.*1"),
-    "global batch that changes, not divisible": ({"global_batch_size": {0: 8, "1ep": 12}}, ConfigError, "12.*8 x 1"),
+    "shards of a global batch that does not divide": (
+        lambda: {"train_dataset": ShardedStream([Stream(), Stream()]), "global_batch_size": 30},
+        ConfigError,
+        "30.*8 x 1 with a ShardedStream",
+    ),
+    "global batch of no sample": ({"global_batch_size": 0}, ConfigError, "global_batch_size"),
+    "global batch that changes, not divisible": ({"global_batch_size": {0: 8, "1ep": 12}}, ConfigError, "8 x 1.*12"),
     "global batch that changes, without a start": ({"global_batch_size": {"1ep": 8}}, ConfigError, "begin with.* at 0"),
     "global batch that changes, empty": ({"global_batch_size": {}}, ConfigError, "begin with the number at 0"),
     "global batch that changes, no size": ({"global_batch_size": {0: 8, "1ep": "x"}}, ConfigError, "'x' at '1ep'"),
@@ -241,6 +257,14 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
     "a switch in words": ({"deterministic": "yes"}, ConfigError, "deterministic.*'yes'"),
     "negative delta": ({"delta": -0.1, "patience": 2, **EVAL}, ConfigError, "delta.*-0.1"),
 }
+
+
+def test_a_step_has_a_sample_for_each_process_and_as_few_micro_batches_as_can_be() -> None:
+    settings = Settings(batch_size=2, global_batch_size=7)
+    found = [(resolve_accumulation(settings, ranks), samples_of_step(settings, ranks)) for ranks in (1, 2, 3, 4, 7)]
+    assert found == [(4, 7), (2, 7), (2, 7), (1, 7), (1, 7)]
+    with pytest.raises(ConfigError, match=r"`global_batch_size=7` has no sample for each of 8 processes.* 7 processes"):
+        resolve_accumulation(settings, 8)
 
 
 @pytest.mark.parametrize("name", BAD)

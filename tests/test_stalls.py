@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import programs
 import pytest
 import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
+from omnitrain import stalls as of_stalls
 from omnitrain.errors import ConfigError
-from omnitrain.stalls import Post, Stalls, in_words
+from omnitrain.stalls import GONE_S, Group, Post, Report, Stall, Stalls, Tree, in_words
 
 HERE = Post(0, "step", 12, 70, False)
 """Where a rank may be waiting inside a collective of the model, which nobody can see."""
@@ -97,6 +102,150 @@ def test_words() -> None:
         "Rank 1 has posted nothing for 31 s, and was in 'train()' before: "
         "its process is stopped, swapped out, cut off or gone."
     )
+
+
+# --- many ranks: a tree
+
+Where = Callable[[int, int], Post | None]
+"""The post of a rank in a second; None while its process does not run."""
+
+
+class Run:
+    """Ranks that read each other's reports as in a run, second by second, beside one that reads all posts itself."""
+
+    def __init__(self, size: int, where: Where) -> None:
+        self.trees = [Tree(rank, size) for rank in range(size)]
+        self.where = where
+        self.store: list[str] = [self.text(rank, where(rank, 0) or HERE) for rank in range(size)]
+        self.all = Stalls()
+        self.second = 0
+        self.read: list[int] = []
+        self.lines: dict[int, list[str]] = {}
+
+    def text(self, rank: int, post: Post) -> str:
+        report = Report(post._replace(beat=self.second if hasattr(self, "second") else 0), self.trees[rank].digest())
+        return json.dumps(report.plain())
+
+    def tick(self) -> None:
+        self.second += 1
+        running = [rank for rank in range(len(self.trees)) if self.where(rank, self.second)]
+        for rank in running:
+            self.store[rank] = self.text(rank, self.where(rank, self.second) or HERE)
+        self.read = []
+        for rank in running:
+            tree = self.trees[rank]
+            ranks = tree.to_read(tree.is_top)
+            self.read.append(len(ranks))
+            reports = {one: Report.of(*json.loads(self.store[one])) for one in ranks}
+            self.lines[rank] = tree.look(reports, 1.0, tree.is_top)
+        self.all.look({rank: Report.of(*json.loads(text)).post for rank, text in enumerate(self.store)}, 1.0)
+
+    def judges(self) -> list[Stalls]:
+        """Return what those see that do the work of rank 0, and run."""
+        return [tree.whole for tree in self.trees if tree.is_top and self.where(tree.rank, self.second)]
+
+
+def numbers(found: list[Stall]) -> tuple[list[int], int]:
+    return [stall.rank for stall in found], len(found) + sum(stall.others for stall in found)
+
+
+def check_tree(size: int, where: Where, seconds: float = 30.0, levels: int = 2) -> None:
+    """Find by the tree what reading all finds, not earlier and later by some seconds for each level of the tree."""
+    run, expected = Run(size, where), list[Stall]()
+    for _ in range(int(seconds + (levels + 1) * (GONE_S + 2))):
+        run.tick()
+        expected = run.all.found(seconds)
+        assert expected or not any(judge.found(seconds) for judge in run.judges())
+    assert run.judges(), "nobody judges"
+    for judge in run.judges():
+        found, count = numbers(judge.found(seconds))
+        assert set(found) <= {stall.rank for stall in expected} and count == len(expected)
+        assert [stall.is_silent for stall in judge.found(seconds)] == [expected[0].is_silent] * len(found)
+
+
+@pytest.mark.parametrize("stuck", [(0,), (5,), (40,), (700,), (1, 33, 64, 65), tuple(range(100, 120))])
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_of_a_thousand_ranks_those_that_stand_still_are_found(stuck: tuple[int, ...], is_stopped: bool) -> None:
+    def where(rank: int, second: int) -> Post | None:
+        if second < 2:
+            return Post(0, "step", 1, second, False)
+        return WAITS if rank not in stuck else None if is_stopped else DATA
+
+    check_tree(1024, where, 20.0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(4, 40),
+    stopped=st.sets(st.integers(0, 39), max_size=8),
+    held=st.sets(st.integers(0, 39), max_size=3),
+)
+@example(size=40, stopped={0, 1, 2}, held={7})
+@example(size=40, stopped={0, 1, 2, 3, 4, 5, 6}, held=set())
+def test_no_rank_that_is_gone_hides_those_below_it(size: int, stopped: set[int], held: set[int]) -> None:
+    assume(not stopped.issuperset(range(size)))
+
+    def where(rank: int, second: int) -> Post | None:
+        return None if rank in stopped and second > 1 else DATA if rank in held else WAITS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_stalls, "_CHILDREN", 2)
+        check_tree(size, where, levels=6)
+
+
+def test_a_thousand_ranks_read_few_reports_and_short_ones() -> None:
+    run = Run(1024, lambda rank, second: Post(0, "step", second // 3, second * rank, rank % 3 > 0))
+    for _ in range(12):
+        run.tick()
+    assert max(run.read) <= 2 * of_stalls._CHILDREN + 1 and sum(run.read) <= 4 * 1024
+    assert max(map(len, run.store)) < 600
+    healthy = Run(1024, lambda rank, second: Post(0, "step", 1, second, False))
+    healthy.tick()
+    healthy.tick()
+    assert max(healthy.read) <= 2 * of_stalls._CHILDREN + 1
+
+
+def test_with_few_ranks_all_read_all_while_they_wait_and_else_the_main_rank() -> None:
+    tree = Tree(3, 33)
+    assert tree.is_top and tree.to_read(judges=False) == [0] and sorted(tree.to_read(judges=True)) == list(range(33))
+    assert Tree(0, 33).to_read(judges=False) == [] and not tree.digest()
+
+
+def test_while_one_rank_goes_on_far_below_nobody_is_told() -> None:
+    run = Run(1024, lambda rank, second: Post(0, "evaluation", 3, second, False) if rank == 1000 else WAITS)
+    for _ in range(50):
+        run.tick()
+    assert not any(judge.found(10.0) for judge in run.judges())
+
+
+def test_a_rank_far_below_that_goes_on_is_told_of() -> None:
+    run = Run(1024, lambda rank, second: WAITS if rank != 1000 else DATA if second < 40 else HERE._replace(step=13))
+    told: list[int] = []
+    for _ in range(45):
+        run.tick()
+        told += [stall.rank for stall in run.trees[0].whole.due(30.0)]
+        if run.lines[0]:
+            break
+    assert told == [1000]
+    (line,) = run.lines[0]
+    assert re.fullmatch(r"Rank 1000 goes on, after 3\d s or more in 'data'\.", line)
+
+
+def test_when_rank_0_runs_again_it_judges_again() -> None:
+    run = Run(1024, lambda rank, second: None if rank == 0 and 2 < second < 30 else WAITS)
+    tops = {}
+    for second in range(1, 50):
+        run.tick()
+        tops[second] = [tree.rank for tree in run.trees if tree.is_top]
+    assert tops[2] == [0] and tops[29] == [*range(33)] and tops[49] == [0]
+
+
+def test_a_group_counts_those_that_it_does_not_list() -> None:
+    stalls = Stalls()
+    for second in range(40):
+        stalls.look({rank: DATA._replace(beat=second) for rank in range(20)}, 1.0)
+    (group,) = stalls.digest()
+    assert group == Group(tuple(range(8)), 20, DATA._replace(beat=39), 39.0, 39.0, 0.0)
 
 
 # --- one process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FEW, MANY = 128, 512
+FEW_PARTS, MANY_PARTS = 72, 288
+"""Of ranks that write a file each, which takes time."""
 OF_ALL = {
     ("start", 0): {"the random numbers for a checkpoint", "the hosts of a run", "what the data draws"},
     ("evaluate", 0): {"the predictions of an evaluation", "the states of metrics", "the end of an evaluation"},
@@ -21,21 +24,38 @@ OF_ALL = {
 }
 """What may bring more bytes with more ranks: what the main rank has to have of each one, and, on each of them, the loss
 of each in a checkpoint, which a run that goes on in the same process needs; the manifest that it is read from."""
+OF_ALL_PARTS = {
+    **OF_ALL,
+    ("save", 0): {*OF_ALL["save", 0], "the writing of a checkpoint"},
+    ("save", 1): {*OF_ALL["save", 1], "the parts of a checkpoint"},
+    ("load", 1): {*OF_ALL["load", 1], "opening files"},
+}
+"""With parts also what the main rank writes of each one's files into the manifest, and their names, sizes and digests,
+which each rank gets when it opens them."""
 AT_THE_START = "the tensors on the meta device"
 """It is exchanged once, and is a few bytes a rank."""
 
 
-@pytest.fixture(scope="module")
-def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    script, sizes = ROOT / "benchmarks" / "thousand_ranks.py", f"2,{FEW},{MANY}"
+def counted(folder: Path, run: str, *sizes: int) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """What the main rank, 0, and the last one, 1, do in a phase of a run."""
+    script, given = ROOT / "benchmarks" / "thousand_ranks.py", ",".join(map(str, sizes))
     child = programs.run(
-        sys.executable, script, "--ranks", sizes, "--json", "out.json", cwd=folder, env={"PYTHONPATH": str(ROOT)},
-        timeout=250,
+        sys.executable, script, "--ranks", given, "--runs", run, "--json", "out.json", cwd=folder,
+        env={"PYTHONPATH": str(ROOT)}, timeout=250,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
     found = json.loads((folder / "out.json").read_text())
-    return {(one["phase"], one["rank"], one["world_size"]): one for one in found}
+    return {(one["phase"], min(1, one["rank"]), one["world_size"]): one for one in found}
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int], dict[str, Any]]:
+    return counted(tmp_path_factory.mktemp("ranks"), "ddp", 2, FEW, MANY)
+
+
+@pytest.fixture(scope="module")
+def counts_of_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int], dict[str, Any]]:
+    return counted(tmp_path_factory.mktemp("parts"), "whole", FEW_PARTS, MANY_PARTS)
 
 
 PHASES = [(phase, rank) for phase in ("start", "step", "evaluate", "save", "load") for rank in (0, 1)]
@@ -69,3 +89,43 @@ def test_another_rank_saves_nothing_and_reads_no_more_files_where_there_are_more
     assert counts["save", 1, MANY]["opened"] == counts["save", 1, MANY]["stats"] == 0
     for name in ("opened", "stats"):
         assert counts["load", 1, MANY][name] == counts["load", 1, FEW][name] > 0
+
+
+# --- where each rank writes its part of a checkpoint
+
+
+def check_parts(counts: Any, few_ranks: int, many_ranks: int, of_each: dict[tuple[str, str], int]) -> None:
+    """Check that nothing grows with the ranks but what is named.
+
+    Args:
+        counts: What was counted.
+        few_ranks: The number of ranks in a small run.
+        many_ranks: That in a large one.
+        of_each: How many files the main rank opens or looks at, in a phase, for each rank.
+    """
+    for phase, rank in PHASES:
+        few, many = (counts[phase, rank, size] for size in (few_ranks, many_ranks))
+        assert [few[one] for one in ("collectives", "store")] == [many[one] for one in ("collectives", "store")]
+        for name in ("opened", "stats"):
+            allowed = of_each.get((phase, name), 0) * (many_ranks - few_ranks) if rank == 0 else 0
+            assert many[name] <= few[name] + allowed, (phase, rank, name)
+        sizes = [
+            {re.sub(r"opening \d+ files", "opening files", name): size for name, size in one["names"].items()}
+            for one in (few, many)
+        ]
+        more = {name for name, size in sizes[1].items() if size > sizes[0][name] + 64}
+        assert more - {AT_THE_START} <= OF_ALL_PARTS.get((phase, rank), set()), (phase, rank)
+    assert counts["load", 1, many_ranks]["opened"] < 30 and counts["save", 1, many_ranks]["opened"] < 8
+
+
+def test_a_rank_that_writes_and_reads_its_part_makes_no_more_exchanges_and_opens_no_more_files(
+    counts_of_parts: Any,
+) -> None:
+    of_each = {("save", "opened"): 2, ("save", "stats"): 4, ("load", "opened"): 2, ("load", "stats"): 3}
+    check_parts(counts_of_parts, FEW_PARTS, MANY_PARTS, of_each)
+
+
+@pytest.mark.slow
+def test_so_it_is_with_a_thousand_ranks_and_weights_in_parts(tmp_path: Path) -> None:
+    of_each = {("save", "stats"): 4, ("load", "opened"): 4, ("load", "stats"): 6}
+    check_parts(counted(tmp_path, "parts", 128, 1024), 128, 1024, of_each)

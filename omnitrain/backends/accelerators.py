@@ -248,11 +248,6 @@ def _check_for_tensor_parallel(settings: Settings) -> None:
             f"`optimizer` is an instance of {type(optimizer).__name__}, which has the weights as they were before "
             "tensor parallelism cut them up. Pass the class, or a function of the parameters."
         )
-    if settings.async_save:
-        raise ConfigError(
-            "`async_save=True` does not work with tensor parallelism, whose weights are put together by all ranks at "
-            "once. Leave it out."
-        )
 
 
 _NOT_HERE = {
@@ -296,9 +291,7 @@ def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
     _check_dimensions(getattr(accelerator, "parallelism_config", None))
     if accelerator.num_processes == 1:
         return Ranks()
-    ranks, mesh = connected_ranks(timeout), getattr(accelerator, "torch_device_mesh", None)
-    ranks.lay_out({} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
-    return ranks
+    return connected_ranks(timeout, getattr(accelerator, "torch_device_mesh", None))
 
 
 def refuse_lost_processes(world_size: int) -> None:

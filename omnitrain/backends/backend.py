@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from omnitrain.backends.start import Start, named_tensors, whole_slot
+from omnitrain.backends.start import Start, named_tensors, sharing_buffers, whole_slot
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.initial import Initial
 from omnitrain.checkpoint.tensors import host_copy
@@ -148,7 +148,8 @@ class Backend:
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         """Return the model on its device, and the module that runs in a forward pass."""
         self._fill_whole()
-        model = self.model.to(self.device)
+        with sharing_buffers(self.model):
+            model = self.model.to(self.device)
         return model, self.compiled(model)
 
     def _fill_whole(self, always: bool = False) -> None:
@@ -380,9 +381,10 @@ class Backend:
             absent: Names of weights that were left out, and stay unchanged.
 
         Raises:
-            CheckpointError: If they do not fit this model.
+            CheckpointError: On all ranks, if they do not fit this model or a rank cannot read them; the model is
+                unchanged.
         """
-        state.load_weights(self.model, tensors, where, extra, absent)
+        state.load_weights(self.model, tensors, where, extra, absent, self.ranks)
 
     def optimizer_state(self) -> tuple[dict[str, Any], Any]:
         """Return the optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from omnitrain.backends.backend import Backend
+from omnitrain.backends.start import sharing_buffers
 from omnitrain.errors import ConfigError, DistributedError
 from omnitrain.precision import Dtypes
 from omnitrain.units import StepOutput
@@ -97,7 +98,8 @@ class DDP(Backend):
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         self._fill_whole()
-        model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
+        with sharing_buffers(self.model):
+            model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
         model = self.compiled(model)
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         if self.ranks.world_size == 1 or not trains:

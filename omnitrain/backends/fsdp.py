@@ -47,7 +47,7 @@ class FSDP(DDP):
             self._fill_whole(always=True)
             with self._reducing():
                 model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
-            self.optimizer = prepared.optimizer
+            self.optimizer, self._prepared = prepared.optimizer, prepared
         bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
         self._add_up_by_sums(bare)
         if self.ranks.is_main:
@@ -70,13 +70,13 @@ class FSDP(DDP):
         bare = getattr(model, "_orig_mod", model)
         offloads = isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
         device = self.accelerator.device
-        buffers = {id(one) for one in bare.buffers()}
+        home = "cpu" if offloads else device
+        for name, one in named_tensors(bare):
+            if not isinstance(one, nn.Parameter):
+                start.place_buffer(name, one, device)
 
         def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "meta":
-                return tensor
-            on_host = offloads and id(tensor) not in buffers
-            return torch.empty_like(tensor, device="cpu" if on_host else device)
+            return tensor if tensor.device.type != "meta" else torch.empty_like(tensor, device=home)
 
         bare._apply(with_memory)  # as `to_empty` does, which would clear buffers that are filled
         held = dict(named_tensors(bare))
@@ -85,9 +85,14 @@ class FSDP(DDP):
         )
         for group, members in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [held[one] if isinstance(one, str) else one for one in members]
-        prepared.optimizer = self.optimizer = optimizer
+        prepared.optimizer, self._prepared = optimizer, prepared
+        self.optimizer = optimizer
         self._end_start(start)
         return model
+
+    def reset_optimizer(self) -> None:
+        super().reset_optimizer()
+        self._prepared.optimizer = self.optimizer  # accelerate would keep the state of the former one
 
     def _add_up_by_sums(self, model: nn.Module) -> None:
         for module in model.modules():

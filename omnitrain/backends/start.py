@@ -6,7 +6,8 @@ while it has no memory; then each weight arrives, one at a time, from the main r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -257,6 +258,20 @@ def _replace(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
             for name, tensor in entries.items():
                 if tensor is not None and id(tensor) in new:
                     entries[name] = new[id(tensor)]  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def sharing_buffers(model: nn.Module) -> Iterator[None]:
+    """Move a model inside, and keep its buffers that have several names one: `Module.to` makes one of each name."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, one in module._buffers.items():
+            if one is not None:
+                places.setdefault(id(one), []).append((module, name))
+    yield
+    for (module, name), *others in places.values():
+        for other, alias in others:
+            other._buffers[alias] = module._buffers[name]
 
 
 def names_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:

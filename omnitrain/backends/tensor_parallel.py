@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from omnitrain.backends.fsdp import FSDP
+from omnitrain.backends.start import sharing_buffers
 from omnitrain.errors import ConfigError
 
 __all__ = ["TensorParallel", "cut_up"]
@@ -27,7 +28,8 @@ class TensorParallel(FSDP):
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         self._fill_whole(always=True)  # before it is cut up
         mesh = self.accelerator.torch_device_mesh
-        model = self.model.to(self.device)
+        with sharing_buffers(self.model):
+            model = self.model.to(self.device)
         cut_up(model, mesh["tp"])
         if self.ranks.data.size > 1:
             from accelerate.utils.fsdp_utils import fsdp2_prepare_model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from torch import nn
 
 from omnitrain.backends.ddp import DDP, Runner, run_through
 from omnitrain.backends.deepspeed import fill_config
-from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors
+from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors, sharing_buffers
 from omnitrain.checkpoint.state import (
     IMPLEMENTATION,
     Held,
@@ -36,7 +37,7 @@ from omnitrain.checkpoint.state import (
     unwrap,
 )
 from omnitrain.checkpoint.tensors import Gathered, is_local, read_alone, read_range, spec_of
-from omnitrain.errors import ConfigError, NonFiniteError
+from omnitrain.errors import CheckpointError, ConfigError, NonFiniteError
 from omnitrain.muon import Muon
 from omnitrain.optimization import needs_closure
 from omnitrain.precision import Dtypes, growth_interval
@@ -209,7 +210,8 @@ class Zero(DDP):
             self._end_start(start)
         if self._compile_options is not None:
             self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
-        engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
+        with sharing_buffers(self.model):
+            engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
         self._zero = prepared.optimizer  # DeepSpeed's optimizer, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
         if engine.fp16_enabled() and isinstance(self.scaler, LossScale):
@@ -324,9 +326,11 @@ class Zero(DDP):
 
     def model_tensors(self) -> dict[str, Any]:
         """Return the weights in full precision, each gathered from all ranks on reading."""
-        parameters, found = self._parameters(), dict[str, Any]()
-        tied = {bare_name(name) for name, _ in unwrap(self.model).named_parameters(remove_duplicate=False)}
-        for raw, value in unwrap(self.model).state_dict().items():
+        parameters, found, model = self._parameters(), dict[str, Any](), unwrap(self.model)
+        tied = {bare_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        first = {name for name, _ in model.named_buffers()}
+        tied |= {bare_name(name) for name, _ in model.named_buffers(remove_duplicate=False) if name not in first}
+        for raw, value in model.state_dict().items():
             name = bare_name(raw)
             if name in parameters:
                 one = parameters[name]
@@ -339,28 +343,55 @@ class Zero(DDP):
 
     def check_weights(self, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
         present = {name: (name, (tuple(one.shape), one.dtype)) for name, one in self.model_tensors().items()}
+        first = {id(one): bare_name(name) for name, one in unwrap(self.model).named_buffers()}
+        for name, one in unwrap(self.model).named_buffers(remove_duplicate=False):
+            if first[id(one)] in present:
+                present.setdefault(bare_name(name), present[first[id(one)]])
         check_fit(present, tensors, where, absent=absent)
 
     def load_weights(
         self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any], absent: Collection[str] = ()
     ) -> None:
-        """Copy weights one at a time into the parameters and their full-precision copies."""
+        """Copy weights into the parameters and their full-precision copies.
+
+        All are read first, except those that no rank can hold its range of: these are read and copied one at a time.
+
+        Raises:
+            CheckpointError: On all ranks, if they do not fit this model or a rank cannot read them; the model is
+                unchanged.
+            RuntimeError: If one of the exceptions cannot be read; the model has some of the weights.
+        """
         self.check_weights(tensors, where, absent)
-        present, parameters = [name for name in self.model_tensors() if name in tensors], self._parameters()
-        buffers = {name: read_alone(tensors, name) for name in present if name not in parameters}
-        load_by_own_way(self.model, buffers | {name: from_json(value) for name, value in extra.items()}, where)
-        for name in present:
-            if name in buffers:
-                continue
-            one = parameters[name]
-            if is_local(tensors) and self._is_in_ranges(one):
-                _load_range(one, tensors, name)
-                continue
-            value = tensors[name].to(one.device)
-            with self._gathered(one), torch.no_grad():
-                one.copy_(value)
-            if one.requires_grad:
-                _set(one, value)
+        parameters = self._parameters()
+        present = [name for name in self.model_tensors() if name in tensors]
+        in_turn = [name for name in present if name in parameters and not self._is_in_ranges(parameters[name])]
+        buffers: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
+
+        def read() -> None:
+            for name in present:
+                if name not in parameters:
+                    buffers[name] = read_alone(tensors, name)
+                elif name not in in_turn:
+                    values[name] = _read_own(parameters[name], tensors, name)
+
+        self.ranks.attempt("the reading of weights", read)
+        content = buffers | {name: from_json(value) for name, value in extra.items()}
+        load_by_own_way(self.model, content, where, self.ranks)
+        for name in list(values):
+            _set_own(parameters[name], values.pop(name))
+        for name in in_turn:
+            self._load_whole(parameters[name], tensors, name, where)
+
+    def _load_whole(self, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor], name: str, where: str) -> None:
+        try:
+            value = tensors[name].to(parameter.device)
+        except CheckpointError as error:  # no longer one after which a run could go on
+            raise RuntimeError(f"{where}: the model has only some of its weights now: {error}") from error
+        with self._gathered(parameter), torch.no_grad():
+            parameter.copy_(value)
+        if parameter.requires_grad:
+            _set(parameter, value)
 
     def unseen(self) -> dict[str, str]:
         found = {"gradients": "DeepSpeed keeps them in buffers of its own"}
@@ -405,7 +436,10 @@ class Zero(DDP):
         self.check_groups(saved, where)
         check_options(self.optimizer, saved["groups"], where)
         flat = state_specs(self.optimizer)  # for its flat tensors, in which parameters follow each other
-        entries = {key.rpartition("/")[2]: spec_of(tensors, key)[0] for key in tensors}
+        entries: dict[str, tuple[int, ...]] = {}
+        for key in tensors:  # a vector is a number only where the parameter is one
+            entry = key.rpartition("/")[2]
+            entries[entry] = entries.get(entry) or spec_of(tensors, key)[0]
         parameters, wanted = self._parameters(), dict[str, Held]()
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
             held = Held({})
@@ -536,6 +570,8 @@ def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
     """Set the full-precision copy of a parameter, or an entry of the optimizer's state for it."""
     from deepspeed import utils
 
+    if not value.numel():
+        return
     value = value.detach().float().to(parameter.device)
     if not hasattr(parameter, "ds_id"):
         set_full = utils.safe_set_full_optimizer_state if entry else utils.safe_set_full_fp32_param
@@ -555,7 +591,7 @@ def _range(parameter: Any, *entry: str) -> tuple[int, torch.Tensor]:
     from deepspeed import utils
 
     if not hasattr(parameter, "ds_id"):
-        mapping = parameter._hp_mapping
+        mapping = getattr(parameter, "_hp_mapping", None)  # an empty parameter has none
         if mapping is None:
             return 0, torch.empty(0, dtype=torch.float32)
         return mapping.lp_fragment_address.start, mapping.get_hp_fragment(*entry).detach().float()
@@ -581,25 +617,37 @@ def _bounds(parameter: Any) -> tuple[int, int]:
     return begin, min(begin + size, numel)
 
 
-def _load_range(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> None:
-    """Read what this rank holds of a weight, and set it, without communication."""
+def _is_whole(parameter: Any) -> bool:
+    """Return whether this rank has the whole weight, as of small ones under stage 3."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    if not hasattr(parameter, "ds_id") or parameter.ds_status == ZeroParamStatus.AVAILABLE:
-        value = read_alone(tensors, name)  # the ranks have the whole weight, as of small ones under stage 3
+    return not hasattr(parameter, "ds_id") or parameter.ds_status == ZeroParamStatus.AVAILABLE
+
+
+def _read_own(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Read what this rank holds of a weight: all of it, or its range."""
+    if _is_whole(parameter):
+        return read_alone(tensors, name)
+    begin, end = _bounds(parameter)
+    if is_local(tensors):
+        return read_range(tensors, name, begin, end)
+    return tensors[name].flatten()[begin:end].clone()  # a view would keep the whole in memory
+
+
+def _set_own(parameter: Any, value: torch.Tensor) -> None:
+    """Set a weight to what `_read_own` returned, without communication."""
+    is_whole = _is_whole(parameter)
+    if is_whole:
         with torch.no_grad():
             parameter.copy_(value)
-    else:
-        value = None
     if hasattr(parameter, "ds_id"):
         begin, end = _bounds(parameter)
-        part = read_range(tensors, name, begin, end) if value is None else value.flatten()[begin:end]
+        part = value.flatten()[begin:end] if is_whole else value
         with torch.no_grad():
             parameter.ds_tensor.data.view(-1)[: end - begin].copy_(part)
         if parameter.requires_grad:
             _set_range(parameter, part)
     elif parameter.requires_grad:
-        assert value is not None
         _set(parameter, value)
 
 
@@ -608,7 +656,7 @@ def _set_range(parameter: Any, part: torch.Tensor, *entry: str) -> None:
     from deepspeed import utils
 
     if not hasattr(parameter, "ds_id"):
-        if parameter._hp_mapping is not None:
+        if getattr(parameter, "_hp_mapping", None) is not None:
             parameter._hp_mapping.get_hp_fragment(*entry).data.copy_(part)
         return
     padded = torch.zeros(parameter.ds_tensor.numel(), device=parameter.device)
@@ -618,7 +666,10 @@ def _set_range(parameter: Any, part: torch.Tensor, *entry: str) -> None:
 
 
 def _on_host(read: Any, parameter: nn.Parameter, *entry: str) -> torch.Tensor:
-    return read(parameter, *entry).detach().to("cpu", copy=True).reshape(_shape(parameter))
+    shape = _shape(parameter)
+    if not math.prod(shape):  # of which stages 1 and 2 have no copy
+        return torch.empty(shape, dtype=torch.float32)
+    return read(parameter, *entry).detach().to("cpu", copy=True).reshape(shape)
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:

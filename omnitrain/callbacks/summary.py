@@ -138,10 +138,13 @@ def _batch(trainer: TrainerLike, config: dict[str, Any]) -> str:
     size, accumulated = config["global_batch_size"], config["gradient_accumulation_steps"]
     if not isinstance(size, int):
         return f"batch {size}"
+    ranks = trainer.ranks.data.size  # those that compute one model together have the same samples
+    shared = f"{ranks} processes" if ranks == trainer.world_size else f"{ranks} groups of processes"
     factors = [str(trainer.batch_size)]
-    factors += [f"{trainer.world_size} processes"] if trainer.world_size > 1 else []
+    factors += [shared] if ranks > 1 else []
     factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
-    return f"batch {size}" + (f" = {' x '.join(factors)}" if factors[1:] else "")
+    most = trainer.batch_size * ranks * accumulated
+    return f"batch {size}" + (f" = {'' if most == size else 'up to '}{' x '.join(factors)}" if factors[1:] else "")
 
 
 def _rate(trainer: TrainerLike) -> list[str]:

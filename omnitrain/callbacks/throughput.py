@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from omnitrain.callbacks.devices import peak_flops
 from omnitrain.clock import PHASES
+from omnitrain.data.sampling import share
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback, Event, TrainerLike
 
@@ -115,7 +116,7 @@ class Throughput(Callback):
         """Note what the step has computed; the further ones are not counted."""
         trainer.lifecycle.mark_parts(self, None)
         samples, tokens = trainer.progress.samples - self._before[0], trainer.progress.tokens - self._before[1]
-        units = (tokens or samples) / trainer.world_size
+        units = (tokens or samples) * _computed(trainer, samples)
         if not units or not self._forward:
             return  # nothing but a step that was left out, or the user's own loop
         trainer.lifecycle.stop_calling(self, Event.STEP_START, Event.STEP_END)
@@ -188,6 +189,12 @@ class Throughput(Callback):
         if trainer.is_main_process and not self._has_told:
             logger.info("Throughput: %s", what)
         self._has_told = True
+
+
+def _computed(trainer: TrainerLike, samples: int) -> float:
+    """Return what share of a step this rank has computed: one of its samples more, or fewer, than another rank."""
+    data = trainer.ranks.data
+    return len(share(range(samples), data.rank, data.size)) / max(samples, 1) * data.size / trainer.world_size
 
 
 def _now(trainer: TrainerLike) -> Counted:

@@ -28,17 +28,72 @@ from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.verifying import hashed_by_all
 from omnitrain.checkpoint.writing import Save, Writer
+from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.optimization import optimizers_among
 from omnitrain.progress import Progress
 from omnitrain.settings import is_address, local_path
 
-__all__ = ["Checkpointer", "check_allowed"]
+__all__ = ["Checkpointer", "check_allowed", "locked"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _GIT_S = 0.03
 """How long the start of a run waits for git; afterwards what it says is written with the first checkpoint."""
+
+
+@contextlib.contextmanager
+def locked(
+    store: Store | None, ranks: Ranks, at_end: Callable[[], None], after: contextlib.ExitStack
+) -> Iterator[None]:
+    """Lock `save_dir` against other runs inside, and wait at the end until all is uploaded.
+
+    Args:
+        store: The checkpoints of the run; None locks nothing.
+        ranks: The ranks of the run.
+        at_end: Called on the main rank before the lock is released.
+        after: What releases the lock at last, outside of the call: then all ranks know of an error before its uploads.
+
+    Raises:
+        CheckpointError: If another run uses it; raised on all ranks.
+        ConfigError: If nothing can be written there.
+    """
+    if store is None:
+        yield
+        return
+
+    def take() -> None:
+        check_writable(store.root)
+        store.take()
+
+    def release() -> None:
+        try:
+            at_end()
+            _finish(store, ranks)  # after an error of the run, which it does not replace
+        except CheckpointError as error:
+            logger.error("%s", error)
+        finally:
+            store.lock.release()
+
+    ranks.on_main("the lock of `save_dir`", take)
+    if ranks.is_main:
+        after.callback(release)
+    yield
+    finish_uploads(store, ranks)
+
+
+def finish_uploads(store: Store, ranks: Ranks) -> None:
+    """Wait until the main rank has uploaded all; raises its error on all ranks."""
+    ranks.on_main("the end of the uploads", lambda: _finish(store, ranks))
+
+
+def _finish(store: Store, ranks: Ranks) -> None:
+    """Wait on the main rank for what is uploaded, which counts as progress as long as there is any."""
+
+    def tick() -> None:
+        ranks.moves += 1
+
+    store.finish(tick)
 
 
 @dataclass(slots=True)
@@ -115,57 +170,21 @@ class Checkpointer:
         """The position of those weights in the run, or None."""
         self._closing_progress: Progress | None = None
         """The position of the last evaluation of a run that is closed, if it is the best; a longer run lacks it."""
-        self._is_locked = False
-        """Whether a run holds the lock of `save_dir`."""
         self._is_noted = True
         """Whether all of what runs is in `run.json`."""
+        self._noting = Tolerance(RUN_FILE, "The next save tries again; what ran is in the checkpoints, too.")
+        self._replaced: str | None = None
+        """The starts in `run.json` that this one takes the place of: "all", or itself, the "last"; None adds it."""
         self._lines = Lines()
         self._in_flight: Save | None = None
         """The checkpoint that is being written in the background."""
 
     # --- saving
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock `save_dir` against other runs inside.
-
-        Raises:
-            CheckpointError: If another run uses it; raised on all ranks.
-            ConfigError: If nothing can be written there.
-        """
-        store, ranks = self.store, self._run.ranks
-        if store is None:
-            yield
-            return
-
-        def take() -> None:
-            check_writable(store.root)
-            store.take()
-
-        ranks.on_main("the lock of `save_dir`", take)
-        self._is_locked = True
-        try:
-            yield
-            ranks.on_main("the end of the uploads", lambda: self._finish(store))
-        finally:
-            self._is_locked = False
-            if ranks.is_main:
-                self._note_rest()
-                self._contents.forget_start()
-                try:
-                    self._finish(store)  # after an error of the run, which it does not replace
-                except CheckpointError as error:
-                    logger.error("%s", error)
-                store.lock.release()
-
-    def _finish(self, store: Store) -> None:
-        """Wait on the main rank for what is uploaded, which counts as progress as long as there is any."""
-        ranks = self._run.ranks
-
-        def tick() -> None:
-            ranks.moves += 1
-
-        store.finish(tick)
+    def note_start(self) -> None:
+        """Note what is still to be noted of the start of a run that ends, on the main rank."""
+        self._note_rest()
+        self._contents.forget_start()
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
         """Save during a run; a failing disk costs this checkpoint, not the run, unless `save_required`.
@@ -212,9 +231,8 @@ class Checkpointer:
         snapshot = self._snapshot()
         snapshot.payload["for_best"] = False
         path = self._committed(snapshot, self._writer.write(self.store, snapshot))
-        store = self.store
-        if not self._is_locked:
-            self._run.ranks.on_main("the end of the uploads", lambda: self._finish(store))
+        if not self._lifecycle.is_running:
+            finish_uploads(self.store, self._run.ranks)
         return path
 
     @property
@@ -287,21 +305,26 @@ class Checkpointer:
             return
         self._contents.identify(None if self.resumed is None else self.resumed[0].name)
         if self._contents.start is not None:
-            is_other = self._run.settings.overwrite and not self.goes_on
-            what = self._contents.what_runs(_GIT_S)
-            append_start(self.store.fs, self.store.root / RUN_FILE, what, "all" if is_other else None)
+            self._replaced = "all" if self._run.settings.overwrite and not self.goes_on else None
+            self._note(self.store, self._contents.what_runs(_GIT_S))
             write_config(self.store.fs, self.store.root / CONFIG_FILE, self._run.config.text())
-            self._is_noted = self._contents.start.is_complete
+            self._is_noted = self._contents.start.is_complete and not self._noting.has_failed
 
     def _note_rest(self) -> None:
-        """Note what git has said of the code, where it took longer than the start of the run."""
+        """Note what git has said of the code, where it took longer than the start of the run, and what failed then."""
         start = self._contents.start
         if self._is_noted or self.store is None or start is None:
             return
         what = self._contents.what_runs(0)
-        if start.is_complete:
-            append_start(self.store.fs, self.store.root / RUN_FILE, what, "last")
-            self._is_noted = True
+        if start.is_complete or self._noting.has_failed:
+            self._note(self.store, what)
+            self._is_noted = start.is_complete and not self._noting.has_failed
+
+    def _note(self, store: Store, what: Mapping[str, Any]) -> None:
+        """Write into `run.json` what runs."""
+        with self._noting:
+            append_start(store.fs, store.root / RUN_FILE, what, self._replaced)
+            self._replaced = "last"
 
     def check_disk(self) -> None:
         """Check before the first step that everything can be saved, and that the disk has room for it."""

@@ -30,6 +30,7 @@ from omnitrain.checkpoint.changes import GROUPING, InitialOptions, changed_setti
 from omnitrain.checkpoint.frozen import FROZEN, Frozen
 from omnitrain.checkpoint.header import read_header
 from omnitrain.checkpoint.identity import Difference, Identity, content_of
+from omnitrain.checkpoint.reading import Catalogue
 from omnitrain.checkpoint.record import Start, device_of, host
 from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
 from omnitrain.checkpoint.schema import validate
@@ -117,6 +118,7 @@ class Lifecycle(Protocol):
     saved_at: tuple[int, int, int] | None
     saved_path: Path | None
     is_closing: bool
+    is_running: bool
     evaluates: bool
     owes_evaluation: bool
     owes_save: bool
@@ -221,6 +223,8 @@ class Contents:
         self._shown = shown
         self._identity: dict[str, Any] | None = None
         self.start: Start | None = None
+        self._catalogued: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
+        """What is in the files of the checkpoint that was opened last."""
         self._frozen = Frozen(run)
 
     def identify(self, resumed: str | None = None) -> None:
@@ -364,10 +368,10 @@ class Contents:
         for name in [state.WEIGHTS, *optimizers, *generators]:
             if not files_of(folder, files, part_of(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
-        weights = tensors_of(folder, content, state.WEIGHTS)
+        weights = self._tensors_of(folder, content, state.WEIGHTS)
         if only_model:
             return
-        states = tensors_of(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
+        states = self._tensors_of(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
         state.check_references([content["callbacks"], content["algorithms"], content.get("stream")], states, where)
         for tensors, rest in self._generators(folder, content):
             state.check_rng_tensors(tensors, rest, self._run.device, where)
@@ -381,13 +385,13 @@ class Contents:
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
             return  # from another model, so `restore` will refuse it
-        backend.check_optimizer(tensors_of(folder, content, OPTIMIZER), content["optimizer"], where)
+        backend.check_optimizer(self._tensors_of(folder, content, OPTIMIZER), content["optimizer"], where)
         for name, saved in _others(content).items():
             self._check_other(folder, content, name, saved)
         saved = {OPTIMIZER: content["optimizer"]}
         saved |= {optimizer_file(name): one for name, one in _others(content).items()}
         for file, one in saved.items():
-            state.check_numbers(tensors_of(folder, content, file), one, repr(str(folder / file)))
+            state.check_numbers(self._tensors_of(folder, content, file), one, repr(str(folder / file)))
 
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
         """Refuse the position of a stream if a dataset of the same kind cannot be restored to it."""
@@ -420,7 +424,7 @@ class Contents:
         if FROZEN not in changed:
             self._frozen.check(_absent(content), repr(str(folder)))
         has_states = bool(files_of(folder, content["files"], part_of(STATES)))
-        states = tensors_of(folder, content, STATES, self._run.ranks) if has_states else {}
+        states = self._tensors_of(folder, content, STATES, self._run.ranks) if has_states else {}
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             # first the states that only the objects' own code can check
@@ -440,10 +444,10 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a checkpoint that does not fit this run."""
         where, run = repr(str(folder)), self._run
-        weights = tensors_of(folder, content, state.WEIGHTS)
+        weights = self._tensors_of(folder, content, state.WEIGHTS)
         run.backend.check_weights(weights, where, _absent(content))
         if files_of(folder, content["files"], part_of(TRAINED)):
-            trained = tensors_of(folder, content, TRAINED)
+            trained = self._tensors_of(folder, content, TRAINED)
             run.backend.check_weights(trained, repr(str(folder / TRAINED)), _rest(weights, trained, content))
         if "optimizer" not in changed:
             self._check_names(folder, content)
@@ -484,6 +488,21 @@ class Contents:
     def _resets_best(changed: Collection[str]) -> bool:
         return not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
 
+    def _tensors_of(
+        self, folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None
+    ) -> TensorFiles:
+        """Return the tensors of a file of a checkpoint, which may be there in parts.
+
+        The main rank looks for what is in the files of all ranks only once for a checkpoint.
+        """
+        checkpoint = str(folder), content["sha256"]
+        if self._catalogued[0] != checkpoint:
+            self._catalogued = checkpoint, {}
+        known = self._catalogued[1]
+        found = TensorFiles(files_of(folder, content["files"], part_of(file)), ranks, known.get(file))
+        known[file] = found.catalogue
+        return found
+
     # --- weights
 
     def _capture_weights(self) -> tuple[Files, dict[str, Any]]:
@@ -498,7 +517,7 @@ class Contents:
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Copy only the weights of a checkpoint into the model; weights that it left out are unchanged."""
-        tensors = tensors_of(folder, content, state.WEIGHTS, self._run.ranks)
+        tensors = self._tensors_of(folder, content, state.WEIGHTS, self._run.ranks)
         self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _absent(content))
 
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -506,7 +525,9 @@ class Contents:
         self._shown.are_in_place = False
         if not files_of(folder, content["files"], part_of(TRAINED)):
             return
-        weights, trained = (tensors_of(folder, content, file, self._run.ranks) for file in (state.WEIGHTS, TRAINED))
+        weights, trained = (
+            self._tensors_of(folder, content, file, self._run.ranks) for file in (state.WEIGHTS, TRAINED)
+        )
         if "algorithms" not in changed:
             self._shown.restore(trained)
         where, rest = repr(str(folder / TRAINED)), _rest(weights, trained, content)
@@ -534,7 +555,7 @@ class Contents:
         tensors, rest = self._saved_optimizer(folder, content, changed, self._run.ranks)
         backend.load_optimizer(tensors, rest, repr(str(folder)))
         for name, saved in _others(content).items():
-            tensors = tensors_of(folder, content, optimizer_file(name), self._run.ranks)
+            tensors = self._tensors_of(folder, content, optimizer_file(name), self._run.ranks)
             state.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         if has_other_groups(changed, content["optimizer"], backend.groups):
             for group, new in zip(backend.groups, fresh, strict=True):
@@ -553,7 +574,7 @@ class Contents:
         self, folder: Path, content: Mapping[str, Any], changed: Collection[str], ranks: Ranks
     ) -> tuple[Mapping[str, Any], Any]:
         """Return what was saved of the optimizer, tensors and rest; for other groups, if these may have changed."""
-        tensors, saved = tensors_of(folder, content, OPTIMIZER, ranks), content["optimizer"]
+        tensors, saved = self._tensors_of(folder, content, OPTIMIZER, ranks), content["optimizer"]
         if GROUPING.isdisjoint(changed):
             return tensors, saved
         backend = self._run.backend
@@ -575,7 +596,7 @@ class Contents:
 
     def _check_other(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
         """Refuse the saved state of one of several optimizers if it does not fit the optimizer."""
-        backend, tensors = self._run.backend, tensors_of(folder, content, optimizer_file(name))
+        backend, tensors = self._run.backend, self._tensors_of(folder, content, optimizer_file(name))
         state.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
     # --- the schedule
@@ -816,11 +837,6 @@ class Contents:
         except CheckpointError as error:
             logger.warning("A resumed run will read the epoch again from its beginning: %s", error)
             return None
-
-
-def tensors_of(folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None) -> TensorFiles:
-    """Return the tensors of a file of a checkpoint, which may be there in parts."""
-    return TensorFiles(files_of(folder, content["files"], part_of(file)), ranks)
 
 
 def _others(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 raise CheckpointError(
                     f"{name} is refused: {MANIFEST!r} has {size} bytes, and more than {LARGEST_MANIFEST} are not read."
                 )
-            data = file.read(LARGEST_MANIFEST + 1)
+            data = file.read(size + 1)  # which makes room for so many bytes
     except FileNotFoundError:
         raise CheckpointError(f"{name} is incomplete: {MANIFEST!r} is missing.") from None
     except OSError as error:
@@ -155,7 +155,8 @@ _check_own = record(
 def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Raise a CheckpointError that names the first file whose content is not what was written."""
     try:
-        with hashing(folder / name for name in files) as digests:
+        size = sum(entry["size"] for entry in files.values())
+        with hashing((folder / name for name in files), size) as digests:
             for (name, entry), digest in zip(files.items(), digests, strict=True):
                 if digest != entry["sha256"]:
                     raise CheckpointError(

@@ -12,9 +12,10 @@ import torch
 
 from omnitrain.checkpoint.adapters import BASE, CONFIG
 from omnitrain.checkpoint.frozen import check_fingerprints
+from omnitrain.checkpoint.manifest import MANIFEST, read_manifest
 from omnitrain.checkpoint.shards import TensorFiles, files_of
 from omnitrain.checkpoint.state import WEIGHTS, load_weights, model_tensors
-from omnitrain.checkpoint.tensors import TensorFile, fingerprints, save_tensors
+from omnitrain.checkpoint.tensors import fingerprints, save_tensors
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, MissingExtraError
 
@@ -159,14 +160,18 @@ def _joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> 
 
 
 def _weights_in(base: Path, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return tensors from a model folder, which may have them in several files."""
-    index = base / f"{WEIGHTS}.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(files):
-        held = TensorFile(base / Path(file).name)
-        found |= {name: held[name] for name in held if name in names}
-    missing = sorted(names.keys() - found.keys())
+    """Return tensors from a model folder or a checkpoint, which may have them in several files."""
+    held = TensorFiles(_files_in(base))
+    missing = sorted(names.keys() - held.keys())
     if missing:
         raise CheckpointError(f"{str(base)!r} has no {missing[0]!r}: it is not the base of that run. Pass that one.")
-    return found
+    return {name: held[name] for name in held if name in names}
+
+
+def _files_in(base: Path) -> list[Path]:
+    """Return the files of weights in a model folder or a checkpoint."""
+    if (base / MANIFEST).is_file():
+        return files_of(base, read_manifest(base)["files"], "model")
+    index = base / f"{WEIGHTS}.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
+    return [base / Path(file).name for file in sorted(files)]

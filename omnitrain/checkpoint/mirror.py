@@ -84,7 +84,6 @@ class MirroredStore(Store):
         self._is_required = is_required
         self._replaces = replaces
         self._upload: Upload | None = None
-        self._remote_lock: RemoteLock | None = None
         self._earlier: set[int] = set()
         """The steps there when the run began, which a fresh run replaces."""
         self._owed: set[int] = set()
@@ -120,7 +119,7 @@ class MirroredStore(Store):
         except BaseException:
             lock.release()
             raise
-        self._remote_lock, self._upload = lock, Upload(self.place, self.root, copies, lock, left)
+        self._upload = Upload(self.place, self.root, copies, lock, left)
         self._earlier, self._owed = set(copies), set()
         newest = self._newest_elsewhere()
         for kept in self.kept():
@@ -149,7 +148,7 @@ class MirroredStore(Store):
         Raises:
             CheckpointError: It could not be uploaded, and it is required.
         """
-        upload, lock = self._upload, self._remote_lock
+        upload = self._upload
         if upload is None:
             return
         left = "it was interrupted"
@@ -157,9 +156,7 @@ class MirroredStore(Store):
             left = upload.wait(wait_limit(), tick, ENOUGH if self._is_required else None)
             self._delete_owed()
         finally:
-            self._upload, self._remote_lock = None, None
-            if lock is not None:
-                lock.release()
+            self._upload = None
             if left:
                 message = (
                     f"Not everything was uploaded to {self.place.name!r}: {left}. It is complete in "
@@ -257,7 +254,8 @@ class MirroredStore(Store):
             return super().resolve(self._brought(str(which)), accept, check)
         if which not in ("auto", "last", "best"):
             return super().resolve(which, accept, check)
-        copies = sorted(self._copies().values(), key=lambda copy: copy.order)
+        there = self._copies()
+        copies = sorted(there.values(), key=lambda copy: copy.order)
         if which == "best":
             copies = [copy for copy in copies if copy.kept.best][-1:]
         elif which == "last":
@@ -269,6 +267,9 @@ class MirroredStore(Store):
         except CheckpointError as error:
             problem = error
         order = (-1, -1) if here is None else (here[1]["sequence"], here[1]["step"])
+        if which != "auto":
+            with reaching(self.place, "read"):
+                self.place.check_named(str(which), there, here=order[1])
         for copy in reversed([copy for copy in copies if copy.order > order]):
             try:
                 folder = self._bring(copy)

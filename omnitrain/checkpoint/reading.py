@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from omnitrain.checkpoint.header import Entry, Header, open_regular, read_marked
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 
-__all__ = ["DTYPES", "Spec", "TensorFile", "rectangles"]
+__all__ = ["DTYPES", "Catalogue", "Spec", "TensorFile", "rectangles"]
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -45,38 +46,81 @@ _BUFFER = 1 << 26
 """The most bytes that are read beyond what was asked for."""
 _RUN = 1 << 16
 """Bytes from which on a contiguous run is read alone, not with what lies between it and the next."""
+_KEPT = 1 << 16
+"""How many entries of headers are kept from the first reading of all files."""
+
+
+class Place(NamedTuple):
+    """Dtype and whole shape of a tensor, the first and the last file with it, and the axis that it is cut along."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    last: int
+    axis: int
+
+    def likely(self, box: Box) -> tuple[int, int]:
+        """Return the first and the last file that a box lies in if all files have as much of the tensor."""
+        (begins, sizes), shape = box, self.shape
+        if self.axis:
+            begin, end, whole = begins[self.axis], begins[self.axis] + sizes[self.axis], shape[self.axis]
+        else:
+            begin, end, whole = 0, 0, math.prod(shape)
+            for first, size, length in zip(begins, sizes, shape, strict=True):
+                begin, end = begin * length + first, end * length + first + size - 1
+            end += 1
+        count = self.last - self.first + 1
+        low, high = (self.first + at * count // max(1, whole) for at in (begin, end - 1))
+        return low, min(high, self.last)
+
+
+class Catalogue(NamedTuple):
+    """What the main rank finds in all files: the place of each tensor, and size and digest of each file."""
+
+    places: dict[str, Place]
+    marks: list[tuple[int, str]]
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
     """Tensors in a safetensors file, or in several, with one in memory at a time.
 
-    All ranks must make it together, and look up a tensor together: the main process reads it, and sends it to the
-    others. `part` and `block` are read by each rank alone. No file is mapped: it may be deleted or truncated while a
-    tensor is in use.
+    All ranks must make it together, and look up a tensor together: the main process reads it, and sends it, or the
+    error, to the others. `part` and `block` are read by each rank alone. No file is mapped: it may be deleted or
+    truncated while a tensor is in use.
 
     Args:
         path: The file, or all files; a tensor may lie in several of them, in blocks.
         ranks: The ranks that read it.
+        catalogue: What is in the files, if the main rank has found it before.
 
     Attributes:
         is_local: Whether every rank can read the files by itself, with `part` and `block`.
+        catalogue: What is in the files.
     """
 
-    def __init__(self, path: Path | Sequence[Path], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, path: Path | Sequence[Path], ranks: Ranks | None = None, catalogue: Catalogue | None = None
+    ) -> None:
         self._paths: list[Path] = [path] if isinstance(path, Path) else list(path)
         self._ranks = ranks or Ranks()
         self._headers: dict[int, Header] = {}
         name = self._paths[0].name if len(self._paths) == 1 else f"{len(self._paths)} files"
-        found = self._ranks.on_main(f"opening {name}", self._catalogue)
-        self._specs: dict[str, tuple[str, tuple[int, ...]]] = found[0]
-        self._marks: list[tuple[int, str]] = found[1]
+        self.catalogue: Catalogue = self._ranks.on_main(f"opening {name}", lambda: catalogue or self._catalogue())
+        self._places, self._marks = self.catalogue
         self.is_local: bool = self._is_local()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         shape, dtype = self.spec_of(name)
         tensor = torch.empty(shape, dtype=dtype)
+        failed, error = torch.zeros(1, dtype=torch.uint8), None
         if self._ranks.is_main:
-            self._fill(name, ((0,) * len(shape), shape), tensor)
+            try:
+                self._fill(name, ((0,) * len(shape), shape), tensor)
+            except Exception as raised:
+                error = raised
+                failed += 1
+        if self._ranks.broadcast(failed):
+            self._ranks.on_main("the reading of a tensor", lambda: _raise(error))
         return self._ranks.broadcast(tensor)
 
     def part(self, name: str, begin: int, end: int) -> torch.Tensor:
@@ -103,32 +147,59 @@ class TensorFile(Mapping[str, torch.Tensor]):
         self._fill(name, box, tensor)
         return tensor
 
+    def whole(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return whole tensors, read by this rank alone, with each file opened once for all of them."""
+        found = {name: torch.empty(self.spec_of(name)[0], dtype=self.spec_of(name)[1]) for name in names}
+        left: dict[str, list[Box]] = {
+            name: [((0,) * one.dim(), tuple(one.shape))] if one.numel() else [] for name, one in found.items()
+        }
+        places = [self._places[name] for name, boxes in left.items() if boxes]
+        for number in range(min((one.first for one in places), default=0), len(self._paths)):
+            if not any(left.values()):
+                break
+            self._read_from(number, found, left)
+        for name, boxes in left.items():
+            if boxes:
+                raise self._missing(name, boxes[0])
+        return found
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._specs
+        return name in self._places
 
     def spec_of(self, name: str) -> Spec:
         """Return shape and dtype of a whole tensor without reading it."""
-        dtype, shape = self._specs[name]
-        return shape, _BY_NAME[dtype]
+        place = self._places[name]
+        return place.shape, _BY_NAME[place.dtype]
+
+    def only(self, names: Collection[str]) -> TensorFile:
+        """Return some of the tensors, none of which is read."""
+        found = copy.copy(self)
+        found._places = {name: place for name, place in self._places.items() if name in names}
+        return found
 
     # --- what is in the files
 
-    def _catalogue(self) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[tuple[int, str]]]:
-        """Return dtype and whole shape of each tensor, and size and digest of each file."""
-        found: dict[str, list[Entry]] = {}
+    def _catalogue(self) -> Catalogue:
+        found: dict[str, list[tuple[int, Entry]]] = {}
+        marks, kept = [], 0
         for number in range(len(self._paths)):
-            for name, entry in self._header(number).entries.items():
-                found.setdefault(name, []).append(entry)
-        specs = {name: self._spec(name, entries) for name, entries in found.items()}
-        return specs, [(one.size, one.digest) for _, one in sorted(self._headers.items())]
+            header = self._headers.get(number) or read_marked_header(self._paths[number])
+            for name, entry in header.entries.items():
+                found.setdefault(name, []).append((number, entry))
+            marks.append((header.size, header.digest))
+            kept += len(header.entries)
+            if kept <= _KEPT or not number:
+                self._headers[number] = header
+        return Catalogue({name: self._place_of(name, entries) for name, entries in found.items()}, marks)
 
-    def _spec(self, name: str, entries: list[Entry]) -> tuple[str, tuple[int, ...]]:
+    def _place_of(self, name: str, numbered: list[tuple[int, Entry]]) -> Place:
+        entries = [entry for _, entry in numbered]
         first = entries[0]
         ends = [tuple(map(sum, zip(one.corner, one.shape, strict=True))) for one in entries]
         if len({len(end) for end in ends}) > 1 or len({(one.dtype, one.whole) for one in entries}) > 1:
@@ -137,19 +208,28 @@ class TensorFile(Mapping[str, torch.Tensor]):
         held = sum(math.prod(sizes) for _, sizes in {(one.corner, one.shape) for one in entries})
         if held < math.prod(shape):
             raise self._incomplete(name, f"{math.prod(shape) - held} of its {math.prod(shape)} values")
-        return first.dtype, shape
+        axes = (axis for axis, length in enumerate(shape) if any(one.shape[axis] < length for one in entries))
+        return Place(first.dtype, shape, numbered[0][0], numbered[-1][0], next(axes, 0))
 
     def _header(self, number: int) -> Header:
         if number not in self._headers:
             self._headers[number] = read_marked_header(self._paths[number])
         return self._headers[number]
 
-    def _outwards(self) -> Iterator[int]:
-        """Yield the numbers of all files, those first that a rank of as many as wrote them has most likely written."""
-        count = len(self._paths)
-        first = self._ranks.rank * count // self._ranks.world_size
-        for distance in range(count):
-            yield from {one for one in (first - distance, first + distance) if 0 <= one < count}
+    def _outwards(self, name: str, box: Box) -> Iterator[int]:
+        """Yield the numbers of the files that may have some of a box, the most likely ones first.
+
+        These are the one that a rank of as many as wrote them has written itself, and those at the place of the box in
+        the tensor. A rank that looked through all files would look at as many as there are ranks.
+        """
+        place, count = self._places[name], len(self._paths)
+        own = self._ranks.rank * count // self._ranks.world_size
+        low, high = place.likely(box)
+        if place.first <= own <= place.last:
+            yield own
+        yield from range(low, high + 1)
+        for distance in range(1, place.last - place.first + 1):
+            yield from (one for one in (low - distance, high + distance) if place.first <= one <= place.last)
 
     def _is_local(self) -> bool:
         if self._ranks.world_size == 1:
@@ -166,28 +246,50 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def _fill(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Read a box of a tensor into `target`, of the box's shape."""
-        left = [box] if math.prod(box[1]) else []
-        for number in self._outwards():
-            if not left:
+        left = {name: [box] if math.prod(box[1]) else []}
+        if not left[name]:
+            return
+        for number in self._outwards(name, box):
+            self._read_from(number, {name: target}, left, box[0])
+            if not left[name]:
                 return
-            entry = self._checked_header(number).get(name)
-            if entry is None:
-                continue
-            found = [(one, common) for one in left if (common := _common(one, (entry.corner, entry.shape)))]
-            if not found:
-                continue
-            try:
-                with open_regular(self._paths[number]) as file:
-                    for one, common in found:
-                        _read(file, entry, common, _cut(target, box[0], common))
-                        left.remove(one)
-                        left += _without(one, common)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{str(self._paths[number])!r} cannot be read: {error}. Take another checkpoint."
-                ) from error
-        if left:
-            raise self._incomplete(name, f"the block of {left[0][1]} at {left[0][0]}")
+        raise self._missing(name, left[name][0])
+
+    def _read_from(
+        self,
+        number: int,
+        targets: Mapping[str, torch.Tensor],
+        left: dict[str, list[Box]],
+        corner: Sequence[int] | None = None,
+    ) -> None:
+        """Read what a file has of the boxes that are left, and take it out of them.
+
+        Args:
+            number: The number of the file.
+            targets: The tensors to fill by name.
+            left: What is to be read of each; changed.
+            corner: Where the target begins in the whole tensor, if it is not all of it.
+        """
+        entries = self._checked_header(number)
+        found = [
+            (name, entry, one, common)
+            for name, boxes in left.items()
+            if boxes and (entry := entries.get(name)) is not None
+            for one in boxes
+            if (common := _common(one, (entry.corner, entry.shape)))
+        ]
+        if not found:
+            return
+        try:
+            with open_regular(self._paths[number]) as file:
+                for name, entry, one, common in found:
+                    _read(file, entry, common, _cut(targets[name], corner or (0,) * len(one[0]), common))
+                    left[name].remove(one)
+                    left[name] += _without(one, common)
+        except OSError as error:
+            raise CheckpointError(
+                f"{str(self._paths[number])!r} cannot be read: {error}. Take another checkpoint."
+            ) from error
 
     def _checked_header(self, number: int) -> dict[str, Entry]:
         """Return the entries of a file, which must be the one that the main process sees."""
@@ -198,6 +300,9 @@ class TensorFile(Mapping[str, torch.Tensor]):
                 "Copy the checkpoint again, or put it where all ranks see it."
             )
         return header.entries
+
+    def _missing(self, name: str, box: Box) -> CheckpointError:
+        return self._incomplete(name, f"the block of {box[1]} at {box[0]}")
 
     def _incomplete(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
@@ -314,3 +419,8 @@ def _read_into(file: BinaryIO, start: int, tensor: torch.Tensor) -> None:
         if not size:
             raise OSError("it is shorter than its header says")
         target = target[size:]
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -294,23 +294,25 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces: str | None = None) -> None:
-    """Add a start to a `run.json`, which is replaced as a whole; a failing disk is reported, and nothing else.
+    """Add a start to a `run.json`, which is replaced as a whole.
 
     Args:
         fs: The disk.
         path: The file.
         start: What ran, as JSON types.
         replaces: "all" for a run that takes the place of another one; "last" if the start is there already.
+
+    Raises:
+        OSError: It cannot be written.
     """
-    with Tolerance(path.name, "What ran is in the checkpoints alone."):
-        try:
-            starts = read_starts(path)
-        except CheckpointError as error:
-            logger.warning("%s Nothing is written into it: move it away.", error)
-            return
-        kept = [] if replaces == "all" else starts[:-1] if replaces == "last" else starts
-        text = json.dumps({"format_version": FORMAT_VERSION, "starts": [*kept, start]}, indent=2) + "\n"
-        _replace(fs, path, text)
+    try:
+        starts = read_starts(path)
+    except CheckpointError as error:
+        logger.warning("%s Nothing is written into it: move it away.", error)
+        return
+    kept = [] if replaces == "all" else starts[:-1] if replaces == "last" else starts
+    text = json.dumps({"format_version": FORMAT_VERSION, "starts": [*kept, start]}, indent=2) + "\n"
+    _replace(fs, path, text)
 
 
 def write_config(fs: FileSystem, path: Path, text: str) -> None:

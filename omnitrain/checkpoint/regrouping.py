@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from omnitrain.checkpoint.changes import GROUPING
+from omnitrain.checkpoint.reading import TensorFile
 from omnitrain.checkpoint.state import check_references
 from omnitrain.errors import CheckpointError
 
@@ -42,11 +43,11 @@ def check_schedule(finds_place: bool, where: str) -> None:
 
 def regrouped(
     saved: Mapping[str, Any],
-    tensors: Mapping[str, Any],
+    tensors: TensorFile,
     groups: Sequence[tuple[list[str], Mapping[str, Any]]],
     where: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimizer's state, rest and tensors, as if it had been saved from other groups.
+) -> tuple[dict[str, Any], TensorFile]:
+    """Return an optimizer's state, rest and tensors, as if it had been saved from other groups; no tensor is read.
 
     Parameters that train only now have none; that of those which no longer do is left out.
 
@@ -59,9 +60,9 @@ def regrouped(
     held = {name for names, _ in groups for name in names}
     rest = {name: entries for name, entries in saved["rest"].items() if name in held}
     nested = check_references([rest, saved["shared"]], tensors, where)
-    kept = {key: tensors[key] for key in tensors if key.rpartition("/")[0] in held or key in nested}
+    kept = {key for key in tensors if key.rpartition("/")[0] in held or key in nested}
     moved = []
     for place, (names, options) in enumerate(groups):
         former = saved["groups"][min(place, len(saved["groups"]) - 1)]
         moved.append({**{key: value for key, value in former.items() if key in options}, "params": names})
-    return {**saved, "rest": rest, "groups": moved}, kept
+    return {**saved, "rest": rest, "groups": moved}, tensors.only(kept)

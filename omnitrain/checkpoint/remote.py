@@ -21,11 +21,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omnitrain.checkpoint.disk import FileSystem, listing
 from omnitrain.checkpoint.lock import LOCK
@@ -43,12 +44,16 @@ __all__ = [
     "download_run",
     "fetch",
     "in_bytes",
+    "in_parallel",
     "local_copy",
     "reaching",
     "worded",
 ]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 WORKERS = 4
 """Files that are sent at the same time, or pieces that are fetched."""
@@ -91,13 +96,49 @@ def check_address(address: str, name: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         known: Any = known_implementations.get(protocol, {})
-        package = known.get("class", "").partition(".")[0] or str(error)
+        package = known.get("class", "fsspec").partition(".")[0]
+        if package == "fsspec":  # it is there, and what its file system needs is not
+            raise ConfigError(f"{shown}: {known.get('err') or error}. Install that, or pass another place.") from error
         raise MissingExtraError(shown, package) from error
     except ValueError as error:
         raise ConfigError(
             f"{shown}: fsspec knows no file system {protocol!r}. Pass an address such as 's3://bucket/run', "
             "'gs://bucket/run' or 'hf://datasets/name/run', or a local path."
         ) from error
+
+
+def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> list[S]:
+    """Return the results of `work` on each item, which daemon threads do: no exit waits for a store that hangs.
+
+    Raises:
+        Exception: The first error, once the other threads have ended what they were doing.
+    """
+    left, found, errors = deque(enumerate(items)), dict[int, S](), list[BaseException]()
+
+    def run() -> None:
+        while not errors:
+            try:
+                number, item = left.popleft()
+            except IndexError:
+                return
+            try:
+                found[number] = work(item)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, name="omnitrain-store", daemon=True) for _ in range(min(workers, len(left)))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        left.clear()
+    if errors:
+        raise errors[0]
+    return [found[number] for number in sorted(found)]
 
 
 @contextlib.contextmanager
@@ -176,6 +217,8 @@ class Place:
         self.name: str = masked(self.address)
         self.protocol: str = address.partition("://")[0].lower()
         self._trusts_checksums = True
+        self._incomplete: dict[str, CheckpointError] = {}
+        """What the latest `copies` has found incomplete, by folder."""
 
     @functools.cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -254,17 +297,37 @@ class Place:
             if _FOLDER.fullmatch(name) and file:
                 folders.setdefault(name, {})[file] = info
         names = [name for name, files in folders.items() if MANIFEST in files]
-        with ThreadPoolExecutor(4 * WORKERS) as pool:
-            read = dict(zip(names, pool.map(lambda name: self.read_if_there(f"{name}/{MANIFEST}"), names), strict=True))
+        read = in_parallel(lambda name: (name, self.read_if_there(f"{name}/{MANIFEST}")), names, 4 * WORKERS)
         complete: dict[int, Copy] = {}
-        for name, data in sorted(read.items(), key=lambda pair: not pair[0].endswith(".old")):
+        self._incomplete = {}
+        for name, data in sorted(read, key=lambda pair: not pair[0].endswith(".old")):
             try:
                 copy = self._copy_of(name, data, folders[name])
             except CheckpointError as error:
                 logger.warning("Not used: %s", error)
+                self._incomplete[name] = error
             else:
                 complete[copy.kept.step] = copy
         return complete
+
+    def check_named(self, which: str, copies: Mapping[int, Copy], here: int = -1) -> None:
+        """Refuse to take an older checkpoint in silence for the one that `last` or `best` names.
+
+        Args:
+            which: "last" or "best".
+            copies: What `copies` has returned, and what was uploaded since.
+            here: The step of what was found on this machine.
+
+        Raises:
+            CheckpointError: The one that it names is incomplete.
+        """
+        name = (self.read_if_there(which) or b"").decode(errors="replace").strip()
+        error, known = self._incomplete.get(name), _FOLDER.fullmatch(name)
+        if error is None or known is None or int(known[1]) in copies or int(known[1]) <= here:
+            return
+        newest = max(copies.values(), key=lambda copy: copy.order, default=None)
+        more = "" if newest is None else f" The newest complete one is {newest.name!r}: name it, or resume from 'auto'."
+        raise CheckpointError(f"{error}{more}") from error
 
     def leftovers(self, found: Mapping[str, Any]) -> set[str]:
         """Return the folders, among what `list` has returned, that a killed upload or deletion has left."""
@@ -327,8 +390,7 @@ class Place:
         """Delete a checkpoint; its omnitrain.json first, without which it is none."""
         self.remove(f"{name}/{MANIFEST}")
         rest = [key for key in self.list(name) if key != MANIFEST]
-        with ThreadPoolExecutor(WORKERS) as pool:
-            list(pool.map(lambda key: self.remove(f"{name}/{key}"), rest))
+        in_parallel(lambda key: self.remove(f"{name}/{key}"), rest, WORKERS)
         if self.protocol in _WITH_FOLDERS:
             with contextlib.suppress(Exception):
                 self.fs.rm(self.path(name), recursive=True)
@@ -451,7 +513,8 @@ def _download(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -
         prefix: How much of the paths to leave out here.
     """
 
-    def piece(key: str, start: int) -> None:
+    def piece(which: tuple[str, int]) -> None:
+        key, start = which
         end = min(start + PIECE, sizes[key])
         data = place.read(key, start, end) if end > start else b""
         if len(data) != end - start:
@@ -467,13 +530,7 @@ def _download(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.truncate(size)
-    with ThreadPoolExecutor(2 * WORKERS, thread_name_prefix="omnitrain-download") as pool:
-        jobs = [pool.submit(piece, key, start) for key, size in sizes.items() for start in range(0, size, PIECE)]
-        try:
-            for job in jobs:
-                job.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    in_parallel(piece, [(key, start) for key, size in sizes.items() for start in range(0, size, PIECE)], 2 * WORKERS)
 
 
 def local_copy(address: str, name: str = "path") -> Path:
@@ -518,11 +575,14 @@ def local_copy(address: str, name: str = "path") -> Path:
     target = downloads / (f"{last}-{version}" if place.address != parent else version)
     if not target.exists():
         temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
-        with reaching(place, "read"):
-            temporary.mkdir(parents=True)
-            _download(place, {key: int(info["size"]) for key, info in found.items()}, temporary, 0)
-            with contextlib.suppress(OSError):  # another process was faster
-                os.replace(temporary, target)
+        try:
+            with reaching(place, "read"):
+                temporary.mkdir(parents=True)
+                _download(place, {key: int(info["size"]) for key, info in found.items()}, temporary, 0)
+                with contextlib.suppress(OSError):  # another process was faster
+                    os.replace(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return target / last if place.address == parent else target
 
 
@@ -571,8 +631,11 @@ def chosen(place: Place, copies: Mapping[int, Copy], which: str) -> Copy:
     """Return the complete checkpoint that "last", "best" or the name of a folder means.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is none, or `last` or `best` there names one that is incomplete.
     """
+    if which in ("last", "best"):
+        with reaching(place, "read"):
+            place.check_named(which, copies)
     those = {
         "last": list(copies.values()),
         "best": [copy for copy in copies.values() if copy.kept.best],
@@ -595,7 +658,13 @@ def kept_or_fetched(place: Place, copy: Copy, root: Path) -> Path:
                 return folder
         shutil.rmtree(folder)
     root.mkdir(parents=True, exist_ok=True)
-    return fetch(place, copy, folder, Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root)))
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
+    try:
+        return fetch(place, copy, folder, temporary)
+    except OSError:  # another process was faster
+        if (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == copy.data:
+            return folder
+        raise
 
 
 def in_bytes(size: float) -> str:

@@ -21,9 +21,9 @@ import torch
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.header import SHARDING
 from omnitrain.checkpoint.manifest import FileEntry
-from omnitrain.checkpoint.reading import DTYPES, Box, Spec, TensorFile, rectangles
+from omnitrain.checkpoint.reading import DTYPES, Box, Catalogue, Spec, TensorFile, rectangles
 from omnitrain.checkpoint.tensors import Gathered, host_copy, is_in_parts
-from omnitrain.distributed import Ranks
+from omnitrain.distributed import Ranks, as_bytes
 from omnitrain.errors import CheckpointError
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "own_blocks",
     "part_of",
     "staged",
+    "whole_files",
     "write_shards",
     "write_whole",
 ]
@@ -43,6 +44,7 @@ LARGEST_FILE = 5 * 10**9
 """The most bytes of tensors in a consolidated file, unless one tensor alone has more."""
 
 _PIECE = 1 << 24  # bytes that are written and hashed at once
+_AT_ONCE = 1 << 24  # bytes of tensors that are read together when whole ones are written
 _SMALL = 1 << 18  # bytes that are hashed sooner than another thread is told to
 
 
@@ -63,11 +65,17 @@ class Block(NamedTuple):
 # --- what a rank writes
 
 
-def own_blocks(tensor: Any, rank: int) -> list[Block]:
+def own_blocks(tensor: Any, rank: int, mesh: Any = None) -> list[Block]:
     """Return what this rank writes of a tensor, without communication.
 
-    Of a DTensor that is its local part, unless a rank before it in a replicated dimension of the mesh has the same. Of
-    a `Gathered` it is the range `flat`, as rectangles. A tensor that every rank has is written by the first.
+    Of a DTensor that is its local part, unless a rank before it has the same: in a replicated dimension of its mesh, or
+    in one of the ranks' mesh that its own lacks. Of a `Gathered` it is the range `flat`, as rectangles. A tensor that
+    every rank has is written by the first.
+
+    Args:
+        tensor: The tensor.
+        rank: This rank.
+        mesh: The `DeviceMesh` of all ranks, if they have one.
 
     Raises:
         ValueError: If the tensor has to be gathered or reduced first; `can_shard` tells.
@@ -89,7 +97,7 @@ def own_blocks(tensor: Any, rank: int) -> list[Block]:
         return found
     if not is_in_parts(tensor):
         return [Block(whole[0], tensor.detach(), shape)] if rank == 0 else []
-    return _blocks_of_dtensor(tensor)
+    return _blocks_of_dtensor(tensor) if _is_first_of(tensor.device_mesh, mesh) else []
 
 
 def can_shard(tensors: Mapping[str, Any] | Iterable[Any]) -> bool:
@@ -104,6 +112,14 @@ def _has_own_part(tensor: Any) -> bool:
     if not is_in_parts(tensor):
         return True
     return hasattr(tensor, "placements") and not any(one.is_partial() for one in tensor.placements)
+
+
+def _is_first_of(own: Any, mesh: Any) -> bool:
+    """Return whether this rank is the first in each dimension of the ranks' mesh that a tensor's own mesh lacks."""
+    if mesh is None:
+        return True
+    places = torch.isin(mesh.mesh, own.mesh.flatten()).nonzero().T  # of the ranks that the tensor is divided over
+    return all(not here or len(axis.unique()) > 1 for here, axis in zip(mesh.get_coordinate(), places, strict=True))
 
 
 def _blocks_of_dtensor(tensor: Any) -> list[Block]:
@@ -149,18 +165,21 @@ def _pieces_of_axis(axis: int, size: int, placements: Sequence[tuple[Any, int, i
     return [(indices[first], first, end - first) for first, end in zip(firsts, ends, strict=False)]
 
 
-def staged(tensors: Mapping[str, Any], rank: int, kept: dict[str, torch.Tensor]) -> dict[str, list[Block]]:
+def staged(
+    tensors: Mapping[str, Any], rank: int, kept: dict[str, torch.Tensor], mesh: Any = None
+) -> dict[str, list[Block]]:
     """Return the blocks of this rank, copied to the host: what is written while training goes on.
 
     Args:
         tensors: The tensors by name.
         rank: This rank.
         kept: The memory of an earlier copy, used again where it fits. Holds that of this one afterwards.
+        mesh: The `DeviceMesh` of all ranks, if they have one.
     """
     found: dict[str, list[Block]] = {}
     for name, tensor in tensors.items():
         copies = []
-        for number, block in enumerate(own_blocks(tensor, rank)):
+        for number, block in enumerate(own_blocks(tensor, rank, mesh)):
             key = f"{name}:{number}"
             kept[key] = host_copy(block.tensor, kept.get(key))
             copies.append(block._replace(tensor=kept[key]))
@@ -202,6 +221,7 @@ def _sharding(block: Block) -> dict[str, list[int]]:
 
 def _host_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor in flat pieces in host memory, copying at most one at a time."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_cpu and tensor.is_contiguous():
         yield from tensor.view(-1).split(max(1, _PIECE // tensor.element_size()))
         return
@@ -240,7 +260,7 @@ def _write(
         yield hasher.seen(len(text).to_bytes(8, "little") + text)
         for name in order:
             for piece in pieces(name):
-                yield hasher.seen(piece.view(torch.uint8).numpy().data)
+                yield hasher.seen(as_bytes(piece).numpy().data)
 
     try:
         fs.create(path, content())
@@ -300,10 +320,11 @@ class TensorFiles(TensorFile):
     Args:
         files: All files. A tensor may lie in several of them, in blocks.
         ranks: The ranks that read them, which must all make it together.
+        catalogue: What is in the files, if the main rank has found it before.
     """
 
-    def __init__(self, files: Sequence[Path], ranks: Ranks | None = None) -> None:
-        super().__init__(list(files), ranks)
+    def __init__(self, files: Sequence[Path], ranks: Ranks | None = None, catalogue: Catalogue | None = None) -> None:
+        super().__init__(list(files), ranks, catalogue)
 
 
 def part_of(file: str) -> str:
@@ -340,6 +361,11 @@ def files_of(folder: Path, manifest_files: Iterable[str], part: str) -> list[Pat
 # --- consolidating
 
 
+def whole_files(tensors: Mapping[str, Any], limit: int = LARGEST_FILE) -> int:
+    """Return how many files of whole tensors `write_whole` writes; ranks beyond that number write none."""
+    return len(_plan({name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}, limit))
+
+
 def write_whole(
     source: TensorFile,
     folder: Path,
@@ -365,10 +391,14 @@ def write_whole(
     plan = _plan(specs, limit)
     entries: dict[str, FileEntry] = {}
 
-    def pieces(name: str) -> Iterator[torch.Tensor]:
+    ready: dict[str, torch.Tensor] = {}
+
+    def pieces(name: str, names: list[str]) -> Iterator[torch.Tensor]:
         shape, dtype = specs[name]
-        if not shape:
-            yield source.block(name, (), ()).view(1)
+        if name not in ready:  # small ones together, or each of them would open the files of all ranks
+            ready.update(source.whole(_next_few(specs, names[names.index(name) :])))
+        if name in ready:
+            yield ready.pop(name).view(-1)
             return
         step, rest = _rows_at_once(shape, dtype), (0,) * (len(shape) - 1)
         for first in range(0, shape[0], step):
@@ -376,10 +406,23 @@ def write_whole(
 
     for number, (file, names) in enumerate(plan.items()):
         if number % world_size == rank:
-            entries[file] = _write(folder / file, {name: specs[name] for name in names}, {}, pieces, fs)
+            held = {name: specs[name] for name in names}
+            entries[file] = _write(folder / file, held, {}, lambda name, names=names: pieces(name, names), fs)
     if rank == 0 and len(plan) > 1:
         entries["model.safetensors.index.json"] = _write_index(folder, plan, specs, fs)
     return entries
+
+
+def _next_few(specs: Mapping[str, Spec], names: Sequence[str]) -> list[str]:
+    """Return the first names whose tensors are small enough to be read together; none if the first is too large."""
+    found, held = [], 0
+    for name in names:
+        shape, dtype = specs[name]
+        held += math.prod(shape) * dtype.itemsize
+        if held > _AT_ONCE:
+            break
+        found.append(name)
+    return found
 
 
 def _plan(specs: Mapping[str, Spec], limit: int) -> dict[str, list[str]]:

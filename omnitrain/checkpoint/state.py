@@ -220,6 +220,7 @@ def load_weights(
     where: str,
     extra: Mapping[str, Any] | None = None,
     absent: Collection[str] = (),
+    ranks: Ranks | None = None,
 ) -> None:
     """Copy tensors into a model in place, so optimizers and tied weights stay valid; names, shapes and dtypes must fit.
 
@@ -231,24 +232,39 @@ def load_weights(
         where: Their name in errors.
         extra: What `extra_state` returned.
         absent: Names of tensors that were left out, and stay unchanged.
+        ranks: The ranks that load them, each into its own part of the model.
 
     Raises:
-        CheckpointError: If a tensor is missing, left over, or of another shape or dtype; the model is unchanged.
+        CheckpointError: On all ranks, if a tensor is missing, left over, of another shape or dtype, or cannot be read
+            by one of them; the model is unchanged.
     """
+    ranks = ranks or Ranks()
     check_weights(model, tensors, where, absent)
     named = {name: (tensor, first) for name, tensor, first in _named(model)}
-    content: dict[str, Any] = {
-        name: read_like(tensors, first, tensor) for name, (tensor, first) in named.items() if first in tensors
-    }
-    content |= {name: read_alone(tensors, name) for name in tensors if name not in named}
-    load_by_own_way(model, content | {name: from_json(value) for name, value in (extra or {}).items()}, where)
+    content: dict[str, Any] = {}
+
+    def read() -> None:
+        content.update(
+            {name: read_like(tensors, first, tensor) for name, (tensor, first) in named.items() if first in tensors}
+        )
+        content.update({name: read_alone(tensors, name) for name in tensors if name not in named})
+
+    ranks.attempt("the reading of weights", read)
+    content |= {name: from_json(value) for name, value in (extra or {}).items()}
+    load_by_own_way(model, content, where, ranks)
 
 
-def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str) -> None:
+def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str, ranks: Ranks | None = None) -> None:
     """Have a model load tensors and extra state by bare names: its modules may have hooks, or their own loading code.
 
+    Args:
+        model: The model, wrapped or not.
+        content: The tensors and the extra state.
+        where: Their name in errors.
+        ranks: The ranks that load them together.
+
     Raises:
-        CheckpointError: If it refuses them; the model is unchanged.
+        CheckpointError: On all ranks, if the model of one of them refuses them; the model is unchanged.
     """
     bare = unwrap(model)
     raw = {bare_name(name): name for name in bare.state_dict()}
@@ -259,14 +275,21 @@ def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str) ->
     if not is_strict:  # its code may need all of them
         content = {**bare.state_dict(), **content}
     before = _copies(bare) if any(map(has_own_loader, bare.modules())) else {}
+
+    def load() -> None:
+        try:
+            bare.load_state_dict(content, **({"strict": False} if is_strict else {}))
+        except Exception as error:
+            raise CheckpointError(
+                f"{where} does not fit the model, which refused it: {type(error).__name__}: {error}. "
+                "Build the model as it was built for that run."
+            ) from error
+
     try:
-        bare.load_state_dict(content, **({"strict": False} if is_strict else {}))
-    except Exception as error:
+        (ranks or Ranks()).attempt("the loading of weights", load)
+    except CheckpointError:
         _put_back(bare, before)
-        raise CheckpointError(
-            f"{where} does not fit the model, which refused it: {type(error).__name__}: {error}. "
-            "Build the model as it was built for that run."
-        ) from error
+        raise
 
 
 def _copies(model: nn.Module) -> dict[str, torch.Tensor]:

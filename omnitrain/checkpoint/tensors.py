@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from omnitrain.checkpoint.reading import DTYPES, Spec, TensorFile
-from omnitrain.distributed import Ranks
+from omnitrain.distributed import Ranks, as_bytes
 from omnitrain.errors import CheckpointError
 
 __all__ = [
@@ -88,7 +88,8 @@ def whole(tensor: Any) -> torch.Tensor:
     if isinstance(tensor, Gathered):
         return tensor.read().contiguous()
     tensor = tensor.detach()
-    return (tensor.full_tensor() if is_in_parts(tensor) else tensor).cpu().contiguous()
+    own = tensor.full_tensor() if is_in_parts(tensor) else tensor
+    return own.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def mark_of(tensor: Any) -> tuple[int, bytes]:
@@ -103,7 +104,7 @@ def mark_of(tensor: Any) -> tuple[int, bytes]:
         tensor = tensor.own()
     own = (tensor.to_local() if is_in_parts(tensor) else tensor).detach()
     few = own.reshape(-1)[:: max(1, own.numel() // 16)]
-    return own._version, few.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return own._version, as_bytes(few.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
 
 
 def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
@@ -266,7 +267,7 @@ def _fingerprint(tensor: torch.Tensor) -> str:
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()
     found = hashlib.sha256(f"{DTYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}".encode())
-    found.update(tensor.flatten().view(torch.uint8).numpy().data)
+    found.update(as_bytes(tensor).numpy().data)
     return found.hexdigest()[:16]
 
 
@@ -292,7 +293,7 @@ def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memo
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, tensor in ready:
-        yield gather(tensor).flatten().view(torch.uint8).numpy().data
+        yield as_bytes(gather(tensor)).numpy().data
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -14,14 +14,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import MANIFEST, FileEntry
-from omnitrain.checkpoint.remote import WORKERS, Copy, Place, in_bytes, reaching, worded
+from omnitrain.checkpoint.remote import WORKERS, Copy, Place, in_bytes, in_parallel, reaching, worded
 from omnitrain.checkpoint.retention import to_delete
 from omnitrain.errors import CheckpointError
 from omnitrain.processes import is_alive, is_known, own_process
@@ -43,8 +42,14 @@ _FILES = -1
 """What is being uploaded, in place of a step, while it is the files of the run."""
 STALE_S = 3600.0
 """The age of a sign of life, by the clocks of two machines, from which on nobody needs to watch."""
+LAST_S = 5.0
+"""Seconds that the end of a run waits for what is being written, once it waits for no upload."""
 SAID_S = 5.0
 """Seconds of waiting at the end of a run after which it is said what for."""
+
+
+_released: set[str] = set()
+"""The tokens of the locks that this process has released."""
 
 
 class RemoteLock:
@@ -64,6 +69,7 @@ class RemoteLock:
         self._place = place
         self._token = secrets.token_hex(4)
         self._ends = threading.Event()
+        self._writing = threading.Lock()
         self._beats = 0
         self._since = _now()
         self.lost: str = ""
@@ -92,7 +98,8 @@ class RemoteLock:
     def release(self) -> None:
         """Delete the object, unless another run has it."""
         self._ends.set()
-        if self._place.has_history or self.lost:
+        _released.add(self._token)  # the object may stay there, if the store fails
+        if self._place.has_history or self.lost or not self._writing.acquire(timeout=LAST_S):
             return
         try:
             owner = self._read()
@@ -100,6 +107,8 @@ class RemoteLock:
                 self._place.remove(LOCK)
         except Exception as error:  # the next run will find that this process has ended
             logger.debug("%s keeps its lock: %s", self._place.name, worded(error))
+        finally:
+            self._writing.release()
 
     def check(self) -> None:
         """Raise a CheckpointError if another run has taken the folder over."""
@@ -111,10 +120,10 @@ class RemoteLock:
 
     def _beat(self) -> None:
         while not self._ends.wait(BEAT_S):
-            with contextlib.suppress(Exception):  # a store that fails is reported by what is uploaded
-                owner = self._read()
+            with contextlib.suppress(Exception), self._writing:  # a store that fails is reported by what is uploaded
                 if self._ends.is_set():
                     return
+                owner = self._read()
                 if owner is not None and owner["token"] != self._token:
                     self.lost = _named(owner)
                     return
@@ -136,7 +145,7 @@ class RemoteLock:
 
     def _is_gone(self, owner: Mapping[str, Any]) -> bool:
         if is_known(owner):
-            return not is_alive(owner)
+            return owner["token"] in _released or not is_alive(owner)
         if time.time() - float(owner.get("at") or 0) > STALE_S:
             return True
         logger.warning(
@@ -168,8 +177,14 @@ def _named(owner: Mapping[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner['host']!r}, run {owner['token']}, since {owner.get('since')}"
 
 
+class _EndedError(Exception):
+    """The run waits for no upload any more."""
+
+
 class Upload:
     """Uploads the checkpoints of a run folder in a thread, the newest first, and deletes there what is not kept.
+
+    The thread has the lock of the folder there: it releases it when it ends, so that nothing is written afterwards.
 
     Args:
         place: The folder there.
@@ -193,7 +208,7 @@ class Upload:
         self._doomed: set[int] = set()
         """Steps to delete there, whatever retention says."""
         self._policy: tuple[Any, ...] | None = None
-        self._owes_files = False
+        self._owes_files = self._owes_pointers = False
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of the run's files when they were uploaded."""
         self._pointers: dict[str, str] = {}
@@ -252,7 +267,7 @@ class Upload:
             ) from OSError(self._reason)
 
     def wait(self, limit: float, tick: Callable[[], None] = lambda: None, enough: int | None = None) -> str:
-        """Upload what is left and the files of the run, and end the thread.
+        """Upload what is left and the files of the run, and end the thread, which unlocks the folder there.
 
         Args:
             limit: Seconds without any progress after which waiting ends.
@@ -264,6 +279,7 @@ class Upload:
         """
         with self._changed:
             self._owes_files = self._thread is not None  # without a checkpoint, the files there may be newer
+            self._owes_pointers = bool(self.copies)
             thread = self._start()
             self._changed.notify_all()
         seen, since, said = self._moves, time.monotonic(), time.monotonic() + SAID_S
@@ -286,9 +302,15 @@ class Upload:
             with self._changed:
                 self._ends = True
                 self._changed.notify_all()
+            thread.join(LAST_S)
+            if thread.is_alive():
+                logger.warning(
+                    "%s stays locked until what is being written there has ended, or this process.", self._place.name
+                )
 
     def _is_idle(self) -> bool:
-        return not (self._pending or self._owes_files or self._leftovers) and self._uploading is None
+        is_owed = self._owes_files or self._owes_pointers
+        return not (self._pending or is_owed or self._leftovers) and self._uploading is None
 
     def _left(self) -> str:
         with self._changed:
@@ -307,19 +329,32 @@ class Upload:
     # --- the thread
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ends or not self._is_idle())
-                if self._ends:
+        try:
+            while self._waits_for_work():
+                try:
+                    self._check()
+                    self._work()
+                except _EndedError:
                     return
-            try:
-                self._lock.check()
-                self._work()
-            except Exception as error:  # each package has its own errors, and none may end the thread
-                if self._lock.lost:
-                    logger.error("%s", error)
-                    return
-                self._failed(error)
+                except Exception as error:  # each package has its own errors, and none may end the thread
+                    if self._lock.lost:
+                        logger.error("%s", error)
+                        return
+                    self._failed(error)
+        finally:
+            self._lock.release()
+
+    def _waits_for_work(self) -> bool:
+        """Wait until there is something to upload; returns whether there is, before the run ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ends or not self._is_idle())
+            return not self._ends
+
+    def _check(self) -> None:
+        """Raise an error if nothing may be written there any more."""
+        self._lock.check()
+        if self._ends:
+            raise _EndedError
 
     def _failed(self, error: Exception) -> None:
         self._attempts, self._reason = self._attempts + 1, worded(error)
@@ -349,18 +384,21 @@ class Upload:
                     self._changed.notify_all()
             self._settle()
         with self._changed:
-            is_owed, self._owes_files = self._owes_files, False
-            if is_owed:
+            files, self._owes_files = self._owes_files, False
+            pointers, self._owes_pointers = self._owes_pointers, False
+            if files or pointers:
                 self._uploading = _FILES
         try:
-            if is_owed:
+            if files:
                 self._settle()
+            elif pointers:
+                self._write_pointers()
             self._clear_leftovers()
             if self._is_told and not self._ends:
                 logger.warning("%s: uploading works again, and everything is there.", self._place.name)
                 self._is_told = False
         except BaseException:
-            self._owes_files = True
+            self._owes_files, self._owes_pointers = files or self._owes_files, pointers or self._owes_pointers
             raise
         finally:
             with self._changed:
@@ -392,6 +430,7 @@ class Upload:
         if there is not None and (there.data, there.name) == (data, copy.name):
             return
         found = place.list(copy.name)
+        self._check()
         if there is not None:
             if len(self.copies) == 1 and there.name == copy.name:  # never without a complete one
                 place.duplicate(there, f"{copy.name}.old")
@@ -408,16 +447,15 @@ class Upload:
             self._send(path, f"{copy.name}/{file}", entry)
 
         try:
-            with ThreadPoolExecutor(WORKERS, thread_name_prefix="omnitrain-upload") as pool:
-                list(pool.map(send, copy.files))
+            in_parallel(send, copy.files, WORKERS)
         except OSError:
             if _read(folder / MANIFEST) != data:  # the files are gone, and another save may have come
                 return
             raise
         if _read(folder / MANIFEST) != data:
             return
-        self._lock.check()
         self._send_files()  # before it counts: a run that goes on from it needs all rows up to it
+        self._check()
         place.write(f"{copy.name}/{MANIFEST}", data)
         if place.read(f"{copy.name}/{MANIFEST}") != data:
             raise OSError(f"{copy.name}/{MANIFEST} differs there from what was uploaded")
@@ -425,27 +463,35 @@ class Upload:
         self._has_new = True
         self._worked()
         for key in found.keys() - copy.files.keys() - {MANIFEST}:  # of an earlier checkpoint of this step
+            self._check()
             place.remove(f"{copy.name}/{key}")
         if there is not None:
+            self._check()
             place.remove_folder(f"{copy.name}.old")
 
     def _send(self, path: Path, key: str, entry: FileEntry) -> None:
+        self._check()
         self._place.put(path, key, self._moved)
         self._place.check(key, path, entry)
         self._moves += 1
 
     def _settle(self) -> None:
         """Upload the files of the run, write the pointers, and delete what is not kept."""
-        self._lock.check()
         self._send_files()
-        newest = sorted(self.copies.values(), key=lambda copy: copy.order)
-        for which, those in (("last", newest), ("best", [copy for copy in newest if copy.kept.best])):
-            if those and self._pointers.get(which) != those[-1].name:
-                self._place.write(which, f"{those[-1].name}\n".encode())
-                self._pointers[which] = those[-1].name
+        self._write_pointers()
         self._worked()
         self._clear_leftovers()
         self._prune()
+
+    def _write_pointers(self) -> None:
+        newest = sorted(self.copies.values(), key=lambda copy: copy.order)
+        for which, those in (("last", newest), ("best", [copy for copy in newest if copy.kept.best])):
+            if which not in self._pointers:
+                self._pointers[which] = (self._place.read_if_there(which) or b"").decode(errors="replace").strip()
+            if those and self._pointers[which] != those[-1].name:
+                self._check()
+                self._place.write(which, f"{those[-1].name}\n".encode())
+                self._pointers[which] = those[-1].name
 
     def _send_files(self) -> None:
         for path in sorted(self._root.iterdir()):
@@ -455,8 +501,12 @@ class Upload:
             stat = path.stat()
             version = stat.st_size, stat.st_mtime_ns
             if self._sent.get(path.name) != version:
-                with contextlib.suppress(FileNotFoundError):
-                    self._place.write(path.name, path.read_bytes())
+                try:
+                    data = path.read_bytes()
+                except FileNotFoundError:  # deleted in the meantime
+                    continue
+                self._check()
+                self._place.write(path.name, data)
                 self._sent[path.name] = version
                 self._moves += 1
 
@@ -467,7 +517,7 @@ class Upload:
                 if name in {self._folder(step).name for step in self._pending}:
                     continue
             if name not in {copy.name for copy in self.copies.values()}:
-                self._lock.check()
+                self._check()
                 self._place.remove_folder(name)
                 self._moves += 1
             self._leftovers.discard(name)
@@ -483,7 +533,7 @@ class Upload:
         if policy is not None:
             doomed |= set(to_delete(kept, *policy))
         for step in sorted(doomed & self.copies.keys()):
-            self._lock.check()
+            self._check()
             copy = self.copies.pop(step)
             try:
                 self._place.remove_folder(copy.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -36,8 +37,9 @@ def hashed_by_all(ranks: Ranks, find: Callable[[Check], T]) -> T:
         if ranks.world_size == 1 or size < _WORTH_IT or manifest is None:
             check_hashes(folder, files)
             return
-        ranks.on_main(_REQUEST, lambda: (folder, dict(files), manifest))
-        _hash_share(ranks, folder, files, manifest)
+        mark = hashlib.sha256(manifest).digest()
+        ranks.on_main(_REQUEST, lambda: (folder, dict(files), mark))
+        _hash_share(ranks, folder, files, mark)
 
     failed: Exception | None = None
     found: T | None = None
@@ -55,9 +57,10 @@ def hashed_by_all(ranks: Ranks, find: Callable[[Check], T]) -> T:
     return ranks.on_main("the choice of a checkpoint", result)
 
 
-def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], manifest: bytes) -> None:
+def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], mark: bytes) -> None:
     """Hash this rank's share of the files; on the main rank raise the error of any rank."""
-    sees = ranks.gather("a look at a checkpoint", ranks.is_main or _read(folder / MANIFEST) == manifest)
+    has_it = ranks.is_main or hashlib.sha256(_read(folder / MANIFEST) or b"").digest() == mark
+    sees = ranks.gather("a look at a checkpoint", has_it)
     shares = [rank for rank, one in enumerate(sees) if one]
     loads = dict.fromkeys(shares, 0)
     own: dict[str, FileEntry] = {}

@@ -31,6 +31,7 @@ from omnitrain.checkpoint.shards import (
     own_blocks,
     part_of,
     staged,
+    whole_files,
     write_shards,
     write_whole,
 )
@@ -193,8 +194,10 @@ class Writer:
         except BaseException:
             _close(store, snapshot.step, held)
             raise
-        consolidates = state.WEIGHTS in files and self._consolidates(snapshot)
-        return self._together(store, folder, held, (blocks, rest), consolidates, stages)
+        wholes = 0
+        if state.WEIGHTS in files and self._consolidates(snapshot):
+            wholes = whole_files(snapshot.files[state.WEIGHTS])
+        return self._together(store, folder, held, (blocks, rest), wholes, stages)
 
     def _begin(self, store: Store, snapshot: Snapshot, held: contextlib.ExitStack) -> str:
         """Make the folder of a checkpoint, locked until `held` is closed, and return its name."""
@@ -215,12 +218,13 @@ class Writer:
 
     def _taken(self, snapshot: Snapshot, files: Sequence[str], stages: bool) -> tuple[Blocks, Snapshot]:
         """Return what this rank writes: its blocks of the files in parts, and the other files, on the main rank."""
-        rank, rest = self._run.ranks.rank, [file for file in snapshot.files if file not in files]
+        rank, mesh = self._run.ranks.rank, self._run.ranks.mesh
+        rest = [file for file in snapshot.files if file not in files]
         if stages:
-            blocks = {file: staged(snapshot.files[file], rank, self._kept.setdefault(file, {})) for file in files}
+            blocks = {file: staged(snapshot.files[file], rank, self._kept.setdefault(file, {}), mesh) for file in files}
             return blocks, snapshot.on_host(self._kept, rest if rank == 0 else [])
         parts = {file: snapshot.files[file].items() for file in files}
-        return {file: {name: own_blocks(one, rank) for name, one in held} for file, held in parts.items()}, (
+        return {file: {name: own_blocks(one, rank, mesh) for name, one in held} for file, held in parts.items()}, (
             snapshot.only(rest)
         )
 
@@ -230,10 +234,10 @@ class Writer:
         folder: Path,
         held: contextlib.ExitStack,
         taken: tuple[Blocks, Snapshot],
-        consolidates: bool,
+        wholes: int,
         has_beside: bool,
     ) -> Phases:
-        """Have every rank write its part, and its share of the whole weights if these are wanted."""
+        """Have every rank write its part, and its share of the files of whole weights, of which there are `wholes`."""
         ranks, (blocks, rest), mine = self._run.ranks, taken, Entries()
 
         def safely(work: Callable[[], Any]) -> Callable[[], Any]:
@@ -244,10 +248,11 @@ class Writer:
             if blocks:
                 for found in (yield safely(lambda: self._write_parts(store, folder, blocks, mine))):
                     entries |= found
-            if consolidates:
+            if wholes:
                 parts = [name for name in entries if name.startswith(f"{part_of(state.WEIGHTS)}/")]
                 parts = ranks.on_main("the parts of a checkpoint", lambda: parts)
-                for found in (yield safely(lambda: self._write_whole(store, folder, parts))):
+                share = self._write_whole if ranks.rank < wholes else _nothing  # which opens the parts of all ranks
+                for found in (yield safely(lambda: share(store, folder, parts))):
                     entries |= found
                 yield safely(lambda: [store.fs.unlink(folder / name) for name in mine if name in parts])
                 entries = {name: entry for name, entry in entries.items() if name not in parts}
@@ -349,6 +354,10 @@ class Writer:
 def _in_parts(snapshot: Snapshot) -> list[str]:
     """Return the files with tensors of which each rank has a part."""
     return [file for file in snapshot.by_size if any(map(state.is_in_parts, snapshot.files[file].values()))]
+
+
+def _nothing(store: Store, folder: Path, parts: Sequence[str]) -> Entries:
+    return {}
 
 
 def _close(store: Store, step: int, held: contextlib.ExitStack) -> None:

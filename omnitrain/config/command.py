@@ -19,21 +19,22 @@ from typing import Any
 from omnitrain.checkpoint.record import CONFIG_FILE
 from omnitrain.config.configuration import SECTIONS, TRAINERS, Config, merged, raise_all
 from omnitrain.config.reading import Place, Tree, parse_value, read
-from omnitrain.errors import ConfigError
+from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.masking import masked
 from omnitrain.plain_yaml import write
-from omnitrain.settings import DEFAULTS
+from omnitrain.settings import DEFAULTS, is_address
 
 __all__ = ["check", "convert", "help_of_trainers", "make_config", "pairs_of", "sweep", "train"]
 
 Pairs = Sequence[tuple[str, str | None]]
 
 
-def train(words: Sequence[str], resume: Path | None, trust: bool, only_print: bool) -> None:
+def train(words: Sequence[str], resume: str | None, trust: bool, only_print: bool) -> None:
     """Train what files and the words after them describe.
 
     Args:
         words: Configuration files, each put over those before, and then options such as --trainer.epochs 3.
-        resume: The folder of a run, or of a checkpoint, with which to go on.
+        resume: The folder or address of a run, or of a checkpoint, with which to go on.
         trust: Whether modules may be imported that are neither installed nor in the current folder.
         only_print: Whether only to print the configuration.
 
@@ -67,7 +68,7 @@ def convert(file: Path) -> None:
     print(write(values), end="")
 
 
-def make_config(words: Sequence[str], resume: Path | None = None, trust: bool = False) -> Config:
+def make_config(words: Sequence[str], resume: str | None = None, trust: bool = False) -> Config:
     """Return the configuration that a command line describes; modules of the current folder can be imported then.
 
     Raises:
@@ -75,23 +76,42 @@ def make_config(words: Sequence[str], resume: Path | None = None, trust: bool = 
     """
     files, pairs = _divided(words)
     if resume is not None:
-        is_checkpoint = resume.name.startswith("checkpoint-")
-        run = resume.parent if is_checkpoint else resume
-        if not (run / CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"--resume {resume}: there is no {CONFIG_FILE!r} in {str(run)!r}. Name the folder of a run, or the "
-                "file that it was started with and --train.resume_from last."
-            )
-        files.insert(0, run / CONFIG_FILE)
-        from_where = str(resume) if is_checkpoint else "last"
-        own = [("trainer.overwrite", "false"), ("train.resume_from", from_where)]
-        pairs = [*own, *pairs]
+        run, checkpoint = _run_of(resume)
+        files.insert(0, _config_of(resume, run))
+        pairs = [("trainer.overwrite", "false"), ("train.resume_from", checkpoint), *pairs]
     if not files:
         raise ConfigError("Name a file, such as config.yaml, or a run to go on with: --resume runs/a.")
     tree = merged(files)
     if resume is not None:
-        pairs = [(_folder_key(tree), str(run)), *pairs]
+        pairs = [(_folder_key(tree), run), *pairs]
     return Config.over(tree, _of_transformers(tree, pairs), trust)
+
+
+def _run_of(resume: str) -> tuple[str, str]:
+    """Return the run that is to go on, and the checkpoint of it to begin with.
+
+    >>> _run_of("runs/a"), _run_of("s3://bucket/a/checkpoint-4/")
+    (('runs/a', 'last'), ('s3://bucket/a', 's3://bucket/a/checkpoint-4'))
+    """
+    place = resume.rstrip("/") if is_address(resume) else str(Path(resume))
+    parent, _, name = place.rpartition("/") if is_address(resume) else (str(Path(place).parent), "", Path(place).name)
+    return (parent, place) if name.startswith("checkpoint-") else (place, "last")
+
+
+def _config_of(resume: str, run: str) -> Path:
+    """Return the file that describes a run, downloaded if the run is on a remote store."""
+    remedy = "Name the folder of a run, or the file that it was started with and --train.resume_from last."
+    if is_address(run):
+        from omnitrain.checkpoint.remote import local_copy
+
+        try:
+            return local_copy(f"{run}/{CONFIG_FILE}", "--resume")
+        except CheckpointError as error:
+            raise ConfigError(f"--resume {masked(resume)}: {error} {remedy}") from error
+    file = Path(run) / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError(f"--resume {resume}: there is no {CONFIG_FILE!r} in {run!r}. {remedy}")
+    return file
 
 
 def _divided(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:

@@ -28,6 +28,7 @@ from omnitrain.data.sampling import (
     EpochSampler,
     Fetch,
     GivenOrder,
+    Rounds,
     dealt,
     filled_up,
     share,
@@ -273,8 +274,7 @@ class MapLoader(Loader):
         return self._read(0, self.sampler.batches(0, self.last_step(1)))
 
     def last_step(self, batches: int) -> int:
-        size = self.sampler.batch_size * self.sampler.world_size * batches
-        return (self.sampler.size - 1) // size * size
+        return self.sampler.rounds.start((len(self) - 1) // batches * batches)
 
     def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[Counted]:
         if self._workers is not None:
@@ -312,14 +312,15 @@ class StreamLoader(Loader):
         prefetch_factor: int | None = None,
         marks: bool = True,
         name: str = Loader.name,
+        rounds: Rounds | None = None,
     ) -> None:
         self.dataset = dataset
         self.name = name
-        self.batch_size: int = batch_size * world_size
+        self.rounds: Rounds = rounds or Rounds((batch_size * world_size,))
         self.collate = collate
         self.seed = seed
         self.size: int | None = len(dataset) if has_length(dataset) else None
-        self._stream = Stream(dataset, batch_size, collate, seed, rank, world_size, marks, name)
+        self._stream = Stream(dataset, self.rounds, collate, seed, rank, world_size, marks, name)
         if num_workers > 1:
             logger.warning(
                 "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
@@ -337,12 +338,12 @@ class StreamLoader(Loader):
     def __len__(self) -> int:
         if self.size is None:
             raise TypeError("This stream has no length.")
-        return math.ceil(self.size / self.batch_size)
+        return self.rounds.count(self.size)
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
         """Return the positions of the samples in an epoch of the stream, from 0."""
-        first = position + turn * self.batch_size
-        return share(range(first, first + self.batch_size), self._stream.rank, self._stream.world_size)
+        places = range(position + self.rounds.start(turn), position + self.rounds.start(turn + 1))
+        return share(places, self._stream.rank, self._stream.world_size)
 
     def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
@@ -776,12 +777,14 @@ def make_loader(
     whole: int = 1,
     order_seed: int | None = None,
     subset: int | None = None,
+    rounds: Rounds | None = None,
 ) -> Loader:
     """Return the loader for a dataset, which can be map-style (with a length and items), a stream or a DataLoader.
 
     With `marks`, a stream with a state is asked for it after each batch, so that it can be restored there.
     `whole` (the samples in an epoch are a multiple of this) and `order_seed` (a seed only for the order) are for
-    map-style datasets. `subset` keeps that many samples at most, the first ones.
+    map-style datasets. `subset` keeps that many samples at most, the first ones. `rounds` deals out the samples of a
+    step; None gives `batch_size` to each rank, again and again.
 
     Raises:
         DataError: If `dataset` is empty or none of these.
@@ -806,7 +809,7 @@ def make_loader(
         own: Any = dataset  # which may say itself how it is ordered and collated
         if callable(getattr(own, "collate_with", None)):
             collate = cast(Collate, own.collate_with(collate))
-        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "whole": whole}
+        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "whole": whole, "rounds": rounds}
         share["seed"] = seed if order_seed is None else order_seed
         if shuffle and callable(getattr(own, "epoch_order", None)):
             size, sampler = own.epoch_size, GivenOrder(own, batch_size, **share)
@@ -826,5 +829,5 @@ def make_loader(
         )
     return StreamLoader(
         dataset if subset is None else _First(dataset, subset), batch_size, collate, seed, rank=rank,
-        world_size=world_size, marks=marks, name=name_of_set(name), **workers,
+        world_size=world_size, marks=marks, name=name_of_set(name), rounds=rounds, **workers,
     )  # fmt: skip

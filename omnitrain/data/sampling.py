@@ -29,6 +29,7 @@ __all__ = [
     "EpochSampler",
     "Fetch",
     "GivenOrder",
+    "Rounds",
     "Window",
     "dealt",
     "filled_up",
@@ -92,13 +93,53 @@ def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield window
 
 
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How the samples of a step are dealt out: in a round, each rank takes its share of so many for a micro-batch.
+
+    Attributes:
+        sizes: The samples of each round of a step; the same sizes come again in the next step.
+
+    >>> rounds = Rounds.of(13, batch_size=2, world_size=3)
+    >>> rounds.sizes, rounds.count(18), [rounds.start(number) for number in range(5)]
+    ((6, 3, 4), 4, [0, 6, 9, 13, 19])
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: int, batch_size: int, world_size: int) -> Rounds:
+        """Return as few rounds as a step of so many samples can have, in which no two ranks differ by two samples."""
+        number = math.ceil(step / (batch_size * world_size))
+        each, rest = divmod(step, world_size)
+        sizes = [world_size * (each // number + (turn < each % number)) for turn in range(number)]
+        sizes[-1] += rest  # of the rounds that are equal parts, the last one is the smallest
+        return cls(tuple(sizes))
+
+    @property
+    def step(self) -> int:
+        """The samples of a step."""
+        return sum(self.sizes)
+
+    def start(self, number: int) -> int:
+        """Return the samples before a round, counted from the beginning of a step."""
+        steps, turns = divmod(number, len(self.sizes))
+        return steps * self.step + sum(self.sizes[:turns])
+
+    def count(self, samples: int) -> int:
+        """Return the rounds in which so many samples are dealt out, the last of them maybe a short one."""
+        steps, rest = divmod(samples, self.step)
+        starts = itertools.accumulate(self.sizes[:-1], initial=0)
+        return steps * len(self.sizes) + sum(start < rest for start in starts)
+
+
 class EpochSampler:
     """The order of samples in every epoch, and the split of each window over the ranks.
 
     The order depends only on (seed, epoch), and a position is a number of samples, so a seek is arithmetic: step k
-    sees the same samples on any number of ranks with the same batch_size x world_size x accumulation. Above 2^24
-    samples the order is not drawn as a whole but computed position by position, so with a billion samples the first
-    step starts at once and takes no memory. A short last share is split unevenly: nothing is padded or counted twice,
+    sees the same samples on any number of ranks if it has as many of them. Above 2^24 samples the order is not drawn
+    as a whole but computed position by position, so with a billion samples the first step starts at once and takes no
+    memory. A short last share is split unevenly: nothing is padded or counted twice,
     and every process gets the same number of micro-batches, some of which may be empty.
 
     Args:
@@ -109,6 +150,7 @@ class EpochSampler:
         rank: The rank of this process.
         world_size: Number of ranks.
         whole: The samples in an epoch are a multiple of this; each epoch leaves out different ones.
+        rounds: How the samples of a step are dealt out; None: `batch_size` to each rank, again and again.
 
     Attributes:
         size: Samples in an epoch.
@@ -131,6 +173,7 @@ class EpochSampler:
         rank: int = 0,
         world_size: int = 1,
         whole: int = 1,
+        rounds: Rounds | None = None,
     ) -> None:
         self._samples = size
         self.size: int = size - size % whole
@@ -139,12 +182,13 @@ class EpochSampler:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.rounds: Rounds = rounds or Rounds((batch_size * world_size,))
         self.is_keyed: bool = size > _DRAWN_WHOLE and not self._is_drawn_whole
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         """Return the number of micro-batches of one epoch on one process."""
-        return math.ceil(self.size / (self.batch_size * self.world_size))
+        return self.rounds.count(self.size)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of all samples of an epoch, as int64."""
@@ -167,13 +211,15 @@ class EpochSampler:
         return torch.randperm(self._samples, generator=generator).numpy()
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[np.ndarray]:
-        """Yield the indices of this process's micro-batches, from the sample at `position` of the epoch on."""
-        size = self.batch_size * self.world_size
-        block = size * max(1, _BLOCK // size)
+        """Yield the indices of this process's micro-batches, from the step at `position` of the epoch on."""
+        rounds = self.rounds
+        block = rounds.step * max(1, _BLOCK // rounds.step)
         for first in range(position, self.size, block):
             samples = self.samples(epoch, first, min(first + block, self.size))
-            for start in range(0, len(samples), size):
-                yield share(samples[start : start + size], self.rank, self.world_size)
+            for start, end in itertools.pairwise(itertools.accumulate(itertools.cycle(rounds.sizes), initial=0)):
+                if start >= len(samples):
+                    break
+                yield share(samples[start:end], self.rank, self.world_size)
 
 
 class GivenOrder(EpochSampler):

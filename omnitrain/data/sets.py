@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +13,16 @@ import torch
 
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, end_workers, is_stream, make_loader, name_of_set
+from omnitrain.data.sampling import Rounds
 from omnitrain.data.shards import ShardedLoader, ShardedStream
-from omnitrain.distributed import Ranks
+from omnitrain.distributed import Coordinates, Ranks
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.settings import Settings, changes_in_size, describe, is_loader, resolve_accumulation
+from omnitrain.settings import Settings, changes_in_size, describe, is_loader, samples_of_step
 
 __all__ = ["EvalSet", "Sets", "is_named_sets"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class Sets:
         train: The loader of the training set, or None.
         eval: The loader of the evaluation set, a dict of loaders for named sets, or None.
         test: The loader of the test set, or None.
+        share: Which share of the data this rank has.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class Sets:
     ) -> None:
         self._settings = settings
         self._ranks = ranks
+        self.share: Coordinates = ranks.data
         self._transform = transform
         self._sampling = sampling
         if settings.drop_last and changes_in_size(settings):
@@ -127,14 +134,13 @@ class Sets:
                 "of several sizes. Leave one of them out."
             )
         if settings.drop_last:
-            accumulation = resolve_accumulation(settings, ranks.data.size)
-            self._sampling["whole"] = settings.batch_size * ranks.data.size * accumulation
+            self._sampling["whole"] = samples_of_step(settings, self.share.size)
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         self._loading = {
             "collate": settings.data_collator or Collator(label_names=settings.label_names or ()),
             "seed": settings.seed,
-            "rank": ranks.data.rank,
-            "world_size": ranks.data.size,
+            "rank": self.share.rank,
+            "world_size": self.share.size,
             "num_workers": settings.num_workers,
             "pin_memory": pin_memory and device.type != "cpu",
             "prefetch_factor": settings.prefetch_factor,
@@ -143,13 +149,13 @@ class Sets:
         if settings.train_loader is not None:
             self.train = self._given(settings.train_loader, "train_loader", marks=self._keeps_marks())
         elif settings.train_dataset is not None:
-            self.train = self.train_loader_of(settings.batch_size)
+            self.train = self._train_loader()
         self.eval: Any = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
         self.test: Any = self._evaluation_loader(settings.test_dataset, settings.test_loader, "test_dataset")
         self.check_sizes(self.train, self.eval, self.test)
 
-    def train_loader_of(self, batch_size: int) -> Loader:
-        """Return a loader of the training set with micro-batches of this size."""
+    def _train_loader(self) -> Loader:
+        """Return the loader of the training set."""
         settings = self._settings
         self._refuse_split(settings.train_dataset, "train_dataset")
         if not settings.shuffle and hasattr(settings.train_dataset, "epoch_order"):
@@ -162,15 +168,43 @@ class Sets:
                 "`drop_last=True` needs data with a length, so that the number of steps is known; "
                 "`train_dataset` is a stream. Leave it out, or end the stream after whole steps."
             )
+        rounds = self._rounds()
         if isinstance(settings.train_dataset, ShardedStream):
+            if rounds is not None:
+                raise self._indivisible(rounds, "a ShardedStream, of which each rank reads parts of its own")
             return ShardedLoader(
-                settings.train_dataset, batch_size, marks=settings.save_dir is not None, **self._loading,
+                settings.train_dataset, settings.batch_size, marks=settings.save_dir is not None, **self._loading,
                 name=name_of_set("train_dataset"),
             )  # fmt: skip
+        if rounds is not None:
+            self._tell_of(rounds)
         return make_loader(
-            self._transform(settings.train_dataset), batch_size, name="train_dataset", shuffle=settings.shuffle,
-            marks=settings.save_dir is not None, **self._sampling, **self._loading,
+            self._transform(settings.train_dataset), settings.batch_size, name="train_dataset", rounds=rounds,
+            shuffle=settings.shuffle, marks=settings.save_dir is not None, **self._sampling, **self._loading,
         )  # fmt: skip
+
+    def _indivisible(self, rounds: Rounds, data: str) -> ConfigError:
+        return ConfigError(
+            f"`global_batch_size={rounds.step}` must be a multiple of batch_size x processes = "
+            f"{self._settings.batch_size} x {self.share.size} with {data}. Change one of the three, or pass a "
+            "dataset that all ranks read."
+        )
+
+    def _rounds(self) -> Rounds | None:
+        """Return how the samples of a step are dealt out, if they cannot be dealt out evenly."""
+        step, size = self._settings.global_batch_size, self._settings.batch_size
+        if not isinstance(step, int) or not step % (size * self.share.size):
+            return None
+        return Rounds.of(step, size, self.share.size)
+
+    def _tell_of(self, rounds: Rounds) -> None:
+        settings, share = self._settings, self.share
+        if self._ranks.is_main:
+            logger.info(
+                "The %d samples of a step are no multiple of batch_size x processes = %d x %d: a process takes up to "
+                "%d of them at a time, %d times a step.", rounds.step, settings.batch_size, share.size,
+                math.ceil(max(rounds.sizes) / share.size), len(rounds.sizes),
+            )  # fmt: skip
 
     def _refuse_split(self, dataset: Any, name: str) -> None:
         """Raise ConfigError for a Hugging Face stream that is already split over the ranks."""
@@ -269,11 +303,17 @@ class Sets:
                 f"got {type(loader).__name__ if is_loader_like else repr(loader)[:200]}. "
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
             )
-        ranks, seed = self._ranks, self._settings.seed
-        return GivenLoader(loader, seed, ranks.data.rank, ranks.data.size, name_of_set(name), marks)
+        share, seed = self.share, self._settings.seed
+        return GivenLoader(loader, seed, share.rank, share.size, name_of_set(name), marks)
 
     def take_train(self, loader: Any) -> None:
-        """Train on the user's own loader from now on."""
+        """Train on the user's own loader from now on.
+
+        Raises:
+            ConfigError: If its batches do not make the steps that `global_batch_size` asks for.
+        """
+        if (rounds := self._rounds()) is not None:
+            raise self._indivisible(rounds, "a loader of your own, which makes the batches")
         self.train = self._given(loader, "train_loader", marks=self._keeps_marks())
 
     def take_eval(self, loader: Any) -> None:

@@ -395,6 +395,24 @@ class ShardedLoader(Loader):
                 yield Counted(latest, 0)
             missed = 0
             yield Counted(latest, len(places))
+        if latest is None and (last := self._last_before(*self._from)) is not None:
+            yield Counted(pinned(last) if self._pin_memory else last, 0)  # other ranks may have more
+
+    def _last_before(self, epoch: int, end: int) -> Any:
+        """Return the last micro-batch of this rank before a place at which its shards have ended; None if it has none.
+
+        It is what an uninterrupted pass would repeat as a stand-in.
+        """
+        reader, back, last = _Reader(self, list(range(len(self.own))), True), self.batch_size, None
+        reader.epoch, reader.marks = epoch, False
+        while last is None and end > 0:
+            reader.first = max(0, end - back)
+            for part in reader:
+                last = part.samples if part.places else last
+            if not reader.first:
+                break
+            back *= 2
+        return last
 
     def _merged(self) -> Iterator[tuple[list[int], Any]]:
         """Yield the micro-batches of all readers together, each with the places of its samples."""

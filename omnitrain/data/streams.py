@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from omnitrain.data.sampling import Collate, Counted, no_end, share
+from omnitrain.data.sampling import Collate, Counted, Rounds, no_end, share
 from omnitrain.errors import CheckpointError, named_samples
 from omnitrain.events import give_back
 from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
@@ -48,7 +48,7 @@ class Stream(IterableDataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        rounds: Rounds,
         collate: Collate,
         seed: int,
         rank: int = 0,
@@ -58,7 +58,7 @@ class Stream(IterableDataset[Any]):
     ) -> None:
         self.dataset = dataset
         self.name = name
-        self.batch_size = batch_size
+        self.rounds = rounds
         self.collate = collate
         self.seed = seed
         self.rank = rank
@@ -87,9 +87,9 @@ class Stream(IterableDataset[Any]):
             for _ in itertools.islice(samples, self.position - number):
                 pass
         number = self.position
-        while True:
+        for size in itertools.cycle(self.rounds.sizes):
             with isolated_rng():
-                taken = list(itertools.islice(samples, self.batch_size * self.world_size))
+                taken = list(itertools.islice(samples, size))
                 own = share(taken, self.rank, self.world_size)
                 # the random numbers of collation continue from the last sample's seed
                 try:
@@ -105,7 +105,7 @@ class Stream(IterableDataset[Any]):
                 return
             first = taken[0] if self.world_size > 1 and number == self.position else None
             number += len(taken)
-            has_ended = len(taken) < self.batch_size * self.world_size
+            has_ended = len(taken) < size
             yield (
                 Counted(batch, len(own)),
                 Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None,

@@ -480,7 +480,7 @@ class Calls(BaseTrainer):
             if evaluation.is_of_run:
                 found = evaluation.go_over(loader, *part)
             else:
-                with self.ranks.calling("evaluation_loop()", self._timeout):
+                with self._calling("evaluation_loop()"):
                     found = self._loop.outside(loader, lambda stop: evaluation.over(loader, *part, stop))
         size = loader.size
         if size is None:

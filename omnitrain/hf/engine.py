@@ -35,6 +35,7 @@ from omnitrain.hf.files import write_optimizer, write_state
 from omnitrain.hf.policies import is_delayed
 from omnitrain.hf.search import Searching, Trial, run_trial
 from omnitrain.run.loop import Loop
+from omnitrain.settings import samples_of_step
 from omnitrain.trainers.base import BaseTrainer
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -279,7 +280,7 @@ class Engine(Searching):
         owner, progress = self.owner, self.owner.progress
         if not (progress.epoch or progress.samples_in_epoch):
             return None
-        share = owner.batch_size * owner.world_size * owner.gradient_accumulation_steps
+        share = samples_of_step(owner.settings, owner._sets.share.size)
         state = self.present_state()
         # transformers' loop derives the position in the data from this; the Bridge sets the step
         state.global_step = progress.epoch * (owner.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
@@ -289,6 +290,10 @@ class Engine(Searching):
         folder.mkdir(exist_ok=True)
         state.save_to_json(str(folder / "trainer_state.json"))
         return str(folder)
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Return the samples of an optimizer step over all ranks."""
+        return samples_of_step(self.owner.settings, self.owner._sets.share.size)
 
     def note_state(self) -> None:
         """Note transformers' state at the end of a run, for one that goes on in this process."""

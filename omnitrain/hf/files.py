@@ -128,5 +128,5 @@ def write_model(owner: BaseTrainer, processing_class: Any, path: Path, overwrite
         ConfigError: If there are weights in `path` already and `overwrite` is False.
     """
     beside = [] if processing_class is None else [processing_class]
-    with owner.ranks.calling("save_model()"):
+    with owner._calling("save_model()"):
         save_model(owner.model, path, overwrite, owner._checkpointer.shown.model_tensors(), owner.ranks, beside)

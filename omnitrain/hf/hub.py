@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.trainer_utils import HubStrategy
 
 from omnitrain.errors import ConfigError
 from omnitrain.hf.files import write_model
+from omnitrain.settings import samples_of_step
 from omnitrain.trainers.base import BaseTrainer
 
 __all__ = ["Uploading"]
@@ -63,8 +65,21 @@ class Uploading(transformers.Trainer):
             write_model(self.owner, self.saved_processor, path, overwrite=True)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        with self.showing_arguments():
+        with self.showing_arguments() as shown:
             super().create_model_card(*args, **kwargs)
+            if self.is_world_process_zero():
+                self._write_samples_of_step(Path(str(shown.output_dir)) / "README.md", shown)
+
+    def _write_samples_of_step(self, card: Path, shown: transformers.TrainingArguments) -> None:
+        """Write into the card how many samples a step has, where that is no product of the batch sizes in it."""
+        step = samples_of_step(self.owner.settings, self.owner._sets.share.size)
+        if step == shown.train_batch_size * shown.world_size * shown.gradient_accumulation_steps or not card.is_file():
+            return
+        text, line = card.read_text(encoding="utf-8"), f"- total_train_batch_size: {step}"
+        text, found = re.subn("^- total_train_batch_size: .*$", line, text, count=1, flags=re.MULTILINE)
+        if not found:
+            text = re.sub("^(- train_batch_size: .*)$", rf"\1\n{line}", text, count=1, flags=re.MULTILINE)
+        card.write_text(text, encoding="utf-8")
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload the model as it is now, with a model card.

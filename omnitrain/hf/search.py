@@ -144,7 +144,7 @@ class Searching(Uploading):
         **kwargs: Any,
     ) -> Any:
         """Search as transformers does, with a whole run of a trainer like ours for each trial."""
-        with searching(self, backend, kwargs), self.owner.ranks.calling("hyperparameter_search()"):
+        with searching(self, backend, kwargs), self.owner._calling("hyperparameter_search()"):
             return super().hyperparameter_search(
                 hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
             )

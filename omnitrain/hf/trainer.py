@@ -72,6 +72,7 @@ from omnitrain.settings import (
     check_type,
     refuse_class,
     run_folder,
+    samples_of_step,
     takes_arguments,
 )
 from omnitrain.units import ModelUnit, StepOutput, without_effect
@@ -513,12 +514,13 @@ class HFTrainer(Calls):
     def _make_sets(self) -> Sets:
         args, unit = self.training_args, self.unit
         sampling: dict[str, Any] = {} if self._order_seed is None else {"order_seed": self._order_seed}
+        step = samples_of_step(self.settings, self.ranks.data.size)
         if args is not None and args.dataloader_drop_last:
-            sampling["whole"] = self.batch_size * self.world_size
+            share = self.batch_size * self.ranks.data.size
+            sampling["whole"] = step if step % share else share
         keeps_all = type(unit) is not ModelUnit or (args is not None and not args.remove_unused_columns)
         self._engine_args.remove_unused_columns = not keeps_all
         columns = Columns(None if keeps_all else unit.columns, self.get_model())
-        step = self.batch_size * self.world_size * self.gradient_accumulation_steps
         sets = Sets(grouped_by_length(self.settings, args, step), self.device, self.ranks, columns, **sampling)
         if self.settings.microbatch_size == "auto" and self.world_size > 1 and syncs_each_batch(args):
             raise ConfigError(

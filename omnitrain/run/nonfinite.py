@@ -63,8 +63,8 @@ def evaluation_error(
     hooks, number = evaluation.hooks, _first_bad_batch(evaluation, loader)
     sampler, indices = getattr(loader, "sampler", None), []
     if number is not None and sampler is not None:
-        size = sampler.batch_size * sampler.world_size
-        indices = _suspects(hooks, loader, 0, number * size, size, (_is_bad,))
+        first, end = sampler.rounds.start(number), sampler.rounds.start(number + 1)
+        indices = _suspects(hooks, loader, 0, first, end - first, (_is_bad,))
     _report(hooks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:

@@ -294,18 +294,12 @@ class AccelerateTrainer(BaseTrainer):
                 )
             given["autocast"] = accelerator.mixed_precision
         self.accelerator = accelerator
-        self._mesh: Any = getattr(accelerator, "torch_device_mesh", None)
         self._own_settings = {**ways, "find_unused_parameters": unused}
         ranks = find_ranks(accelerator, timeout)
         refuse_lost_processes(ranks.world_size)
         _refuse_two_ways(given, ways["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(given, ranks)
-
-    @property
-    def mesh(self) -> Any:
-        """Torch's `DeviceMesh` with the dimensions of `parallelism_config` that have several ranks; None without."""
-        return self._mesh
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
         return self.accelerator.device

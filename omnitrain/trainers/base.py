@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from omnitrain.callbacks.notebook import show_in_notebooks, trainer_html
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.changes import InitialOptions, made_with, options_of
-from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed
+from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed, locked
 from omnitrain.checkpoint.contents import Contents, group_options
 from omnitrain.checkpoint.initial import load_initial
 from omnitrain.checkpoint.mirror import make_store
@@ -69,6 +70,7 @@ from omnitrain.settings import (
     refuse_class,
     resolve_accumulation,
     run_folder,
+    samples_of_step,
     seconds_of,
     source_of,
     stages_of,
@@ -92,6 +94,8 @@ class BaseTrainer(Hooks, ABC):
     config: TrainerConfig
     """What the trainer was made with; `print(trainer.config)` shows it as a file for `omnitrain train`."""
     lifecycle: Lifecycle
+    mesh: Any
+    """Torch's `DeviceMesh`, with the dimensions of `parallelism_config` that have several ranks; None without."""
     train_dataset: Any
     eval_dataset: Any
     test_dataset: Any
@@ -322,15 +326,7 @@ class BaseTrainer(Hooks, ABC):
             ranks: The ranks of the run; None is this process alone.
         """
         model = given.pop("model")
-        refuse_class("model", model)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
-        lazy = [name for name, one in model.named_parameters() if nn.parameter.is_lazy(one)]
-        if lazy:
-            raise ConfigError(
-                f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
-                "the model on one before it is passed: model(batch)."
-            )
+        _check_model(model)
         place = given.get("save_dir")
         if place is not None:
             given["save_dir"] = run_folder(place, "save_dir")
@@ -344,6 +340,7 @@ class BaseTrainer(Hooks, ABC):
         parts = {name: getattr(settings, name) for name in ("optimizer", "lr_scheduler", "unit", "loss_fn")}
         refuse_dead_methods(model=model, **parts)
         self.ranks: Ranks = ranks or Ranks()
+        self.mesh = self.ranks.mesh
         check_same_on_ranks(self.ranks, {"trainer": describe(type(self)), **describe_all(settings.to_dict())})
         self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
         self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
@@ -360,7 +357,8 @@ class BaseTrainer(Hooks, ABC):
         self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
         self.save_dir = cast("Path | None", settings.save_dir)
         self.store = None if place is None else make_store(place, settings.save_required, settings.overwrite)
-        self._timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
+        timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
+        self._calling = functools.partial(_calling, self.ranks, self.mesh, timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)
         for algorithm in self.algorithms:
@@ -562,9 +560,10 @@ class BaseTrainer(Hooks, ABC):
                 "the run itself: request_evaluate(), request_save(), stop(); another run is made by another trainer."
             )
         with (
-            self.ranks.calling("train()", self._timeout),
+            contextlib.ExitStack() as after,
+            self._calling("train()"),
             isolated_rng(self.device),
-            self._checkpointer.locked(),
+            locked(self.store, self.ranks, lambda: self._checkpointer.note_start(), after),
         ):
             if self.train_loader is None and not self._loop.has_own_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
@@ -645,7 +644,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.
         """
         check_compilable(self._loop, steps)
-        with self.ranks.calling("compile()", self._timeout), isolated_rng(self.device):
+        with self._calling("compile()"), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:
                 with _kernels(self.settings, self.precision), self.lifecycle.silent():
@@ -689,7 +688,7 @@ class BaseTrainer(Hooks, ABC):
         loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
-        with self.ranks.calling("evaluate()", self._timeout):
+        with self._calling("evaluate()"):
             return self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
 
     def test(self, dataset: Any = None) -> dict[str, float]:
@@ -697,7 +696,7 @@ class BaseTrainer(Hooks, ABC):
         loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
-        with self.ranks.calling("test()", self._timeout):
+        with self._calling("test()"):
             metrics = self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, "test", stop))
         progress = self._checkpointer.weights_from or self.progress
         row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
@@ -712,7 +711,7 @@ class BaseTrainer(Hooks, ABC):
             raise ConfigError(
                 f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
             )
-        with self.ranks.calling("predict()", self._timeout):
+        with self._calling("predict()"):
             self.lifecycle.begin_prediction()
             found = self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
             self.lifecycle.predicted(found)
@@ -725,7 +724,7 @@ class BaseTrainer(Hooks, ABC):
 
         For a model with PEFT adapters, only the adapters are written, in PEFT's format.
         """
-        with self.ranks.calling("save_model()", self._timeout):
+        with self._calling("save_model()"):
             folder = local_path(path, "path")
             self.backend.check_filled()
             beside = [] if self.processing_class is None else [self.processing_class]
@@ -740,7 +739,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If there is no `save_dir`.
             CheckpointError: If it cannot be written; earlier checkpoints are untouched.
         """
-        with self.ranks.calling("save_checkpoint()", self._timeout), self.lifecycle.aside():
+        with self._calling("save_checkpoint()"), self.lifecycle.aside():
             self.backend.check_filled()
             return self._checkpointer.save_now()
 
@@ -750,7 +749,7 @@ class BaseTrainer(Hooks, ABC):
         Raises:
             CheckpointError: If it is missing, damaged, or from another model or optimizer.
         """
-        with self.ranks.calling("load_checkpoint()", self._timeout):
+        with self._calling("load_checkpoint()"):
             folder, content = self._checkpointer.find(path) or (None, None)
             if folder is None or content is None:
                 raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
@@ -775,7 +774,7 @@ class BaseTrainer(Hooks, ABC):
             "device": str(self.device),
             "eval_batch_size": self.eval_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "global_batch_size": self.batch_size * self.ranks.data.size * self.gradient_accumulation_steps,
+            "global_batch_size": samples_of_step(self.settings, self._sets.share.size),
             "matmul_precision": self.precision.matmul or matmul_precision(),
             "optimization_direction": self.objective.direction,
             "optimizer": None if self.train_loader is None and not self._loop.has_own_epoch else self.optimizer,
@@ -929,6 +928,25 @@ class BaseTrainer(Hooks, ABC):
 show_in_notebooks(BaseTrainer, trainer_html)  # a method for it would be one more that subclasses might override
 
 
+def _check_model(model: Any) -> None:
+    refuse_class("model", model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
+    lazy = [name for name, one in model.named_parameters() if nn.parameter.is_lazy(one)]
+    if lazy:
+        raise ConfigError(
+            f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
+            "the model on one before it is passed: model(batch)."
+        )
+
+
+@contextlib.contextmanager
+def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Iterator[None]:
+    """Enter a call that all ranks make, laid out in the mesh that their trainer was made with."""
+    with ranks.laid_out(mesh), ranks.calling(what, timeout):
+        yield
+
+
 @contextlib.contextmanager
 def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
     """Have PyTorch compute inside as the settings say."""
@@ -973,6 +991,8 @@ def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Coll
         for one, then in zip(now, ended.groups, strict=True)
     ]
     found = None if ended.folder is None else former.find(ended.folder)
+    if found is not None:  # the optimizer is made anew, and there may not be room for the state of both
+        former.ended, ended = "a longer run has begun", replace(ended, parts=())
     change_setting(
         trainer, settings=replace(trainer.settings, **length), limits=Limits(**length), epochs=length["epochs"],
         max_steps=length["max_steps"],

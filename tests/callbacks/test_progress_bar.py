@@ -14,6 +14,7 @@ import torch
 from omnitrain import ConfigError, EarlyStopping, MetricsDict
 from omnitrain.callbacks import progress_bar
 from omnitrain.callbacks.progress_bar import ProgressBar
+from omnitrain.distributed import Ranks
 from omnitrain.duration import Duration
 from omnitrain.events import Histogram
 from omnitrain.objective import Objective
@@ -47,7 +48,7 @@ def make_trainer(total: int = 60, **changes: Any) -> Any:
         ),
         objective=Objective("loss"), metrics=MetricsDict(), stop_reason="epochs", save_dir=None, batch_size=3,
         resolved_config=lambda: config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        lr_scheduler=None, device=torch.device("cpu"), world_size=1,
+        lr_scheduler=None, device=torch.device("cpu"), world_size=1, ranks=Ranks(),
     )  # fmt: skip
     for name, value in changes.items():
         setattr(trainer, name, value)

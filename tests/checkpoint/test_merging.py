@@ -20,6 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from omnitrain import Trainer
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.shards import own_blocks, write_shards
 from omnitrain.cli import main
 
 
@@ -192,6 +194,33 @@ def test_what_trained_and_what_did_not_become_one_model(files: str, tmp_path: Pa
     code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out")
     assert code == 2 and "--merge BASE" in told
     code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", tmp_path / "base")
+    assert code == 0, told
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert agree(dict(again.named_parameters()), weights_of(trainer))
+
+
+def divide(folder: Path) -> None:
+    """Make of a checkpoint with whole weights what two ranks write."""
+    content, weights = content_of(folder), load_file(folder / "model.safetensors")
+    for path in folder.glob("model.safetensors*"):
+        path.unlink()
+        del content["files"][path.name]
+    (folder / "model").mkdir()
+    for rank, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
+        blocks = {name: own_blocks(weights[name], 0) for name in names}
+        entries = write_shards(blocks, folder / "model", rank, FileSystem())
+        content["files"] |= {f"model/{name}": entry for name, entry in entries.items()}
+    seal(folder, content)
+
+
+def test_a_checkpoint_in_parts_is_a_base(tmp_path: Path, capsys: Any) -> None:
+    model = llama()
+    run("native", model, tmp_path / "base", epochs=1)
+    model.model.requires_grad_(False)
+    trainer = run("native", model, tmp_path / "run", epochs=1, save_frozen=False)
+    base = (tmp_path / "base" / "last").resolve()
+    divide(base)
+    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", base)
     assert code == 0, told
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert agree(dict(again.named_parameters()), weights_of(trainer))

@@ -231,6 +231,31 @@ def test_a_failing_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: p
     assert caplog.text.count("run.json cannot be written") == 1
 
 
+def test_a_start_that_could_not_be_written_is_written_at_the_next_save_and_replaces_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullAtFirst(FileSystem):
+        failures = 1
+
+        def sync(self, path: Path) -> None:
+            if path.name.startswith("run.json") and self.failures:
+                self.failures -= 1
+                raise OSError(28, "No space left on device")
+            super().sync(path)
+
+    make(tmp_path, epochs=1).train()
+    before = starts_of(tmp_path)
+    for failures in (1, 2):
+        trainer = make(tmp_path, epochs=1 + failures)
+        trainer.store.fs = FullAtFirst()
+        trainer.store.fs.failures = failures
+        trainer.train(resume_from="auto")
+        now = starts_of(tmp_path)
+        assert now[:-1] == before and len(now) == 1 + failures
+        before = now
+    assert caplog.text.count("run.json cannot be written") == 2
+
+
 def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for text in ("{}", "[1]", "half a fi", '{"format_version": 9, "starts": []}'):
         (tmp_path / "run.json").write_text(text)

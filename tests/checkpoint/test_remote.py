@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -10,12 +11,15 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from resuming import build, differences, outcome, play, train
@@ -37,6 +41,7 @@ ADDRESS = "watched://bucket/run"
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Watched]]:
+    torch.manual_seed(1)  # for the weights that models begin with: which step is best depends on them
     monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "local"))
     monkeypatch.setattr(upload, "PAUSE_S", 0.01)
     monkeypatch.setattr(upload, "LONGEST_PAUSE_S", 0.05)
@@ -188,6 +193,17 @@ def test_a_run_that_goes_on_without_its_folder_ends_with_the_same_bits(
     assert not differences(expected, found)
 
 
+def test_pointers_that_a_killed_run_has_left_behind_are_brought_up_to_date(store: type[Watched]) -> None:
+    train(build(ADDRESS, **RUN))  # type: ignore[arg-type]
+    Place(ADDRESS).write("last", b"checkpoint-4\n")
+    lose_machine()
+    train(build(ADDRESS, **RUN), resume_from="auto")  # type: ignore[arg-type]
+    assert content_of(ADDRESS)["last"] == b"checkpoint-6\n"
+    store.done.clear()
+    train(build(ADDRESS, **RUN), resume_from="auto")  # type: ignore[arg-type]
+    assert [path for what, path in store.done if what == "write" and not path.endswith((LOCK, ".probe"))] == []
+
+
 def test_what_is_newest_here_is_not_downloaded(store: type[Watched]) -> None:
     train(build(ADDRESS, **RUN))  # type: ignore[arg-type]
     store.done.clear()
@@ -220,6 +236,41 @@ def test_a_checkpoint_that_lost_an_object_is_passed_over(caplog: pytest.LogCaptu
     del InMemory.store[name]
     assert mirror_of().resolve("auto")[0].name == "checkpoint-4"  # type: ignore[index]
     assert "checkpoint-6" in caplog.text and "is incomplete" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["run", "address"])
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_an_older_checkpoint_is_never_taken_for_the_last_or_best_one(which: str, how: str, tmp_path: Path) -> None:
+    train(build(ADDRESS, **RUN))  # type: ignore[arg-type]
+    name = content_of(ADDRESS)[which].decode().strip()
+    assert name == "checkpoint-6"
+    here = mirror_of().resolve(which)  # it is whole on this machine
+    lose_machine()
+    del InMemory.store[f"/bucket/run/{name}/model.safetensors"]
+    assert here is not None and here[0].name == name
+    wanted, place = (which, ADDRESS) if how == "run" else (f"{ADDRESS}/{which}", tmp_path / "other")
+    expected = r"checkpoint-6' is incomplete: 'model.safetensors' is missing. The newest complete one is 'checkpoint-4'"
+    with pytest.raises(CheckpointError, match=expected):
+        build(place, **RUN).load_checkpoint(wanted)  # type: ignore[arg-type]
+    train(build(ADDRESS, **RUN), resume_from="auto")  # type: ignore[arg-type]
+    assert mirror_of().resolve(which)[0].name == "checkpoint-6"  # type: ignore[index]
+
+
+def test_downloads_of_one_checkpoint_at_the_same_time_all_succeed(store: type[Watched]) -> None:
+    train(build(ADDRESS, **RUN))  # type: ignore[arg-type]
+    lose_machine()
+    together = threading.Barrier(4, timeout=30)
+
+    def meet(what: str, path: str) -> None:
+        if what == "read" and path.endswith("optimizer.safetensors"):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait()
+
+    store.fault = staticmethod(meet)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(local_copy, [f"{ADDRESS}/last"] * 4))
+    assert len(set(found)) == 1 and found[0].name == "checkpoint-6"
+    assert [path.name for path in found[0].parent.iterdir()] == ["checkpoint-6"]
 
 
 def test_a_damaged_object_is_found_by_its_hash_and_the_checkpoint_before_is_taken(
@@ -405,6 +456,72 @@ def test_a_store_that_fails_ends_a_run_whose_checkpoints_are_required(store: typ
     assert LOCK not in content_of(ADDRESS)
 
 
+def test_a_file_of_the_run_that_a_store_refuses_is_sent_again(store: type[Watched]) -> None:
+    left = [2]
+
+    def refuse(what: str, path: str) -> None:
+        if what == "write" and path.endswith("/run.json") and left[0]:
+            left[0] -= 1
+            raise FileNotFoundError("The specified bucket does not exist")
+
+    store.fault = staticmethod(refuse)
+    train(build(ADDRESS, **RUN))  # type: ignore[arg-type]
+    assert left == [0] and {"run.json", "config.yaml", "metrics.jsonl"} <= content_of(ADDRESS).keys()
+
+
+class Hanging:
+    """A store that hangs at the model of a checkpoint, from the second file of it on, until it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.hangs, self.later = threading.Event(), threading.Event(), list[tuple[str, str]]()
+
+    def __call__(self, what: str, path: str) -> None:
+        if self.hangs.is_set():
+            self.later.append((what, path))
+        elif what == "write" and "checkpoint-6/model" in path:
+            self.hangs.set()
+            self.go.wait(60)
+
+
+def test_a_run_that_waits_no_longer_writes_nothing_more_and_keeps_its_lock_until_it_is_certain(
+    store: type[Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.3")
+    monkeypatch.setattr(upload, "LAST_S", 0.3)
+    hanging = Hanging()
+    store.fault = staticmethod(hanging)
+    train(build(ADDRESS, **RUN))  # type: ignore[arg-type]
+    assert hanging.hangs.is_set() and "Not everything was uploaded" in caplog.text
+    assert "stays locked until what is being written there has ended" in caplog.text
+    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="is in use by process"):
+        build(ADDRESS, **RUN, overwrite=True).train()  # type: ignore[arg-type]
+    hanging.later.clear()
+    hanging.go.set()
+    wait_for(lambda: LOCK not in content_of(ADDRESS))
+    assert [one for one in hanging.later if one[0] == "write" and not one[1].endswith(LOCK)] == []
+    train(build(ADDRESS, **RUN, overwrite=True))  # type: ignore[arg-type]
+    assert steps_there() == [2, 4, 6] and content_of(ADDRESS)["last"] == b"checkpoint-6\n"
+
+
+def test_a_store_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import time, stores, torch\n"
+        "from omnitrain import Trainer\n"
+        "stores.Watched.fault = staticmethod(lambda what, path: time.sleep(600 * ('model' in path)))\n"
+        "x = torch.ones(8, 1)\n"
+        "with stores.watching():\n"
+        "    options = dict(loss_fn=torch.nn.functional.mse_loss, device='cpu', progress_bar=False)\n"
+        "    Trainer(torch.nn.Linear(1, 1), (x, x), epochs=1, save_dir='watched://bucket/run', **options).train()\n"
+        "print('trained')\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMNITRAIN_UPLOAD_WAIT": "0.3"}
+    done = programs.run(sys.executable, str(script), env=environment, timeout=60)
+    assert done.returncode == 0 and "trained" in done.stdout, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("how", ["lost", "cut", "changed"])
 def test_an_upload_that_the_store_took_wrongly_is_made_again(
     how: str, store: type[Watched], monkeypatch: pytest.MonkeyPatch
@@ -464,6 +581,7 @@ def test_a_store_that_cannot_be_read_is_told_before_the_first_step(store: type[W
         ("https://host/run", ConfigError, "Nothing can be written there"),
         ("memory://", ConfigError, "names no folder"),
         ("gone://bucket/run", MissingExtraError, "pip install gone_package"),
+        ("sunk://bucket/run", ConfigError, 'Sunk requires "paramiko" to be installed. Install that'),
     ],
 )
 def test_an_address_that_cannot_work_is_refused_when_the_trainer_is_made(
@@ -472,6 +590,8 @@ def test_an_address_that_cannot_work_is_refused_when_the_trainer_is_made(
     from fsspec.registry import known_implementations
 
     monkeypatch.setitem(known_implementations, "gone", {"class": "gone_package.Gone", "err": "gone"})
+    sunk = {"class": "fsspec.implementations.nothing.Sunk", "err": 'Sunk requires "paramiko" to be installed'}
+    monkeypatch.setitem(known_implementations, "sunk", sunk)
     with pytest.raises(error, match=words):
         build(address, **RUN)  # type: ignore[arg-type]
     with pytest.raises(error, match=words):
@@ -528,6 +648,41 @@ def test_the_lock_of_a_run_that_shows_life_is_respected(monkeypatch: pytest.Monk
         thread.join()
 
 
+def test_a_lock_is_gone_for_good_once_it_is_released(store: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "BEAT_S", 0.05)
+    for _ in range(5):
+        mirror, beating = mirror_of(), threading.Event()
+
+        def slow(what: str, path: str, beating: threading.Event = beating) -> None:
+            if what == "write" and path.endswith(LOCK) and threading.current_thread().name == "omnitrain-remote-lock":
+                beating.set()
+                time.sleep(0.1)
+
+        mirror.take()
+        store.fault = staticmethod(slow)
+        assert beating.wait(10)
+        mirror.finish()
+        mirror.lock.release()
+        time.sleep(0.3)
+        assert LOCK not in content_of(ADDRESS)
+
+
+def test_a_lock_that_a_failing_store_has_kept_does_not_keep_its_own_process_out(store: type[Watched]) -> None:
+    def refuse(what: str) -> None:
+        if what == "remove":
+            raise OSError("503 Slow Down")
+
+    mirror = mirror_of()
+    mirror.take()
+    store.fault = staticmethod(lambda what, path: refuse(what))
+    mirror.finish()
+    mirror.lock.release()
+    store.fault = failing(0)
+    assert LOCK in content_of(ADDRESS)
+    train(build(ADDRESS, **{**RUN, "epochs": 1}))  # type: ignore[arg-type]
+    assert LOCK not in content_of(ADDRESS)
+
+
 def test_a_run_whose_store_was_taken_over_uploads_nothing_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -541,8 +696,8 @@ def test_a_run_whose_store_was_taken_over_uploads_nothing_more(
     def is_lost() -> bool:
         place.write(LOCK, owner())
         time.sleep(0.05)
-        assert mirror._remote_lock is not None
-        return bool(mirror._remote_lock.lost)
+        assert mirror._upload is not None
+        return bool(mirror._upload._lock.lost)
 
     wait_for(is_lost)
     save(mirror, 2)

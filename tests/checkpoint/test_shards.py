@@ -31,10 +31,11 @@ from omnitrain.checkpoint.shards import (
     files_of,
     own_blocks,
     staged,
+    whole_files,
     write_shards,
     write_whole,
 )
-from omnitrain.checkpoint.tensors import DTYPES, Gathered, TensorFile, save_tensors
+from omnitrain.checkpoint.tensors import DTYPES, Gathered, TensorFile, mark_of, save_tensors
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 
@@ -81,11 +82,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Mesh:
     """A device mesh, as far as the placement of one rank asks for it."""
 
-    def __init__(self, shape: tuple[int, ...], here: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], here: tuple[int, ...], ranks: torch.Tensor | None = None) -> None:
         self.shape, self.here = shape, here
+        self.mesh: torch.Tensor = torch.arange(math.prod(shape)).view(shape) if ranks is None else ranks
 
     def get_coordinate(self) -> list[int]:
         return list(self.here)
+
+    def only(self, dimensions: tuple[int, ...]) -> Mesh:
+        """Return the mesh of some dimensions in which this rank is."""
+        index = tuple(slice(None) if axis in dimensions else one for axis, one in enumerate(self.here))
+        chosen = [tuple(one[axis] for axis in dimensions) for one in (self.shape, self.here)]
+        return Mesh(*chosen, self.mesh[index])
 
 
 class Placed:
@@ -160,6 +168,32 @@ def test_parts_of_a_sharded_tensor_are_the_slices_of_the_whole(
         assert same(source.block("w", offsets, sizes), whole[tuple(slice(one, None) for one in offsets)])
 
 
+@pytest.mark.parametrize(
+    ("dimensions", "placements"),
+    [
+        ((0,), [Shard(0)]),
+        ((1,), [Shard(1)]),
+        ((2,), [Shard(0)]),
+        ((0, 1), [Replicate(), Shard(0)]),
+        ((0, 2), [Shard(0), Shard(1)]),
+        ((0, 1, 2), [Replicate(), Shard(0), Shard(1)]),
+    ],
+)
+@pytest.mark.parametrize("shape", [(5, 7), (1, 2), (0, 3)])
+def test_a_tensor_of_some_dimensions_of_the_mesh_is_written_once(
+    dimensions: tuple[int, ...], placements: list[Any], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole, sizes, blocks = values_of(shape), (2, 3, 2), list[Block]()
+    for rank, here in enumerate(itertools.product(*map(range, sizes))):
+        mesh = Mesh(sizes, here)
+        own = own_blocks(Placed(whole, mesh.only(dimensions), placements), rank, mesh)
+        write_shards({"w": own}, tmp_path, rank, FS)
+        blocks += own
+    assert sum(block.tensor.numel() for block in blocks) == whole.numel()
+    assert len(blocks) == len({block.offsets for block in blocks}), "no rank writes what another does"
+    assert same(opened(tmp_path)["w"], whole)
+
+
 @given(shapes, st.integers(1, 6), st.data())
 def test_any_part_and_block_of_flat_ranges_is_the_slice_of_the_whole(
     tmp_path_factory: Any, shape: tuple[int, ...], world_size: int, data: Any
@@ -184,6 +218,24 @@ def test_every_dtype_and_a_scalar_come_back(dtype: torch.dtype, tmp_path: Path) 
     assert source.keys() == tensors.keys()
     for name, one in tensors.items():
         assert source.spec_of(name) == (tuple(one.shape), dtype) and same(source[name], one)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_conjugated_and_a_negated_view_are_written_with_their_values(is_whole: bool, tmp_path: Path) -> None:
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    tensors = {"conjugate": number.conj(), "negative": number.conj().imag, "rows": torch.ones(2, 2) * 1j}
+    tensors["rows"] = tensors["rows"].conj().T
+    tensors["one"] = torch.arange(4.0)[1::4]
+    if is_whole:
+        save_tensors(tensors, tmp_path / "one.safetensors")
+    else:
+        write_flat(tensors, tmp_path, 2)
+        write_shards({"whole": own_blocks(number.conj(), 0)}, tmp_path, 2, FS)
+        tensors["whole"] = number.conj()
+    source = opened(tmp_path)
+    for name, one in tensors.items():
+        assert torch.equal(source[name], one.resolve_conj().resolve_neg()), name
+        assert mark_of(one)[1]
 
 
 def test_a_whole_tensor_is_written_by_the_first_rank_alone() -> None:
@@ -420,6 +472,73 @@ def test_a_rank_that_reads_its_slice_opens_the_file_of_it_alone(
     assert touched == ["rank-00005.safetensors"]
 
 
+def of_rows(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The first row that a rank has of as many, and how many, as PyTorch divides them."""
+    most = -(-rows // world_size)
+    begin = min(rows, rank * most)
+    return begin, min(rows, begin + most) - begin
+
+
+@pytest.fixture(scope="module")
+def of_many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The files of 60 ranks: rows for all, for some, and unevenly many; columns; and what the first rank alone has."""
+    folder = tmp_path_factory.mktemp("many")
+    whole = {name: values_of(shape) for name, shape in {"even": (120, 2), "few": (40, 2), "odd": (130, 3)}.items()}
+    whole |= {"columns": values_of((2, 60)), "step": torch.tensor(3.0)}
+    for rank in range(60):
+        blocks = {
+            name: [Block((at, 0), one[at : at + count], tuple(one.shape))] if count else []
+            for name, one in whole.items()
+            if one.dim()
+            for at, count in [of_rows(len(one), 60, rank)]
+        }
+        blocks["columns"] = [Block((0, rank), whole["columns"][:, rank : rank + 1], (2, 60))]
+        blocks["step"] = [Block((), whole["step"], ())] if rank == 0 else []
+        write_shards(blocks, folder, rank, FS)
+    return folder, whole
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(60, 0), (60, 39), (60, 59), (8, 3), (8, 7), (7, 5), (100, 99)])
+def test_a_rank_opens_no_more_files_than_have_its_part_and_two_where_there_are_many(
+    of_many: Any, monkeypatch: pytest.MonkeyPatch, world_size: int, rank: int
+) -> None:
+    folder, whole = of_many
+    touched: set[str] = set()
+    source = opened(folder)
+    source._headers.clear()
+    source._ranks = Ranks()
+    source._ranks.rank, source._ranks.world_size = rank, world_size
+    read = reading.read_marked_header
+    monkeypatch.setattr(reading, "read_marked_header", lambda path: touched.add(path.name) or read(path))
+    for name in ("even", "few", "odd"):
+        source._headers.clear()
+        touched.clear()
+        at, count = of_rows(len(whole[name]), world_size, rank)
+        assert same(source.block(name, (at, 0), (count, whole[name].shape[1])), whole[name][at : at + count])
+        has_it = [
+            one for one in range(60) for a, n in [of_rows(len(whole[name]), 60, one)] if a < at + count and at < a + n
+        ]
+        assert len(touched) <= len(has_it) + 2
+    source._headers.clear()
+    touched.clear()
+    assert same(source.part("step", 0, 1), whole["step"].view(1)) and touched == {sorted(folder.iterdir())[0].name}
+    touched.clear()
+    column = rank * 60 // world_size
+    assert same(source.block("columns", (0, column), (2, 1)), whole["columns"][:, column : column + 1].contiguous())
+    assert len(touched) <= 1
+
+
+def test_what_was_found_in_the_files_is_not_looked_for_again(of_many: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, whole = of_many
+    first = opened(folder)
+    touched = []
+    read = reading.read_marked_header
+    monkeypatch.setattr(reading, "read_marked_header", lambda path: touched.append(path.name) or read(path))
+    again = TensorFiles(sorted(folder.iterdir()), None, first.catalogue)
+    assert not touched and again.spec_of("odd") == ((130, 3), torch.float32)
+    assert all(same(again[name], one) for name, one in whole.items())
+
+
 def test_a_file_that_another_rank_sees_otherwise_is_not_read(tmp_path: Path) -> None:
     write_flat({"w": values_of((4, 3))}, tmp_path, 1)
     source = opened(tmp_path)
@@ -455,10 +574,36 @@ def test_whole_files_are_those_of_transformers_whoever_writes_them(tmp_path: Pat
     assert contents[0] == contents[1]
 
 
+@pytest.mark.parametrize("limit", [100, 400, 10**6])
+def test_the_ranks_that_have_a_file_of_whole_weights_to_write_are_known_before(tmp_path: Path, limit: int) -> None:
+    tensors = {f"t{i}": torch.randn(i + 1, 3) for i in range(6)}
+    write_flat(tensors, tmp_path, 4)
+    source, count = opened(tmp_path), whole_files(tensors, limit)
+    for rank in range(10):
+        (out := tmp_path / f"out{rank}").mkdir()
+        assert bool(write_whole(source, out, rank, 10, FS, limit)) is (rank < count)
+
+
+def test_the_files_of_all_ranks_are_opened_once_for_all_small_weights(
+    of_many: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, whole = of_many
+    source, touched = opened(folder), []
+    read = reading.open_regular
+    monkeypatch.setattr(reading, "open_regular", lambda path: touched.append(path.name) or read(path))
+    write_whole(source, tmp_path, 0, 1, FS)
+    assert sorted(touched) == sorted(file.name for file in folder.iterdir())
+    assert all(
+        same(one, whole[name]) for name, one in safetensors.torch.load_file(tmp_path / "model.safetensors").items()
+    )
+
+
+@pytest.mark.parametrize("at_once", [8, 50, 1 << 24])
 def test_few_weights_are_consolidated_into_the_file_that_a_whole_model_is_saved_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(shards, "_PIECE", 64)
+    monkeypatch.setattr(shards, "_AT_ONCE", at_once)
     tensors = {"w": torch.randn(7, 3), "b": torch.randn(4).bfloat16(), "s": torch.tensor(True), "e": torch.empty(0, 2)}
     write_flat(tensors, tmp_path, 3)
     found = write_whole(opened(tmp_path), tmp_path, 0, 1, FS)

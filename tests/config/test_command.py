@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -14,11 +15,13 @@ import programs
 import pytest
 import torch
 from safetensors.torch import load_file
+from stores import shelf_of, watching
 
 from omnitrain import ConfigError, Trainer, cli
 from omnitrain.config.command import help_of_trainers, pairs_of
 from omnitrain.config.reading import read
 from omnitrain.plain_yaml import write
+from omnitrain.settings import local_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRAINER: dict[str, Any] = {
@@ -128,6 +131,40 @@ def test_a_run_goes_on_without_a_file(folder: Path) -> None:
     )
     again = load_file(folder / "third" / "checkpoint-8" / "model.safetensors")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize("which", ["", "/", "/checkpoint-4"])
+def test_a_run_on_a_remote_store_goes_on_on_an_empty_machine(
+    which: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(folder / "local"))
+    for name, value in shelf_of(folder / "shelf").items():
+        monkeypatch.setenv(name, value)
+    with watching():
+        place = "watched://bucket/run"
+        assert cli.main(["train", "a.yaml", "--trainer.epochs", "1", "--trainer.save_dir", place]) == 0
+        shutil.rmtree(folder / "local")
+        assert cli.main(["train", "--resume", f"{place}{which}", "--trainer.epochs", "2"]) == 0
+        assert not list((folder / "local").rglob("*.tmp"))
+        resumed = local_folder(place)
+        assert rows(resumed)[-1]["step"] == 8
+        assert cli.main(["train", "a.yaml"]) == 0
+        whole, cut = (load_file(run / "checkpoint-8" / "model.safetensors") for run in (folder / "runs" / "a", resumed))
+        assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_run_that_is_not_on_the_store_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(folder / "local"))
+    assert cli.main(["train", "--resume", "memory://bucket/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "--resume memory://bucket/nowhere: 'memory://bucket/nowhere/config.yaml' does not exist, or is empty." in said
+    )
+    assert cli.main(["train", "--resume", "mem://bucket/nowhere"]) == 2
+    assert "fsspec knows no file system 'mem'" in capsys.readouterr().err
+    assert not (folder / "local").exists()
 
 
 def test_the_options_of_transformers_are_those_of_its_training_arguments(folder: Path) -> None:

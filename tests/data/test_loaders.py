@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, has_length, make_loader
-from omnitrain.data.sampling import EpochSampler
+from omnitrain.data.sampling import EpochSampler, Rounds
 from omnitrain.data.streams import Mark
 from omnitrain.errors import DataError
 from omnitrain.progress import Progress
@@ -478,6 +478,30 @@ def test_a_stream_left_in_mid_epoch_starts_anew() -> None:
     for _ in itertools.islice(loader.batches(0), 2):
         pass
     assert read(loader, 0) == straight
+
+
+@pytest.mark.parametrize("position", [0, 8, 16])
+def test_a_stream_deals_out_steps_that_do_not_divide(position: int) -> None:
+    """Steps of 8 on three ranks with batches of 2 at most, in rounds of 3 and 5."""
+    rounds, size = Rounds.of(8, 2, 3), 19
+    loaders = [
+        make_loader(Numbers(size), 2, name="train_dataset", rank=rank, world_size=3, rounds=rounds) for rank in range(3)
+    ]
+    turns = list(zip(*(loader.counted(0, position) for loader in loaders), strict=True))
+    dealt = [[number for one in turn if one.samples for number in one.batch[:, 0].tolist()] for turn in turns]
+    starts = [*range(position, size, 8), *range(position + 3, size, 8)]
+    assert dealt == [[*range(start, end)] for start, end in itertools.pairwise([*sorted(starts), size])]
+    assert max(one.samples for turn in turns for one in turn) <= 2
+    named = [loader.indices_at(0, position, turn) for turn in range(2) for loader in loaders]
+    assert [index for one in named for index in one or ()] == [*range(position, position + 8)]
+
+
+def test_the_last_step_of_an_epoch_is_found_where_steps_do_not_divide() -> None:
+    data, rounds = torch.arange(30.0), Rounds.of(13, 2, 3)  # of 6, 3 and 4
+    loader = make_loader(data, 2, name="train_dataset", rank=0, world_size=3, rounds=rounds)
+    assert isinstance(loader, MapLoader)
+    assert (len(loader), loader.last_step(3)) == (7, 26)
+    assert [one.batch.tolist() for one in loader.last_batch()] == [[26.0, 27.0]]
 
 
 def test_more_than_one_worker_for_a_stream_is_refused_aloud(caplog: pytest.LogCaptureFixture) -> None:

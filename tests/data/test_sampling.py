@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain.data.collation import Collator
-from omnitrain.data.sampling import EpochSampler, Fetch, permuted, tensor_columns, windows
+from omnitrain.data.sampling import EpochSampler, Fetch, Rounds, permuted, share, tensor_columns, windows
 from omnitrain.errors import DataError
 from omnitrain.reproducibility import derive_seed, snapshot_rng
 
@@ -139,6 +139,52 @@ def test_without_shuffling_samples_come_as_they_are(size: int, batch_size: int, 
 def test_a_short_last_share_is_split_as_evenly_as_can_be(size: int, batch_size: int, world: int) -> None:
     last = [len(batches[-1]) for batches in per_rank(size, batch_size, world)]
     assert max(last) - min(last) <= 1
+
+
+# Steps that cannot be dealt out evenly
+
+
+@given(st.integers(1, 60), batch_sizes, worlds)
+def test_a_step_is_dealt_out_in_as_few_rounds_as_can_be_and_as_evenly(step: int, batch_size: int, world: int) -> None:
+    sizes = Rounds.of(step, batch_size, world).sizes
+    shares = [sum(len(share(range(size), rank, world)) for size in sizes) for rank in range(world)]
+    assert sum(sizes) == sum(shares) == step and max(shares) - min(shares) <= 1
+    assert min(sizes) > 0 and max(sizes) <= batch_size * world and (len(sizes) - 1) * batch_size * world < step
+    if step % (batch_size * world) == 0:
+        assert set(sizes) == {batch_size * world}
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 60))
+def test_rounds_are_counted_as_they_begin(sizes: list[int], samples: int) -> None:
+    rounds, starts = Rounds(tuple(sizes)), [0]
+    while starts[-1] < samples:
+        starts.append(starts[-1] + sizes[(len(starts) - 1) % len(sizes)])
+    assert [rounds.start(number) for number in range(len(starts))] == starts
+    assert rounds.count(samples) == len(starts) - 1
+
+
+@given(sizes, st.integers(1, 20), batch_sizes, worlds, st.integers(0, 3), st.data())
+def test_a_step_of_any_size_has_its_samples_on_any_number_of_processes(
+    size: int, step: int, batch_size: int, world: int, epoch: int, data: st.DataObject
+) -> None:
+    rounds = Rounds.of(step, batch_size, world)
+    done = step * data.draw(st.integers(0, (size - 1) // step))
+    ranks = per_rank(size, batch_size, world, epoch, done, rounds=rounds)
+    assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
+    steps = [flat(flat(window)) for window in windows(zip(*ranks, strict=True), len(rounds.sizes))]
+    alone = per_rank(size, step, 1, epoch, done)[0]
+    assert [sorted(one) for one in steps] == [sorted(one) for one in alone]
+    if not done:
+        assert {len(batches) for batches in ranks} == {len(EpochSampler(size, 1, rounds=rounds))}
+
+
+def test_steps_larger_than_what_is_computed_at_once_are_dealt_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnitrain.data.sampling._BLOCK", 16)
+    for step in (5, 13, 16, 40):
+        rounds = Rounds.of(step, 2, 3)
+        ranks = per_rank(100, 2, 3, rounds=rounds)
+        steps = [flat(flat(window)) for window in windows(zip(*ranks, strict=True), len(rounds.sizes))]
+        assert [sorted(one) for one in steps] == [sorted(one) for one in per_rank(100, step, 1)[0]]
 
 
 # Datasets that are tensors

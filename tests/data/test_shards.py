@@ -114,7 +114,37 @@ def test_a_pass_goes_on_on_another_number_of_ranks(
         turns = range(max(map(len, found)))
         rest = [sorted(one for part in found if turn < len(part) for one in part[turn]) for turn in turns]
         assert [step for step in rest if step] == [step for step in steps(1, kind=kind)[windows:] if step]
-        assert read == 14 if kind is Shard else read < 14
+        ended = sum(not any(part) for part in found)  # of which the ranks read their last batch again
+        assert 14 <= read <= 14 + 14 * ended if kind is Shard else read < 14
+
+
+@pytest.mark.parametrize("kind", [Shard, Seekable])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("windows", [3, 5, 8])
+def test_a_rank_whose_shards_have_ended_before_goes_on_with_its_last_batch_as_a_stand_in(
+    windows: int, num_workers: int, kind: Any
+) -> None:
+    sizes, last = (17, 5), None
+    whole = loader(1, 2, kind, sizes, batch_size=2)
+    for batch, _ in whole.rest(1, Progress(epoch=1)):
+        last = batch
+    states = []
+    for rank in range(2):
+        one = loader(rank, 2, kind, sizes, batch_size=2)
+        batches = one.rest(1, Progress(epoch=1))
+        for _ in range(windows):
+            next(batches, None)
+        one.turn += windows
+        states.append(one.mark_at(1, 0, 1))
+    mark = states[0]._replace(state=whole.joined([one.state for one in states]))
+    one = loader(1, 2, kind, sizes, batch_size=2, num_workers=num_workers)
+    one.start_from(mark._replace(state=one.part_of(mark.state)))
+    found = list(one.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
+    assert [samples for _, samples in found] == [0]
+    assert last is not None and torch.equal(found[0].batch, last)
+    none = loader(1, 2, kind, (17, 0), batch_size=2)
+    none.start_from(mark._replace(state=none.part_of(mark.state)))
+    assert not list(none.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
 
 
 def test_other_shards_than_those_of_a_checkpoint_are_refused() -> None:

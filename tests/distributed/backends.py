@@ -90,7 +90,8 @@ def sharding_arguments(backend: str, has_eval: bool, options: dict[str, Any]) ->
     options.setdefault("optimizer", "torch.optim.AdamW")  # theirs has two groups
     folder = str(options.get("save_dir") or tempfile.mkdtemp())
     processes, micro = PROCESSES[backend], options.get("batch_size", 8)
-    accumulation = options.pop("global_batch_size", processes * micro) // (processes * micro)
+    uneven = options.get("global_batch_size", 0) % (processes * micro)  # which their arguments have no word for
+    accumulation = 1 if uneven else options.pop("global_batch_size", processes * micro) // (processes * micro)
     return TrainingArguments(
         folder, use_cpu=True, report_to="none", per_device_train_batch_size=micro,
         gradient_accumulation_steps=options.pop("gradient_accumulation_steps", accumulation),

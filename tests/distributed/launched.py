@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,33 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Losses(Callback):
+    """Writes down, on the main rank, the loss of each step and on how many ranks it was taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "losses.jsonl"
+
+    def on_log(self, trainer: Any, logs: Mapping[str, Any]) -> None:
+        if trainer.is_main_process and "loss" in logs:
+            entry = {"step": trainer.progress.step, "loss": logs["loss"], "ranks": trainer.world_size}
+            with self.path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+class PauseAt(Callback):
+    """Waits at the end of some steps for a file, or a signal: what happens meanwhile has happened in that step."""
+
+    def __init__(self, folder: Path, steps: Sequence[int]) -> None:
+        self.folder, self.steps = folder, steps
+
+    def on_step_end(self, trainer: Any) -> None:
+        step = trainer.progress.step
+        if step in self.steps:
+            (self.folder / f"pauses-{step}-{os.getpid()}").touch()
+            while not (self.folder / f"go-on-{step}").exists() and not trainer.control.stop:
+                time.sleep(0.05)
+
+
 class SayWhenTraining(Callback):
     """Leaves a file after some steps."""
 
@@ -71,6 +99,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--own-folders", action="store_true")
     parser.add_argument("--forever", action="store_true")
     parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--step", type=int, metavar="SAMPLES", help="of which all losses are written down")
+    parser.add_argument("--in-parts", action="store_true", help="save what is sharded as it is")
+    parser.add_argument("--pause", type=int, nargs="+", default=(), metavar="STEP")
     args = parser.parse_args(words)
     rank = os.environ.get("RANK", "0")
     save_dir = args.out / (f"run-{rank}" if args.own_folders else "run")
@@ -78,9 +109,17 @@ def main(words: Sequence[str] | None = None) -> None:
     callbacks: list[Callback] = [SayWhenTraining(args.out)]
     if args.kill:
         callbacks.append(KillAt(1, args.kill))
+    if args.pause:
+        callbacks.append(PauseAt(args.out, args.pause))
+    batch: dict[str, Any] = {"batch_size": 4}
+    if args.step:
+        callbacks.append(Losses(args.out))
+        batch = {"batch_size": 2, "global_batch_size": args.step, "log_steps": 1}
+    if args.in_parts:
+        options = options | {"consolidate": False}
     model = t16(dtype=torch.float32, seed=int(rank))  # all are to start from those of rank 0
     trainer = AccelerateTrainer(
-        model, rows(31, torch.float32), batch_size=4, callbacks=callbacks, save_dir=save_dir, **options
+        model, rows(31, torch.float32), callbacks=callbacks, save_dir=save_dir, **options, **batch
     )
     if args.fail and trainer.rank == 1:
         raise RuntimeError("as was asked for")

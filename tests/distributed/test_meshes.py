@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 from backends import gap  # noqa: E402
 from forking import Case, play  # noqa: E402
 from recipes import Trace  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from test_hf_two_processes import Tokens  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from omnitrain import AccelerateTrainer, Algorithm, Trainer  # noqa: E402
-from omnitrain.checkpoint.tensors import whole  # noqa: E402
+from omnitrain import AccelerateTrainer, Algorithm, HFTrainer, Trainer  # noqa: E402
+from omnitrain.callbacks.summary import opening  # noqa: E402
+from omnitrain.checkpoint.tensors import TensorFile, whole  # noqa: E402
 
 pytestmark = pytest.mark.distributed
 
@@ -95,6 +98,8 @@ def trainer_of(mesh: str, kind: str, dropout: float = 0.0, seed: int = 0, **opti
     }  # fmt: skip
     if mesh == "one":
         return Trainer(model_of(kind, seed, dropout), *data, device="cpu", **options)
+    if mesh == "hf":
+        return HFTrainer(model_of(kind, seed, dropout), None, *data, **options)
     from accelerate.utils import ParallelismConfig
 
     return AccelerateTrainer(
@@ -119,11 +124,11 @@ def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **option
         "logs": [{key: row[key] for key in ("loss", "grad_norm", "learning_rate")} for row in noted.logs],
         "indices": trainer.algorithms[0].seen,
         "history": trainer.metrics.to_dict(),
-        "whole": trainer.resolved_config()["global_batch_size"],
+        "opening": opening(trainer)[1], "whole": trainer.resolved_config()["global_batch_size"],
         "sizes": sizes, "sums": sums, "samples": trainer.progress.samples,
         "tensors": {name: whole(one).double().tolist() for name, one in sorted(tensors.items())},
         "evaluated": trainer.evaluate(), "predicted": predicted.predictions.tolist(), "tested": predicted.metrics,
-        "mesh": list(getattr(getattr(trainer, "mesh", None), "mesh_dim_names", None) or []),
+        "mesh": [] if trainer.mesh is None else list(trainer.mesh.mesh_dim_names),
     }  # fmt: skip
 
 
@@ -192,6 +197,10 @@ def test_a_mesh_trains_as_one_process_does_and_checkpoints_go_both_ways(
         copies = PROCESSES[mesh] // SHARES[mesh]
         assert all(straight[rank] == straight[rank - rank % copies] for rank in range(len(straight)))
         assert {i for rank in straight[::copies] for batch in rank for i in batch} == set(range(25))
+    files = sorted((tmp_path / "straight" / "checkpoint-3" / "optimizer").glob("*.safetensors"))
+    state = TensorFile(files)
+    written = sum(block.numel() for file in files for block in load_file(file).values())
+    assert written == sum(math.prod(state.spec_of(name)[0]) for name in state), "no rank writes what another does"
     ranks = found["straight"]
     assert all(result["sizes"]["tp"] == MESHES[mesh].get("tp_size", 1) for result in ranks)
     assert all(result["mesh"] == [name.removesuffix("_size") for name in MESHES[mesh]] for result in ranks)
@@ -199,3 +208,73 @@ def test_a_mesh_trains_as_one_process_does_and_checkpoints_go_both_ways(
     assert [result["sums"] for result in ranks] == [
         [sum(range(rank - rank % size, rank - rank % size + size))] for rank in range(len(ranks))
     ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shown"),
+    [
+        pytest.param("tp2", "batch 7 = up to 2 x 4 accumulated;", id="tp2"),
+        pytest.param(
+            "shard2-tp2", "batch 7 = up to 2 x 2 groups of processes x 2 accumulated;", marks=pytest.mark.slow,
+            id="shard2-tp2",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mesh_takes_steps_that_do_not_divide_and_counts_the_ranks_that_have_samples_of_their_own(
+    mesh: str, shown: str, tmp_path: Path
+) -> None:
+    case = {"kind": "mlp", "global_batch_size": 7}
+    found = runs({"one": {"mesh": "one", **case, "batch_size": 7}, "mesh": {"mesh": mesh, **case}}, tmp_path)
+    for result in found["mesh"]:
+        assert_same(result, found["one"][0])
+        assert shown in result["opening"] and result["whole"] == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("shard2-tp2", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_a_mesh_written_in_the_background_is_the_same(
+    mesh: str, kind: str, references: dict[str, Any], tmp_path: Path
+) -> None:
+    case = {"mesh": mesh, "kind": kind, "save_dir": str(tmp_path / "run"), "save_steps": 3, "keep_best": 0}
+    runs({"behind": {**case, "async_save": True}}, tmp_path / "first")
+    found = runs({"back": {"mesh": "one", "kind": kind, "resume": str(tmp_path / "run" / "checkpoint-3")}}, tmp_path)
+    assert_same(found["back"][0], references[kind], logs=len(references[kind]["logs"]) - 3)
+
+
+def side_by_side(first: str, second: str) -> dict[str, Any]:
+    """Make two trainers, and then use each; no call of one may see the other's mesh."""
+    trainers = {mesh: trainer_of(mesh, "mlp", epochs=1) for mesh in (first, second)}
+    for trainer in trainers.values():
+        trainer.train()
+    found = {}
+    for mesh, trainer in trainers.items():
+        seen = [i for batch in trainer.algorithms[0].seen for i in batch]
+        seen = trainer.ranks.gather("the samples", seen)
+        found[mesh] = {
+            "mesh": [] if trainer.mesh is None else list(trainer.mesh.mesh_dim_names),
+            "whole": trainer.resolved_config()["global_batch_size"], "samples": trainer.progress.samples, "seen": seen,
+            "evaluated": trainer.evaluate(), "predicted": trainer.predict(numbered(7)).predictions.tolist(),
+        }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("tp2", "replicate2"), ("shard2", "tp2"), ("tp2", "hf")], ids=lambda mesh: str(mesh)
+)
+def test_trainers_with_different_meshes_can_be_used_side_by_side(first: str, second: str, tmp_path: Path) -> None:
+    cases = [Case("both", "test_meshes:side_by_side", {"first": first, "second": second}, processes=2)]
+    cases += [Case("one", "test_meshes:side_by_side", {"first": "one", "second": "one"})]
+    found = play(cases, tmp_path, at_once=2)
+    for one in (*found["both"], *found["one"]):
+        assert one.code == 0, one.output[-6000:]
+    alone = found["one"][0].result["one"]
+    for result in found["both"]:
+        for mesh in (first, second):
+            here = result.result[mesh]
+            assert here["mesh"] == [name.removesuffix("_size") for name in MESHES.get(mesh, {})]
+            assert (here["whole"], here["samples"]) == (8, 25)
+            ranks = here["seen"][:1] if SHARES.get(mesh, 2) == 1 else here["seen"]
+            assert {i for rank in ranks for i in rank} == set(range(25))
+            assert mesh != "tp2" or here["seen"][0] == here["seen"][1]
+            for name in ("evaluated", "predicted"):
+                assert gap(without_speed(here[name]), without_speed(alone[name])) < 1e-9, (mesh, name)

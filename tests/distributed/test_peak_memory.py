@@ -54,6 +54,11 @@ def growth(work: Callable[[], Any]) -> float:
     return most - before
 
 
+def optimizers_with_state() -> int:
+    gc.collect()
+    return sum(type(one) is torch.optim.AdamW and len(one.state) > 0 for one in gc.get_objects())
+
+
 def measure(backend: str, folder: str) -> dict[str, Any]:
     """Train a step, save and load; first with a small model, which brings in the code that it takes."""
     found: dict[str, Any] = {}
@@ -66,6 +71,9 @@ def measure(backend: str, folder: str) -> dict[str, Any]:
         )  # fmt: skip
         del model
         trainer.train()
+        before = optimizers_with_state()
+        trainer.train(more="1ba")
+        found["optimizers"] = optimizers_with_state() - before
         found["save"] = growth(trainer.save_checkpoint)
         found["load"] = growth(lambda trainer=trainer: trainer.load_checkpoint("last"))
     return found
@@ -91,6 +99,11 @@ def test_no_process_holds_more_than_a_few_tensors_at_a_time(results: Any, backen
     for rank, result in enumerate(results[backend]):
         assert "error" not in result, result
         assert result[what] < 5 * TENSOR < whole / 3, f"{result[what]:.0f} MiB of {whole:.0f} on rank {rank}"
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
+def test_a_run_that_goes_on_holds_the_moments_once(results: Any, backend: str) -> None:
+    assert [result["optimizers"] for result in results[backend]] == [0, 0]
 
 
 def test_it_is_all_of_it_that_was_saved(results: Any, folder: Path) -> None:

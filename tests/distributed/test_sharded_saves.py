@@ -19,7 +19,7 @@ import torch.nn.functional as F
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from backends import make_trainer  # noqa: E402
-from forking import Case, Found, Outcome, mark, play  # noqa: E402
+from forking import ON_CPU, Case, Found, Outcome, mark, play  # noqa: E402
 from recipes import rows, t16  # noqa: E402
 
 from omnitrain.checkpoint.disk import FileSystem  # noqa: E402
@@ -34,7 +34,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "parts": {"consolidate": False},
     "async": {"async_save": True},
     "async-parts": {"consolidate": False, "async_save": True},
+    "zero2-async": {"backend": "zero2", "consolidate": False, "async_save": True},
+    "hf_fsdp-async": {"backend": "hf_fsdp", "consolidate": False, "async_save": True},
 }
+MORE: dict[str, dict[str, Any]] = {
+    "zero2": {"backend": "zero2", "consolidate": False},
+    "zero3": {"backend": "zero3", "consolidate": False},
+    "zero3-async": {"backend": "zero3", "consolidate": False, "async_save": True},
+    "hf_fsdp": {"backend": "hf_fsdp", "consolidate": False},
+    "hf2": {"backend": "hf2"},
+    "hf2-async": {"backend": "hf2", "async_save": True},
+    "hf_zero2": {"backend": "hf_zero2"},
+    "hf_zero2-async": {"backend": "hf_zero2", "async_save": True},
+}
+"""Ways that only the whole set of tests goes."""
+SAME = [("whole", "async"), ("parts", "async-parts"), ("zero2", "zero2-async"), ("zero3", "zero3-async"),
+        ("hf_fsdp", "hf_fsdp-async"), ("hf2", "hf2-async"), ("hf_zero2", "hf_zero2-async")]  # fmt: skip
 RECORD = ("config.yaml", "metrics.jsonl", "run.json", "run.lock")
 """What is in a run's folder besides its checkpoints."""
 
@@ -117,21 +132,38 @@ def run(folder: str, rank: int = -1, at: int | None = None, fault: str = "kill",
     disk = Disk(at if int(os.environ.get("RANK", "0")) == rank else None, fault)
     trainer.store.fs = disk
     trainer.train(resume_from="auto")
-    return {"noted": disk.noted, "state": state_of(trainer), "step": trainer.progress.step}
+    _, content = trainer.store.resolve("last")
+    files = {name: entry["sha256"] for name, entry in content["files"].items() if name.endswith(".safetensors")}
+    return {"noted": disk.noted, "state": state_of(trainer), "step": trainer.progress.step, "files": files}
+
+
+def case(way: str, name: str, **options: Any) -> Case:
+    """Return a case that trains in this way."""
+    environment = {"DS_ACCELERATOR": "cpu"} if "zero" in way else dict(ON_CPU)
+    return Case(name, f"{HERE}:run", {**(WAYS | MORE)[way], **options}, environment=environment)
 
 
 # --- killed, and out of space, at every operation
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
+@pytest.fixture(scope="module", params=[WAYS, pytest.param(WAYS | MORE, marks=pytest.mark.slow)], ids=["few", "all"])
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
     """How each way ends if nothing happens, and what it does to the disk."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    cases = [Case(way, f"{HERE}:run", {"folder": str(folder / way), **options}) for way, options in WAYS.items()]
+    cases = [case(way, way, folder=str(folder / way)) for way in request.param]
     found = play(cases, folder / "cases")
-    for way in WAYS:
+    for way in request.param:
         assert [one.code for one in found[way]] == [0, 0], [one.output for one in found[way]]
     return found
+
+
+def test_what_is_written_in_the_background_is_what_a_save_that_waits_writes(undisturbed: Found[list[Outcome]]) -> None:
+    pairs = [pair for pair in SAME if set(pair) <= set(undisturbed)]
+    assert len(pairs) in (2, len(SAME))
+    for waits, behind in pairs:
+        for one, other in zip(undisturbed[waits], undisturbed[behind], strict=True):
+            assert one.result["files"] == other.result["files"], (waits, behind)
+            assert any("optimizer" in name or "states" in name for name in one.result["files"])
 
 
 def of_first_save(noted: list[str]) -> int:
@@ -143,7 +175,7 @@ def points(found: Found[list[Outcome]], every: int, whole_run: bool) -> list[tup
     """Return way, rank and operation of each case: one of so many."""
     every_one = [
         (way, rank, k)
-        for way in WAYS
+        for way in found
         for rank in (0, 1)
         for k in range(
             len(found[way][rank].result["noted"]) if whole_run else of_first_save(found[way][rank].result["noted"])
@@ -153,23 +185,21 @@ def points(found: Found[list[Outcome]], every: int, whole_run: bool) -> list[tup
     return [one for n, one in enumerate(every_one) if n % every == every // 2 or one[2] == removals.get(one[:2])]
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 37])
 def test_a_kill_of_either_process_at_every_file_operation_ends_the_other_and_costs_only_the_work_since(
-    every: int, undisturbed: Found[list[Outcome]], tmp_path: Path
+    undisturbed: Found[list[Outcome]], tmp_path: Path
 ) -> None:
-    chosen = points(undisturbed, every, True)
+    chosen = points(undisturbed, 1 if set(MORE) <= set(undisturbed) else 37, True)
     assert chosen
-    asked = {
-        f"{way}-{rank}-{k}": {"folder": str(tmp_path / f"{way}-{rank}-{k}"), **WAYS[way]} for way, rank, k in chosen
-    }
+    names = [f"{way}-{rank}-{k}" for way, rank, k in chosen]
+    asked = [(way, name, {"folder": str(tmp_path / name)}) for (way, _, _), name in zip(chosen, names, strict=True)]
     faults = [
-        Case(name, f"{HERE}:run", {**options, "rank": rank, "at": k})
-        for (name, options), (_, rank, k) in zip(asked.items(), chosen, strict=True)
+        case(way, name, **options, rank=rank, at=k)
+        for (way, name, options), (_, rank, k) in zip(asked, chosen, strict=True)
     ]
     killed = play(faults, tmp_path / "killed")
-    again = play([Case(name, f"{HERE}:run", options) for name, options in asked.items()], tmp_path / "again")
+    again = play([case(way, name, **options) for way, name, options in asked], tmp_path / "again")
     wrong = []
-    for name, (way, rank, k) in zip(asked, chosen, strict=True):
+    for name, (way, rank, k) in zip(names, chosen, strict=True):
         what = f"{name}: {undisturbed[way][rank].result['noted'][k]}"
         one, other = killed[name][rank], killed[name][1 - rank]
         if one.code != -signal.SIGKILL or other.code != 1 or "DistributedError" not in other.output:
@@ -180,24 +210,20 @@ def test_a_kill_of_either_process_at_every_file_operation_ends_the_other_and_cos
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
 def test_a_full_disk_of_either_process_at_any_operation_costs_a_checkpoint_and_not_the_run(
-    every: int, undisturbed: Found[list[Outcome]], tmp_path: Path
+    undisturbed: Found[list[Outcome]], tmp_path: Path
 ) -> None:
-    chosen = points(undisturbed, every, False)
+    chosen = points(undisturbed, 1 if set(MORE) <= set(undisturbed) else 29, False)
+    names = [f"{way}-{rank}-{k}" for way, rank, k in chosen]
     cases = [
-        Case(
-            f"{way}-{rank}-{k}",
-            f"{HERE}:run",
-            {"folder": str(tmp_path / f"{way}-{rank}-{k}"), **WAYS[way], "rank": rank, "at": k, "fault": "full"},
-        )
-        for way, rank, k in chosen
+        case(way, name, folder=str(tmp_path / name), rank=rank, at=k, fault="full")
+        for (way, rank, k), name in zip(chosen, names, strict=True)
     ]
     found = play(cases, tmp_path / "full")
     wrong = []
-    for case, (way, rank, k) in zip(cases, chosen, strict=True):
-        what, folder = f"{case.name}: {undisturbed[way][rank].result['noted'][k]}", Path(case.options["folder"])
-        outcomes = found[case.name]
+    for name, (way, rank, k) in zip(names, chosen, strict=True):
+        what, folder = f"{name}: {undisturbed[way][rank].result['noted'][k]}", tmp_path / name
+        outcomes = found[name]
         if [one.result and one.result["state"] for one in outcomes] != [undisturbed[way][0].result["state"]] * 2:
             wrong.append(f"{what}: {[one.code for one in outcomes]} {''.join(one.output[-1500:] for one in outcomes)}")
             continue
@@ -215,8 +241,8 @@ def test_a_required_save_that_fails_on_one_process_ends_both_with_the_same_error
 ) -> None:
     noted = undisturbed[way][rank].result["noted"]
     k = next(k for k, one in enumerate(noted) if one.startswith("create rank-"))
-    options = {"folder": str(tmp_path / "run"), **WAYS[way], "rank": rank, "at": k, "fault": "full"}
-    found = play([Case("run", f"{HERE}:run", {**options, "save_required": True})], tmp_path / "cases")["run"]
+    failing = case(way, "run", folder=str(tmp_path / "run"), rank=rank, at=k, fault="full", save_required=True)
+    found = play([failing], tmp_path / "cases")["run"]
     assert [one.code for one in found] == [1, 1], found
     for one in found:
         assert "CheckpointError: Cannot save" in one.output and "No space left" in one.output, one.output

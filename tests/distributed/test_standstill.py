@@ -66,7 +66,7 @@ class Stands:
         def other() -> int:
             ranks.moves += 1
             time.sleep(0.01)
-            return json.loads(ranks._store.get(f"post/{1 - ranks.rank}"))[0]
+            return json.loads(ranks._store.get(f"post/{1 - ranks.rank}"))[0][0]
 
         posted = ranks._beat + 2
         while ranks._beat < posted:
@@ -161,6 +161,40 @@ def train(
     return trainer.progress.step
 
 
+class StandsAt(Callback):
+    """Stops a rank at a step, or hangs in it; one that is stopped goes on when another has ended."""
+
+    def __init__(self, step: int, rank: int, how: str) -> None:
+        self.step, self.rank, self.how = step, rank, how
+
+    def on_step_start(self, trainer: Any) -> None:
+        if trainer.rank != self.rank or trainer.progress.step != self.step:
+            return
+        mark()
+        while self.how == "hangs":
+            time.sleep(1)
+        file = Path(os.environ["CASE_FOLDER"]) / f"ended-{int(self.rank == 0)}"
+        wait = f"while [ ! -e '{file}' ]; do sleep 0.05; done; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", wait]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train_in_tree(rank: int, how: str) -> int:
+    """Train on ranks of which each one knows those after it by digests alone: they are a tree with one child each."""
+    import logging
+
+    from omnitrain import stalls
+
+    distributed.QUIET_S, stalls._CHILDREN, stalls.GONE_S = 2.0, 1, 2.0
+    logging.getLogger("omnitrain").addHandler(logging.StreamHandler())
+    trainer = make_trainer(
+        "ddp", t16(dtype=torch.float32), rows(64, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,
+        learning_rate=0.01, callbacks=[StandsAt(2, rank, how)], timeout=12.0,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.progress.step
+
+
 def case(phase: str, rank: int, how: str = "ended", hosted: bool = False, **options: Any) -> Case:
     name = " ".join([phase, str(rank), how, "with the store" if hosted else "", *map(str, options.values())])
     environment = {} if "zero" in options.get("backend", "") else {"ACCELERATE_USE_CPU": "true"}
@@ -174,6 +208,10 @@ QUICK = [
     case("evaluation", 1, "hangs"),
     case("data", 0, "hangs"),
     case("step", 0, hosted=True),  # with it stops the store, through which the others would learn of it
+]
+IN_TREE = [
+    Case(f"{rank} of 4 {how}", "test_standstill:train_in_tree", {"rank": rank, "how": how}, processes=4)
+    for rank, how in ((3, "hangs"), (1, "stopped"), (0, "stopped"))
 ]
 ALL = [
     one
@@ -198,7 +236,8 @@ def in_folders(cases: list[Case], folder: Path) -> list[Case]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
     folder = tmp_path_factory.mktemp("stalls")
-    return play(in_folders([*QUICK, *SIGNALLED, CONTINUED], folder), folder / "cases", at_once=5)
+    cases = [*in_folders([*QUICK, *SIGNALLED, CONTINUED], folder), *IN_TREE]
+    return play(cases, folder / "cases", at_once=5)
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +279,20 @@ def test_process_that_stands_still_ends_the_run_in_every_phase_of_every_backend(
     one: Case, all_outcomes: dict[str, list[Outcome]]
 ) -> None:
     check_end(one, all_outcomes[one.name])
+
+
+@pytest.mark.parametrize("one", IN_TREE, ids=lambda one: one.name)
+def test_process_that_others_know_by_digests_alone_ends_the_run_on_all(
+    one: Case, outcomes: dict[str, list[Outcome]]
+) -> None:
+    rank, hangs = one.options["rank"], one.options["how"] == "hangs"
+    for number, outcome in enumerate(outcomes[one.name]):
+        assert outcome.code == 1, outcome.output
+        if number != rank or hangs:
+            said = "has been in 'step' for" if hangs else "has posted nothing for"
+            assert re.search(rf"DistributedError: .*Rank {rank} {said} \d+ s", outcome.output), outcome.output
+    teller = outcomes[one.name][0 if rank else 1].output
+    assert re.search(rf"^Rank {rank} has ", teller, re.M), teller
 
 
 def test_process_that_goes_on_in_time_costs_nothing(outcomes: dict[str, list[Outcome]]) -> None:

@@ -81,10 +81,35 @@ class Derived(Bare):
         self.register_buffer("table", torch.ones(4), persistent=False)
 
 
+class Masked(nn.Module):
+    """A layer with a mask and a factor that others have, too."""
+
+    def __init__(self, mask: torch.Tensor, scale: Scale) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), scale
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale(self.linear(x * self.mask))
+
+
+class Shared(nn.Module):
+    """4 -> 4 -> 4 -> 1: buffers with several names, of which one is in files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask, scale = torch.tensor([1.0, 2.0, 3.0, 0.0]), Scale()
+        self.blocks = nn.Sequential(Masked(mask, scale), Masked(mask, scale))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
 def made(kind: str, seed: int = 0) -> nn.Module:
     """Return a model by name, in fp32."""
     torch.manual_seed(seed)
-    others = {"net": Net, "bare": Bare, "derived": Derived}
+    others = {"net": Net, "bare": Bare, "derived": Derived, "shared": Shared}
     if kind in others:
         return others[kind]()
     default = torch.get_default_dtype()
@@ -96,16 +121,16 @@ def made(kind: str, seed: int = 0) -> nn.Module:
 def state(trainer: Any) -> dict[str, Any]:
     """Return all that a model holds, as JSON types; the buffers are those of this rank."""
     found = {name: whole(one).float() for name, one in sorted(trainer.backend.model_tensors().items())}
-    found |= {f"buffer {name}": one.float() for name, one in trainer.get_model().named_buffers()}
+    found |= {f"buffer {name}": one.float() for name, one in trainer.get_model().named_buffers(remove_duplicate=False)}
     return {name: one.flatten().tolist() for name, one in found.items()}
 
 
 def start(backend: str, empty: list[int], kind: str = "net", then: str = "train", **options: Any) -> dict[str, Any]:
     """Return what a model holds at the start, which is on the meta device on some ranks, and after a step."""
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))
     with torch.device("meta" if rank in empty else "cpu"):
         model = made(kind, seed=rank)
-    if kind in ("net", "bare", "derived"):
+    if kind in ("net", "bare", "derived", "shared"):
         data, options = rows(8, torch.float32), {"loss_fn": F.mse_loss, **options}
     else:
         data = Tokens(8)
@@ -210,6 +235,27 @@ def test_a_model_begins_and_trains_alike_wherever_its_weights_are(
     assert "coarse.weight" not in real[0]["trains"]
     for name, other in zip(names[1:], others, strict=True):
         assert other == real, name
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero3"])
+def test_a_buffer_of_several_modules_stays_one_and_has_its_values(backend: str, tmp_path: Path) -> None:
+    weights = {name: one.clone() for name, one in made("shared").state_dict().items()}
+    save_file(weights, tmp_path / "shared.safetensors")
+    real, empty = f"{backend} real", f"{backend} empty"
+    options: dict[str, Any] = {"kind": "shared", "max_steps": 2}
+    from_file = {**options, "empty": EMPTY, "init_from": str(tmp_path / "shared.safetensors")}
+    one = Case("one", "test_start:start", {"backend": "native", **options, "empty": [], "batch_size": 8}, processes=1)
+    cases = [one, case(real, backend, "start", empty=[], **options), case(empty, backend, "start", **from_file)]
+    found = play(cases, tmp_path / "cases")
+    ((alone,), *others) = results(found, "one", real, empty)
+    for ranks in others:
+        assert ranks[0] == ranks[1] and ranks[0]["begun"] == ranks[1]["begun"]
+        for moment in ("begun", "trained"):
+            assert ranks[0][moment].keys() == alone[moment].keys()
+            for name, values in ranks[0][moment].items():
+                assert values == pytest.approx(alone[moment][name.replace("blocks.1.mask", "blocks.0.mask")]), name
+            assert ranks[0][moment]["buffer blocks.1.mask"] == [1.0, 2.0, 3.0, 0.0]
+            assert ranks[0][moment]["buffer blocks.1.scale.factor"] == [0.5]
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, launch, sound
+from backends import Job, launch, make_trainer, sound
 from recipes import rows
 from torch import nn
 
@@ -151,6 +152,32 @@ def loaded(backend: str, kind: str) -> dict[str, Any]:
     return {"asked": [one.asked for one in sources], "tensors": tensors}
 
 
+class Unusual(nn.Module):
+    """A layer, and a last parameter of one number without dimensions, or of none."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.rest = nn.ParameterDict({"last": torch.tensor(1.5) if kind == "number" else torch.zeros(0, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (self.rest["last"] if self.rest["last"].numel() else 1)
+
+
+def resumed(backend: str, kind: str, folder: str) -> dict[str, Any]:
+    """Train two epochs at once, and with a resume in between."""
+    found: dict[str, torch.Tensor] = {}
+    for name, epochs, resume in (("straight", 2, None), ("resumed", 1, None), ("resumed", 2, "last")):
+        trainer = make_trainer(
+            backend, Unusual(kind), rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=epochs,
+            learning_rate=0.01, optimizer="adamw", save_dir=f"{folder}/{name}", consolidate=False,
+        )  # fmt: skip
+        trainer.train(resume_from=resume)
+        found |= {f"{name}/{key}": whole(one) for key, one in trainer.backend.model_tensors().items()}
+    return {"tensors": found}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     jobs = []
@@ -197,3 +224,13 @@ def test_each_rank_reads_its_slices_alone(results: Any, kind: str) -> None:
             assert [one["asked"][0][name] for one in ranks] == [size, size]
         for entry in ("exp_avg", "exp_avg_sq"):
             assert sum(one["asked"][1].get(f"{name}/{entry}", 0) for one in ranks) == size
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("zero1", "empty"), ("zero3", "number")])
+def test_a_parameter_of_one_number_or_of_none_resumes(backend: str, kind: str, tmp_path: Path) -> None:
+    job = Job("one", backend, f"{HERE}:resumed", {"kind": kind, "folder": str(tmp_path / "runs")})
+    for rank in sound(launch([job], tmp_path / "jobs"))["one"]:
+        found = rank["tensors"]
+        assert found["straight/rest.last"].shape == (() if kind == "number" else (0, 4))
+        for name in ("layer.weight", "layer.bias", "rest.last"):
+            assert torch.equal(found[f"resumed/{name}"], found[f"straight/{name}"]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
@@ -261,6 +262,18 @@ def test_the_model_card_has_the_numbers_of_the_run(hub: Hub, build: Any) -> None
         assert text in card
     assert f"{metrics['valid'][-1]['eval_loss']:.4f}" in card
     assert trainer.engine.args.num_train_epochs > 2  # which is what their loop has
+
+
+@pytest.mark.parametrize("step", [7, 3])
+def test_the_model_card_has_the_samples_of_a_step_that_batches_do_not_divide(
+    hub: Hub, tmp_path: Path, step: int
+) -> None:
+    HFTrainer(
+        bert(), None, Lines(), processing_class=TOKENIZER, batch_size=4, global_batch_size=step,
+        save_dir=tmp_path / "run", progress_bar=False,
+    ).create_model_card()  # fmt: skip
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert re.findall(r"train_batch_size: (\d+)", card) == ["4", f"{step}"]
 
 
 def test_a_model_card_may_be_written_without_the_hub(hub: Hub, build: Any, tmp_path: Path) -> None:

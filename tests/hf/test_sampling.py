@@ -205,3 +205,41 @@ def test_grouping_is_refused_where_there_is_nothing_to_group(arguments: Any, giv
     }[given]  # fmt: skip
     with pytest.raises(ConfigError, match=r"group_by_length.*needs a dataset with a length"):
         HFTrainer(gpt(), args, **data)
+
+
+# --- steps that batch_size does not divide
+
+
+def test_transformers_is_told_the_samples_of_a_step_that_its_batches_do_not_divide(caplog: Any) -> None:
+    data = rows(25)
+    losses = []
+    for kind, options in ((Trainer, {"device": "cpu"}), (HFTrainer, {})):
+        trainer: Any = kind(
+            t16(), train_dataset=data, loss_fn=F.mse_loss, learning_rate=0.05, epochs=2, batch_size=3, log_steps=1,
+            global_batch_size=7, progress_bar=False, **options,
+        )  # fmt: skip
+        losses.append([row["train_loss"] for row in trainer.train()["train_metrics_history"]])
+        assert (trainer.steps_per_epoch, trainer.progress.step, trainer.progress.samples) == (4, 8, 50)
+        assert trainer.gradient_accumulation_steps == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    assert trainer.get_total_train_batch_size(trainer.engine.args) == 7
+
+
+def test_dropping_the_last_batch_drops_the_last_step_where_batches_do_not_divide_it(arguments: Any) -> None:
+    args = arguments(dataloader_drop_last=True)
+    trainer = HFTrainer(t16(), args, rows(25), loss_fn=F.mse_loss, global_batch_size=7)
+    trainer.train()
+    assert (trainer.progress.step, trainer.progress.samples) == (6, 42)
+
+
+class OwnLoader(HFTrainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=3)
+
+
+def test_a_loader_of_ones_own_cannot_make_steps_that_its_batches_do_not_divide() -> None:
+    trainer = OwnLoader(t16(), None, rows(25), loss_fn=F.mse_loss, batch_size=3, global_batch_size=7)
+    with pytest.raises(
+        ConfigError, match=r"`global_batch_size=7` must be a multiple of .* 3 x 1 with a loader of your"
+    ):
+        trainer.train()

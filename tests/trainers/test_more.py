@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,45 @@ def test_it_goes_on_from_the_last_weights_though_the_best_were_loaded(folder: Pa
         torch.equal(one["momentum_buffer"], other["momentum_buffer"])
         for one, other in zip(trainer.optimizer.state.values(), whole.optimizer.state.values(), strict=True)
     )
+
+
+def test_nothing_of_a_former_run_takes_memory_in_the_next_one(tmp_path: Path) -> None:
+    class Look(Callback):
+        former: Any = None
+        left = 0
+
+        def on_train_start(self, trainer: Any) -> None:
+            gc.collect()
+            self.left = 0 if self.former is None else sum(one() is not None for one in self.former)
+            self.former = [weakref.ref(trainer.optimizer), weakref.ref(trainer._checkpointer)]
+
+    look = Look()
+    trainer = made(tmp_path, max_steps=2, callbacks=[look])
+    trainer.train()
+    trainer.train(more="1ba")
+    assert look.left == 0
+    trainer.train(resume_from="last", more=None)
+    assert look.left == 0
+
+
+def test_a_callback_that_saves_waits_for_no_upload_in_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saves(Callback):
+        waited = 0
+
+        def on_step_end(self, trainer: Any) -> None:
+            before = len(waits)
+            trainer.save_checkpoint()
+            self.waited += len(waits) - before
+
+    waits: list[str] = []
+    saves = Saves()
+    trainer = made(tmp_path, max_steps=2, callbacks=[saves])
+    assert trainer.store is not None
+    monkeypatch.setattr(trainer.store, "finish", lambda tick: waits.append("waited"))
+    trainer.train()
+    trainer.train(more="2ba")
+    trainer.save_checkpoint()
+    assert saves.waited == 0 and len(waits) >= 3
 
 
 @pytest.fixture(params=["memory", "disk"])

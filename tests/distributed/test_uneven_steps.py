@@ -1,0 +1,226 @@
+"""Steps of 7 samples on one, two and three ranks with micro-batches of 2: the same numbers, and a resume on others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress
+from compiled import compile_once
+from forking import ON_CPU, Case, Found, Outcome, play
+from marks import thinned
+from recipes import Tagger, Trace, rows, t16
+from torch.utils.data import IterableDataset
+
+from omnitrain import Throughput
+from omnitrain.checkpoint.tensors import whole
+from omnitrain.data.grouping import GroupByLength
+
+KINDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
+SPREAD = [(kind, ranks) for kind in KINDS for ranks in (2, 3)]
+"""Backends, by their names on two ranks, and on how many they run."""
+MOVES = [
+    (("ddp", 3), ("ddp", 2)), (("ddp", 2), ("fsdp", 3)), (("fsdp", 3), ("native", 1)), (("native", 1), ("hf2", 3)),
+    (("hf2", 2), ("ddp", 3)), (("zero3", 2), ("zero1", 3)), (("hf_fsdp", 3), ("hf_fsdp", 2)),
+    (("hf_zero2", 3), ("zero3", 2)), (("hf_zero3", 2), ("hf2", 3)),
+]  # fmt: skip
+"""Where a run is cut short in mid-epoch, and where it goes on."""
+
+
+def train(backend: str, dtype: str, folder: str, cut: int = 0, resume: str = "", **options: Any) -> dict[str, Any]:
+    """Train on 25 rows in steps of 7, 7, 7 and 4 an epoch; return what came of it, with tensors as lists."""
+    options = {"eval_steps": None, "save_steps": 6, "load_best_at_end": False, "keep_best": 0, **options}
+    found = regress(
+        backend, dtype, cut=cut, resume=resume, global_batch_size=7, save_dir=folder, **options
+    )  # fmt: skip
+    return found | {"tensors": {name: tensor.double().tolist() for name, tensor in found["tensors"].items()}}
+
+
+def case(name: str, where: tuple[str, int], dtype: str, folder: Path, **options: Any) -> Case:
+    kind, ranks = where
+    options = {"backend": kind, "dtype": dtype, "folder": str(folder / name), **options}
+    environment = {} if "zero" in kind else dict(ON_CPU)
+    return Case(name, "test_uneven_steps:train", options, processes=ranks, environment=environment)
+
+
+def name_of(*places: tuple[str, int]) -> str:
+    return "-".join(f"{kind}x{ranks}" for kind, ranks in places)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    folder = tmp_path_factory.mktemp("uneven")
+    asked = [one.callspec.params for one in request.session.items if one.path == request.path and "[" in one.name]
+    straight = {(one["kind"], one["ranks"]) for one in asked if "kind" in one}
+    moves = [(one["source"], one["target"]) for one in asked if "source" in one]
+    compile_once()
+    dtypes = {dtype_of(kind) for kind, _ in straight} | {dtype_of(*(kind for kind, _ in one)) for one in moves}
+    first = [case(f"native-{dtype}", ("native", 1), dtype, folder) for dtype in dtypes]
+    first += [case(name_of(one), one, dtype_of(one[0]), folder) for one in straight]
+    first += [
+        case(f"cut-{name_of(source)}", source, dtype_of(source[0], target[0]), folder, cut=6)
+        for source, target in moves
+    ]
+    found = play(first, folder / "first")
+    second = [
+        case(
+            name_of(source, target),
+            target,
+            dtype_of(source[0], target[0]),
+            folder,
+            resume=str(folder / f"cut-{name_of(source)}" / "checkpoint-6"),
+        )
+        for source, target in moves
+    ]
+    found |= play(second, folder / "second")
+    return found
+
+
+def results(outcomes: Found[list[Outcome]], name: str) -> list[dict[str, Any]]:
+    ranks = outcomes[name]
+    assert {one.code for one in ranks} == {0}, [one.output[-3000:] for one in ranks]
+    return [
+        one.result | {"tensors": {key: torch.tensor(value) for key, value in one.result["tensors"].items()}}
+        for one in ranks
+    ]
+
+
+def apart(outcomes: Found[list[Outcome]], *places: tuple[str, int]) -> dict[str, float]:
+    """Return what differs, by how much, between a run and that of one process, and is more than it may be."""
+    kinds = [kind for kind, _ in places]
+    found = parity(results(outcomes, name_of(*places)), results(outcomes, f"native-{dtype_of(*kinds)}")[0])
+    return {name: gap for name, gap in found.items() if gap > bound(*kinds)}
+
+
+@pytest.mark.parametrize(("kind", "ranks"), thinned(SPREAD, [("ddp", 2), ("fsdp", 3), ("hf2", 3)]))
+def test_steps_that_the_ranks_do_not_divide_are_those_of_one_process(outcomes: Any, kind: str, ranks: int) -> None:
+    assert apart(outcomes, (kind, ranks)) == {}
+    for result in results(outcomes, name_of((kind, ranks))):
+        assert len(result["logs"]) == 12 and result["progress"]["samples"] == 75
+
+
+@pytest.mark.parametrize(("source", "target"), thinned(MOVES, MOVES[:1]))
+def test_a_run_goes_on_in_mid_epoch_on_another_number_of_ranks(
+    outcomes: Any, source: tuple[str, int], target: tuple[str, int]
+) -> None:
+    assert results(outcomes, f"cut-{name_of(source)}")[0]["progress"]["samples_in_epoch"] == 14
+    assert apart(outcomes, source, target) == {}
+    assert [row["step"] for row in results(outcomes, name_of(source, target))[0]["logs"]] == [*range(7, 13)]
+
+
+# --- what steps are made of, and how a run ends
+
+
+class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The rows of `rows` as a stream."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter(rows(25))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "micro-batches": {"microbatch_size": 1},
+    "whole steps": {"drop_last": True},
+    "fewer samples than ranks": {"size": 15},
+    "a step of one sample each": {"step": 3, "batch_size": 1},
+    "masked tokens": {"data": "masked"},
+    "a mean over all tokens": {"data": "masked", "grad_reduction": "per-token-mean"},
+    "a sum": {"grad_reduction": "sum", "learning_rate": 0.005, "size": 15},
+    "micro-batches that fit": {"microbatch_size": "auto"},
+    "no shuffling": {"shuffle": False},
+    "groups by length": {"data": "grouped"},
+    "stream": {"data": "stream", "num_workers": 1},
+    "evaluations": {"eval_size": 11, "eval_steps": 3, "eval_batch_size": 2},
+    "a duration": {"max_duration": "30sp", "epochs": None},
+    "steps": {"max_steps": 6, "epochs": None},
+}
+TOGETHER = "fewer samples than ranks"
+
+
+def vary(backend: str, what: str) -> dict[str, Any]:
+    """Train in steps of 7 with these options; on one process in batches of 7."""
+    options = {"epochs": 2, "batch_size": 2, "step": 7, "learning_rate": 0.05, **OPTIONS[what]}
+    kind, step, size = options.pop("data", "rows"), options.pop("step"), options.pop("size", 25)
+    options["global_batch_size"] = step
+    if backend == "native":
+        options |= {"batch_size": step, "microbatch_size": None}
+    model: Any = Tagger()
+    if kind in ("rows", "stream"):
+        reduction = "sum" if "sum" in options.values() else "mean"
+        model, options["loss_fn"] = t16(), functools.partial(F.mse_loss, reduction=reduction)
+    data = {"rows": lambda: rows(size), "stream": Rows, "masked": lambda: masked_sentences(25)}
+    sentences = masked_sentences(25)
+    data["grouped"] = lambda: GroupByLength(sentences, step, [1 + i % 6 for i in range(25)])
+    if eval_size := options.pop("eval_size", 0):
+        options["eval_dataset"] = rows(eval_size)
+    trace, throughput = Trace(), Throughput()
+    trainer = make_trainer(
+        backend, model, train_dataset=data[kind](), callbacks=[trace, throughput], **options
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "losses": [row["loss"] for row in trace.logs],
+        "eval_losses": [row["eval_loss"] for row in trainer.metrics.to_dict()["valid"]],
+        "progress": {**trainer.progress.state_dict(), "seconds": 0, "batches_in_epoch": 0},
+        "flops": throughput.flops,
+        "length": [trainer.steps_per_epoch, trainer.total_steps],
+        "weights": [whole(one).double().tolist() for one in trainer.backend.model_tensors().values()],
+    }
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    asked = {one.callspec.params["what"] for one in request.session.items if "what" in getattr(one, "fixturenames", ())}
+    cases = [
+        Case(f"{what}-{ranks}", "test_uneven_steps:vary", {"backend": kind, "what": what}, processes=ranks)
+        for what in asked
+        for kind, ranks in (("native", 1), ("ddp", 3))
+    ]
+    compile_once()
+    return play(cases, tmp_path_factory.mktemp("varied"))
+
+
+@pytest.mark.parametrize("what", thinned(OPTIONS, [TOGETHER]))
+def test_options_mean_the_same_where_steps_are_dealt_out_unevenly(varied: Any, what: str) -> None:
+    (alone,) = [one.result for one in varied[f"{what}-1"]]
+    assert {one.code for one in varied[f"{what}-3"]} == {0}, [one.output[-3000:] for one in varied[f"{what}-3"]]
+    for rank, one in enumerate(varied[f"{what}-3"]):
+        # others than the main rank count what they compute of stand-ins too, and log nothing
+        names = alone.keys() - ({"flops"} if rank else set())
+        names -= {"losses"} if what == "a sum" else set()  # those in the logs are of a micro-batch
+        apart = {name: gap(one.result[name], alone[name]) for name in names}
+        assert max(apart.values()) < 1e-10, apart
+
+
+def test_a_run_on_ever_fewer_ranks_has_the_samples_of_one_process_in_their_order(tmp_path: Path) -> None:
+    """On three ranks to the sixth step, on two to the ninth, and on one to the end: each time in mid-epoch."""
+    dtype = "float64"
+    found = play([case("one", ("native", 1), dtype, tmp_path), case("3", ("ddp", 3), dtype, tmp_path, cut=6)], tmp_path)
+    last = str(tmp_path / "3" / "last")
+    found |= play([case("2", ("ddp", 2), dtype, tmp_path, cut=9, resume=last)], tmp_path / "second")
+    last = str(tmp_path / "2" / "last")
+    found |= play([case("1", ("native", 1), dtype, tmp_path, resume=last)], tmp_path / "third")
+    one, parts = results(found, "one")[0], [results(found, name) for name in ("3", "2", "1")]
+    assert [[row["step"] for row in ranks[0]["logs"]] for ranks in parts] == [
+        [*range(1, 7)], [*range(7, 10)], [*range(10, 13)],
+    ]  # fmt: skip
+    losses = [row["loss"] for ranks in parts for row in ranks[0]["logs"]]
+    assert gap(losses, [row["loss"] for row in one["logs"]]) < 1e-10
+    assert gap(parts[-1][0]["tensors"], one["tensors"]) < 1e-10
+    # in a round, ranks take their shares in the order of their numbers; a stand-in is the first sample of the data
+    assert in_order(*parts) == in_order([one])
+
+
+def in_order(*parts: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
+    """Return the samples of each step in the order in which they were dealt out, but for the first of the data."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for ranks in parts:
+        for turn in zip(*(result["indices"] for result in ranks), strict=True):
+            for epoch, step, indices in turn:
+                found.setdefault((epoch, step), []).extend(index for index in indices if index)
+    return found
