@@ -52,10 +52,10 @@ class Stands:
         if self.how == "hangs":
             while True:
                 time.sleep(1)
-        self._await_readers()
         folder, other = Path(os.environ["CASE_FOLDER"]), 1 - int(os.environ["RANK"])
         wait = f"while [ ! -e '{folder}/{self.how}-{other}' ]; do sleep 0.05; done; kill -CONT {os.getpid()}"
         with subprocess.Popen(["sh", "-c", wait]):
+            self._await_readers()  # at the very end: it must have moved in its last post
             os.kill(os.getpid(), signal.SIGSTOP)
             self.is_slow = True  # so that the other sees it go on
 
