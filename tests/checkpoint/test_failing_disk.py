@@ -28,7 +28,7 @@ from recipes import rows, t16
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
 from omnitrain.callbacks import rows as row_files
 from omnitrain.callbacks.tensorboard import TensorBoardLogger
-from omnitrain.checkpoint import lock, state
+from omnitrain.checkpoint import checkpointer, lock, state
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import Tolerance, is_disk_error
 
@@ -155,6 +155,7 @@ def failing(disk: Disk) -> Iterator[Disk]:
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in memory, where there is such a place: thousands of files are synced to it."""
     monkeypatch.setattr(lock, "LEAVE_S", 0.1)
+    monkeypatch.setattr(checkpointer, "_GIT_S", 60.0)  # where git is slow, run.json is written once more, at any time
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # TensorBoard writes in a thread
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
         yield Path(name)

@@ -22,6 +22,7 @@ from backends import make_trainer  # noqa: E402
 from forking import ON_CPU, Case, Found, Outcome, mark, play  # noqa: E402
 from recipes import rows, t16  # noqa: E402
 
+from omnitrain.checkpoint import checkpointer  # noqa: E402
 from omnitrain.checkpoint.disk import FileSystem  # noqa: E402
 from omnitrain.checkpoint.store import Store  # noqa: E402
 from omnitrain.checkpoint.tensors import whole  # noqa: E402
@@ -128,6 +129,7 @@ def make(folder: str, backend: str = "fsdp", **options: Any) -> Any:
 
 def run(folder: str, rank: int = -1, at: int | None = None, fault: str = "kill", **options: Any) -> dict[str, Any]:
     """Train from the latest checkpoint on, with a fault of the disk of one process."""
+    checkpointer._GIT_S = 60.0  # or a git that is slow would have run.json written once more, at any time
     trainer = make(folder, **options)
     disk = Disk(at if int(os.environ.get("RANK", "0")) == rank else None, fault)
     trainer.store.fs = disk
