@@ -271,9 +271,10 @@ def _names_of_weights(folder: Path, content: Mapping[str, Any]) -> set[str]:
 
 def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
     """Return the weights of a checkpoint, read one at a time."""
-    from omnitrain.checkpoint.shards import TensorFiles, files_of
+    from omnitrain.checkpoint.reading import TensorFile
+    from omnitrain.checkpoint.shards import files_of
 
-    return TensorFiles(files_of(folder, content["files"], "model") or [folder / WEIGHTS])
+    return TensorFile(files_of(folder, content["files"], "model") or [folder / WEIGHTS])
 
 
 def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:

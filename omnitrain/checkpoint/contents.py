@@ -30,11 +30,11 @@ from omnitrain.checkpoint.changes import GROUPING, InitialOptions, changed_setti
 from omnitrain.checkpoint.frozen import FROZEN, Frozen
 from omnitrain.checkpoint.header import read_header
 from omnitrain.checkpoint.identity import Difference, Identity, content_of
-from omnitrain.checkpoint.reading import Catalogue
+from omnitrain.checkpoint.reading import Catalogue, TensorFile
 from omnitrain.checkpoint.record import Start, device_of, host
 from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
 from omnitrain.checkpoint.schema import validate
-from omnitrain.checkpoint.shards import TensorFiles, files_of, part_of
+from omnitrain.checkpoint.shards import files_of, part_of
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.tensors import host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
@@ -490,7 +490,7 @@ class Contents:
 
     def _tensors_of(
         self, folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None
-    ) -> TensorFiles:
+    ) -> TensorFile:
         """Return the tensors of a file of a checkpoint, which may be there in parts.
 
         The main rank looks for what is in the files of all ranks only once for a checkpoint.
@@ -499,7 +499,7 @@ class Contents:
         if self._catalogued[0] != checkpoint:
             self._catalogued = checkpoint, {}
         known = self._catalogued[1]
-        found = TensorFiles(files_of(folder, content["files"], part_of(file)), ranks, known.get(file))
+        found = TensorFile(files_of(folder, content["files"], part_of(file)), ranks, known.get(file))
         known[file] = found.catalogue
         return found
 

@@ -22,15 +22,15 @@ from omnitrain.checkpoint.adapters import ADAPTER
 from omnitrain.checkpoint.disk import hashing
 from omnitrain.checkpoint.manifest import MANIFEST
 from omnitrain.checkpoint.remote import local_copy
-from omnitrain.checkpoint.shards import TensorFiles, files_of
+from omnitrain.checkpoint.shards import files_of
 from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, has_own_loader, load_by_own_way, unwrap
 from omnitrain.checkpoint.store import Store, is_pointer
-from omnitrain.checkpoint.tensors import Spec
+from omnitrain.checkpoint.tensors import Spec, TensorFile
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, listed
 from omnitrain.settings import is_address
 
-__all__ = ["Initial", "load_initial"]
+__all__ = ["Initial", "load_initial", "weights_in"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -60,7 +60,7 @@ class Initial:
 
     def open(self, ranks: Ranks) -> Any:
         """Return the weights by names in the files; all ranks open them together, and look up each together."""
-        return TensorFiles(self.files, ranks) if self.files else _Sent(self, ranks)
+        return TensorFile(self.files, ranks) if self.files else _Sent(self, ranks)
 
 
 class _Sent(Mapping[str, torch.Tensor]):
@@ -142,7 +142,7 @@ def _load(
     initial = _later(model, kinds, tensors, pairs, where)
     if initial is None:
         _copy(model, kinds, tensors, pairs, loaded, where)
-    elif isinstance(tensors, TensorFiles):
+    elif isinstance(tensors, TensorFile):
         initial.files = files
     else:
         content.update({own: tensors[own] for own in pairs.values()})
@@ -242,7 +242,7 @@ def _copy(
 
 
 def _spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
-    if isinstance(tensors, TensorFiles):
+    if isinstance(tensors, TensorFile):
         return tensors.spec_of(name)
     return tuple(tensors[name].shape), tensors[name].dtype
 
@@ -292,6 +292,21 @@ def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 # --- files
 
 
+def weights_in(path: Path, where: str) -> Mapping[str, torch.Tensor]:
+    """Return the weights of a checkpoint, of the folder of a model or of a file, by name; most are read one at a time.
+
+    Args:
+        path: The folder or file.
+        where: Its name in errors.
+
+    Raises:
+        ConfigError: If there are none.
+        CheckpointError: If a file is missing or damaged.
+    """
+    content, _, states = _read(path, where)
+    return _divided(content, states, None, where)[0]
+
+
 def _read(path: Path, where: str) -> tuple[Any, list[Path], dict[str, Any]]:
     """Return what is in a file, or in the files of a folder, mostly a dict of tensors; the files; and states beside."""
     try:
@@ -310,7 +325,7 @@ def _read(path: Path, where: str) -> tuple[Any, list[Path], dict[str, Any]]:
     if files[0].name.endswith(_INDEX):
         files = _files_of_index(files[0], where)
     if all(file.suffix == ".safetensors" for file in files):
-        return TensorFiles(files), files, states
+        return TensorFile(files), files, states
     if len(files) == 1:
         return _read_file(files[0], where), files, states
     found: dict[str, torch.Tensor] = {}
@@ -361,7 +376,7 @@ def _files_in(folder: Path, where: str) -> tuple[list[Path], dict[str, Any]]:
 
 def _read_file(path: Path, where: str) -> Any:
     if path.suffix == ".safetensors":
-        return dict(TensorFiles([path]))
+        return dict(TensorFile(path))
     if path.suffix not in _PICKLED:
         raise ConfigError(
             f"{where}: {path.name!r} is of no kind that is read: .safetensors, {', '.join(_PICKLED)}, or {_INDEX}."
@@ -380,8 +395,8 @@ def _divided(
 ) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
     """Return tensors by name, and the states of modules by theirs, as `convert` makes them."""
     if convert is not None:
-        content, states = convert({**content, **states} if isinstance(content, TensorFiles) else content), {}
-    if isinstance(content, TensorFiles):
+        content, states = convert({**content, **states} if isinstance(content, TensorFile) else content), {}
+    if isinstance(content, TensorFile):
         return content, states | {name: content[name] for name in content if _is_state(name)}
     if isinstance(content, Mapping):
         named = {bare_name(str(name)): one for name, one in content.items()}

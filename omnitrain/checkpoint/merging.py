@@ -12,8 +12,9 @@ import torch
 
 from omnitrain.checkpoint.adapters import BASE, CONFIG
 from omnitrain.checkpoint.frozen import check_fingerprints
-from omnitrain.checkpoint.manifest import MANIFEST, read_manifest
-from omnitrain.checkpoint.shards import TensorFiles, files_of
+from omnitrain.checkpoint.initial import weights_in
+from omnitrain.checkpoint.reading import TensorFile
+from omnitrain.checkpoint.shards import files_of
 from omnitrain.checkpoint.state import WEIGHTS, load_weights, model_tensors
 from omnitrain.checkpoint.tensors import fingerprints, save_tensors
 from omnitrain.distributed import Ranks
@@ -142,7 +143,7 @@ def _is_quantised(base: Path) -> bool:
 
 def _own_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, which may have them in shards."""
-    return dict(TensorFiles(files_of(folder, content["files"], "model") or [folder / WEIGHTS]))
+    return dict(TensorFile(files_of(folder, content["files"], "model") or [folder / WEIGHTS]))
 
 
 def _joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> str:
@@ -161,17 +162,8 @@ def _joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> 
 
 def _weights_in(base: Path, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Return tensors from a model folder or a checkpoint, which may have them in several files."""
-    held = TensorFiles(_files_in(base))
+    held = weights_in(base, repr(str(base)))
     missing = sorted(names.keys() - held.keys())
     if missing:
         raise CheckpointError(f"{str(base)!r} has no {missing[0]!r}: it is not the base of that run. Pass that one.")
     return {name: held[name] for name in held if name in names}
-
-
-def _files_in(base: Path) -> list[Path]:
-    """Return the files of weights in a model folder or a checkpoint."""
-    if (base / MANIFEST).is_file():
-        return files_of(base, read_manifest(base)["files"], "model")
-    index = base / f"{WEIGHTS}.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
-    return [base / Path(file).name for file in sorted(files)]

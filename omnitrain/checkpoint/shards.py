@@ -21,15 +21,14 @@ import torch
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.header import SHARDING
 from omnitrain.checkpoint.manifest import FileEntry
-from omnitrain.checkpoint.reading import DTYPES, Box, Catalogue, Spec, TensorFile, rectangles
+from omnitrain.checkpoint.reading import DTYPES, Box, Spec, TensorFile, rectangles
 from omnitrain.checkpoint.tensors import Gathered, host_copy, is_in_parts
-from omnitrain.distributed import Ranks, as_bytes
+from omnitrain.distributed import as_bytes
 from omnitrain.errors import CheckpointError
 
 __all__ = [
     "LARGEST_FILE",
     "Block",
-    "TensorFiles",
     "can_shard",
     "files_of",
     "own_blocks",
@@ -311,20 +310,7 @@ class _Hasher:
             self._waiting.popleft().result()
 
 
-# --- reading
-
-
-class TensorFiles(TensorFile):
-    """Tensors in several safetensors files: shards, or the files of an index, or one.
-
-    Args:
-        files: All files. A tensor may lie in several of them, in blocks.
-        ranks: The ranks that read them, which must all make it together.
-        catalogue: What is in the files, if the main rank has found it before.
-    """
-
-    def __init__(self, files: Sequence[Path], ranks: Ranks | None = None, catalogue: Catalogue | None = None) -> None:
-        super().__init__(list(files), ranks, catalogue)
+# --- which files there are
 
 
 def part_of(file: str) -> str:

@@ -22,10 +22,10 @@ from omnitrain.checkpoint.adapters import write_model_files
 from omnitrain.checkpoint.contents import Run, Snapshot
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.manifest import FileEntry
+from omnitrain.checkpoint.reading import TensorFile
 from omnitrain.checkpoint.shards import (
     LARGEST_FILE,
     Block,
-    TensorFiles,
     can_shard,
     files_of,
     own_blocks,
@@ -271,7 +271,7 @@ class Writer:
 
     def _write_whole(self, store: Store, folder: Path, parts: Sequence[str]) -> Entries:
         """Write this rank's share of the files of whole weights, from the parts that all ranks have written."""
-        ranks, source = self._run.ranks, TensorFiles([folder / name for name in parts])
+        ranks, source = self._run.ranks, TensorFile([folder / name for name in parts])
         return write_whole(source, folder, ranks.rank, ranks.world_size, store.fs)
 
     def _commit(self, store: Store, snapshot: Snapshot, folder: Path, written: Entries, has_beside: bool) -> Path:

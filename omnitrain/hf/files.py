@@ -14,7 +14,8 @@ import transformers
 
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.contents import OPTIMIZER
-from omnitrain.checkpoint.shards import TensorFiles, files_of, part_of
+from omnitrain.checkpoint.reading import TensorFile
+from omnitrain.checkpoint.shards import files_of, part_of
 from omnitrain.checkpoint.state import bare_name, from_json, is_in_parts, unwrap
 from omnitrain.errors import ConfigError
 from omnitrain.trainers.base import BaseTrainer
@@ -70,7 +71,7 @@ def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path
     tensors, content = owner.backend.optimizer_state()
     if any(map(is_in_parts, tensors.values())):
         there = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
-        tensors = dict(TensorFiles(files_of(folder, there, part_of(OPTIMIZER))))
+        tensors = dict(TensorFile(files_of(folder, there, part_of(OPTIMIZER))))
     state: dict[str, dict[str, Any]] = {name: from_json(rest) for name, rest in content["rest"].items()}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")

@@ -224,6 +224,24 @@ def test_a_checkpoint_in_parts_is_a_base(tmp_path: Path, capsys: Any) -> None:
     assert code == 0, told
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert agree(dict(again.named_parameters()), weights_of(trainer))
+    part = base / "model" / "rank-00001.safetensors"
+    damaged = bytearray(part.read_bytes())
+    damaged[-1] ^= 1
+    part.write_bytes(damaged)
+    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "again", "--merge", base)
+    assert code == 1 and "'model/rank-00001.safetensors' does not match its sha256" in told
+    assert not list((tmp_path / "again").iterdir())
+
+
+def test_a_base_may_be_a_file_that_pytorch_has_written(tmp_path: Path, capsys: Any) -> None:
+    model = llama()
+    (tmp_path / "base").mkdir()
+    torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    model.model.requires_grad_(False)
+    trainer = run("native", model, tmp_path / "run", epochs=1, save_frozen=False)
+    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", tmp_path / "base")
+    assert code == 0, told
+    assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
 
 
 def test_weights_that_did_not_train_are_told_and_compared(tmp_path: Path, capsys: Any) -> None:

@@ -26,7 +26,6 @@ from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.reading import rectangles
 from omnitrain.checkpoint.shards import (
     Block,
-    TensorFiles,
     can_shard,
     files_of,
     own_blocks,
@@ -69,8 +68,8 @@ def write_flat(tensors: dict[str, torch.Tensor], folder: Path, world_size: int) 
     return found
 
 
-def opened(folder: Path) -> TensorFiles:
-    return TensorFiles(sorted(folder.glob("*.safetensors")))
+def opened(folder: Path) -> TensorFile:
+    return TensorFile(sorted(folder.glob("*.safetensors")))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -464,7 +463,7 @@ def test_a_rank_that_reads_its_slice_opens_the_file_of_it_alone(
     whole, touched = values_of((16, 3)), []
     for rank in range(8):
         write_shards({"w": [Block((2 * rank, 0), whole[2 * rank : 2 * rank + 2], (16, 3))]}, tmp_path, rank, FS)
-    source = TensorFiles(sorted(tmp_path.iterdir()), OneOfMany())
+    source = TensorFile(sorted(tmp_path.iterdir()), OneOfMany())
     source._headers.clear()  # those that the main rank has read
     read = reading.read_marked_header
     monkeypatch.setattr(reading, "read_marked_header", lambda path: touched.append(path.name) or read(path))
@@ -534,7 +533,7 @@ def test_what_was_found_in_the_files_is_not_looked_for_again(of_many: Any, monke
     touched = []
     read = reading.read_marked_header
     monkeypatch.setattr(reading, "read_marked_header", lambda path: touched.append(path.name) or read(path))
-    again = TensorFiles(sorted(folder.iterdir()), None, first.catalogue)
+    again = TensorFile(sorted(folder.iterdir()), None, first.catalogue)
     assert not touched and again.spec_of("odd") == ((130, 3), torch.float32)
     assert all(same(again[name], one) for name, one in whole.items())
 

@@ -23,7 +23,8 @@ def write_and_read(folder: str, missing: bool = False) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from omnitrain.checkpoint.disk import FileSystem
-    from omnitrain.checkpoint.shards import TensorFiles, own_blocks, write_shards
+    from omnitrain.checkpoint.shards import own_blocks, write_shards
+    from omnitrain.checkpoint.tensors import TensorFile
     from omnitrain.distributed import ProcessRanks
 
     dist.init_process_group("gloo")
@@ -39,7 +40,7 @@ def write_and_read(folder: str, missing: bool = False) -> dict[str, Any]:
     files = sorted(place.glob("*.safetensors"))
     if missing and rank == 1:  # as on a disk that only the main process has
         files = [file.with_name(f"absent-{file.name}") for file in files]
-    source = TensorFiles(files, ranks)
+    source = TensorFile(files, ranks)
     found: dict[str, Any] = {"files": sorted(entries), "is_local": source.is_local}
     found["whole"] = all(torch.equal(source[name], one) for name, one in wholes.items())
     if source.is_local:
