@@ -123,6 +123,14 @@ class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return iter(rows(25))
 
 
+def pack(sentences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tokens that have a label, one after the other, in a single row."""
+    tokens = [(ids, labels) for one in sentences for ids, labels in zip(one["ids"], one["labels"], strict=True)]
+    chosen = [pair for pair in tokens if pair[1] != -100] or tokens[:1]
+    ids, labels = zip(*chosen, strict=True)
+    return {"ids": torch.stack(ids)[None], "labels": torch.stack(labels)[None]}
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "micro-batches": {"microbatch_size": 1},
     "whole steps": {"drop_last": True},
@@ -134,6 +142,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "micro-batches that fit": {"microbatch_size": "auto"},
     "no shuffling": {"shuffle": False},
     "groups by length": {"data": "grouped"},
+    "packed sentences": {"data": "packed"},
     "stream": {"data": "stream", "num_workers": 1},
     "evaluations": {"eval_size": 11, "eval_steps": 3, "eval_batch_size": 2},
     "a duration": {"max_duration": "30sp", "epochs": None},
@@ -153,8 +162,10 @@ def vary(backend: str, what: str) -> dict[str, Any]:
     if kind in ("rows", "stream"):
         reduction = "sum" if "sum" in options.values() else "mean"
         model, options["loss_fn"] = t16(), functools.partial(F.mse_loss, reduction=reduction)
-    data = {"rows": lambda: rows(size), "stream": Rows, "masked": lambda: masked_sentences(25)}
     sentences = masked_sentences(25)
+    data = {"rows": lambda: rows(size), "stream": Rows, "masked": lambda: sentences, "packed": lambda: sentences}
+    if kind == "packed":
+        options["data_collator"] = pack
     data["grouped"] = lambda: GroupByLength(sentences, step, [1 + i % 6 for i in range(25)])
     if eval_size := options.pop("eval_size", 0):
         options["eval_dataset"] = rows(eval_size)
@@ -190,8 +201,9 @@ def test_options_mean_the_same_where_steps_are_dealt_out_unevenly(varied: Any, w
     (alone,) = [one.result for one in varied[f"{what}-1"]]
     assert {one.code for one in varied[f"{what}-3"]} == {0}, [one.output[-3000:] for one in varied[f"{what}-3"]]
     for rank, one in enumerate(varied[f"{what}-3"]):
-        # others than the main rank count what they compute of stand-ins too, and log nothing
-        names = alone.keys() - ({"flops"} if rank else set())
+        # others than the main rank count what they compute of stand-ins too, and log nothing; packed rows have any
+        # length, so what the main rank computes is no certain share of a step
+        names = alone.keys() - ({"flops"} if rank or what == "packed sentences" else set())
         names -= {"losses"} if what == "a sum" else set()  # those in the logs are of a micro-batch
         apart = {name: gap(one.result[name], alone[name]) for name in names}
         assert max(apart.values()) < 1e-10, apart
