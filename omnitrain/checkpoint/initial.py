@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from omnitrain.checkpoint.adapters import ADAPTER
-from omnitrain.checkpoint.disk import hashing
-from omnitrain.checkpoint.manifest import MANIFEST
+from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.checkpoint.shards import files_of
 from omnitrain.checkpoint.state import WEIGHTS, bare_name, from_json, has_own_loader, load_by_own_way, unwrap
 from omnitrain.checkpoint.store import Store, is_pointer
 from omnitrain.checkpoint.tensors import Spec, TensorFile
+from omnitrain.checkpoint.verifying import hashed_by_all
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, listed
 from omnitrain.settings import is_address
@@ -101,8 +101,7 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> I
         CheckpointError: If a file is damaged.
     """
     content: dict[str, torch.Tensor] = {}
-    what = "the weights of `init_from`"
-    states, initial = ranks.on_main(what, lambda: _load(model, **_here(source), content=content))
+    states, initial = hashed_by_all(ranks, lambda check: _load(model, **_here(source), content=content, check=check))
     if states and (not ranks.is_main or initial is not None):
         load_by_own_way(model, states, "`init_from`")
     if initial is not None:
@@ -122,6 +121,7 @@ def _load(
     ignore: Sequence[str],
     convert: Callable[[Any], Any] | None,
     content: dict[str, torch.Tensor],
+    check: Check,
 ) -> tuple[dict[str, Any], Initial | None]:
     """Load what fits, or say what is to be loaded later.
 
@@ -130,7 +130,7 @@ def _load(
         which `content` gets what is in memory already.
     """
     where = f"`init_from={str(path)[:500]!r}`"
-    read, files, states = _read(path, where)
+    read, files, states = _read(path, where, check)
     tensors, states = _divided(read, states, convert, where)
     kinds = _kinds(model)
     with_state = [bare_name(name) for name in unwrap(model).state_dict() if _is_state(name)]
@@ -307,7 +307,7 @@ def weights_in(path: Path, where: str) -> Mapping[str, torch.Tensor]:
     return _divided(content, states, None, where)[0]
 
 
-def _read(path: Path, where: str) -> tuple[Any, list[Path], dict[str, Any]]:
+def _read(path: Path, where: str, check: Check = check_hashes) -> tuple[Any, list[Path], dict[str, Any]]:
     """Return what is in a file, or in the files of a folder, mostly a dict of tensors; the files; and states beside."""
     try:
         path.lstat()
@@ -321,7 +321,7 @@ def _read(path: Path, where: str) -> tuple[Any, list[Path], dict[str, Any]]:
     states: dict[str, Any] = {}
     files = [path]
     if path.is_dir():
-        files, states = _files_in(path, where)
+        files, states = _files_in(path, where, check)
     if files[0].name.endswith(_INDEX):
         files = _files_of_index(files[0], where)
     if all(file.suffix == ".safetensors" for file in files):
@@ -346,17 +346,14 @@ def _files_of_index(path: Path, where: str) -> list[Path]:
     return files
 
 
-def _files_in(folder: Path, where: str) -> tuple[list[Path], dict[str, Any]]:
+def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[str, Any]]:
     if (folder / MANIFEST).is_file():
         manifest = Store(folder.parent).verify(folder, hashes=False)
         files = files_of(folder, manifest["files"], "model")
         if not files:
             raise CheckpointError(f"{str(folder)!r} is incomplete: {WEIGHTS!r} is not among its files.")
-        with hashing(files) as digests:
-            for file, found in zip(files, digests, strict=True):
-                name = file.relative_to(folder).as_posix()
-                if found != manifest["files"][name]["sha256"]:
-                    raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} does not match its sha256.")
+        names = [file.relative_to(folder).as_posix() for file in files]
+        check(folder, {name: manifest["files"][name] for name in names})
         kept = manifest.get("extra_state") or {}
         return files, {name: from_json(value) for name, value in kept.items()}
     for name in _IN_FOLDERS:

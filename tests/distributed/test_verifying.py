@@ -32,8 +32,8 @@ class Began(Callback):
         self.step = trainer.progress.step
 
 
-def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -1) -> dict[str, Any]:
-    """Resume, where hashing is shared out however small the files are; a rank may not be able to read its share."""
+def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
+    """Have hashing shared out however small the files are, and return a list that gets the names of this rank's."""
     verifying._WORTH_IT = 0
     rank, hashed = int(os.environ["RANK"]), list[str]()
     keep = manifest.check_hashes
@@ -47,7 +47,20 @@ def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -
     verifying.check_hashes = check
     if trouble == "unseen" and rank == fail_on:  # as on a disk of its own
         verifying._read = lambda path: None
-    began = Began()
+    return hashed
+
+
+def begin(folder: str, source: str) -> dict[str, Any]:
+    """Train with the weights of a checkpoint."""
+    hashed = noted_hashes()
+    trainer = test_sharded_saves.make(folder, consolidate=False, max_steps=1, init_from=source)
+    trainer.train()
+    return {"hashed": hashed}
+
+
+def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -1) -> dict[str, Any]:
+    """Resume, where a rank may not be able to read its share of the files."""
+    hashed, began = noted_hashes(trouble, fail_on), Began()
     trainer = test_sharded_saves.make(
         folder, consolidate=False, max_steps=6, save_steps=100, save_total_limit=None, callbacks=[began]
     )
@@ -105,9 +118,9 @@ def train(folder: str) -> None:
     test_sharded_saves.make(folder, consolidate=False, save_total_limit=None).train()
 
 
-def damage(folder: Path, kind: str, rank: int) -> None:
+def damage(folder: Path, kind: str, rank: int, of: str = "optimizer") -> None:
     """Damage this rank's part in the last checkpoint."""
-    part = folder / "checkpoint-4" / "optimizer" / f"rank-{rank:05d}.safetensors"
+    part = folder / "checkpoint-4" / of / f"rank-{rank:05d}.safetensors"
     content = bytearray(part.read_bytes())
     if kind == "flipped":
         content[-1] ^= 1
@@ -141,6 +154,11 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
                 which = which if which == "auto" else str(folder / name / which)
                 options = {"folder": str(folder / name), "which": which, "trouble": kind, "fail_on": rank}
                 cases.append(Case(name, f"{HERE}:resume", options))
+    for name in ("initial", "initial-flipped"):
+        shutil.copytree(folder / "run", folder / f"{name}-source", symlinks=True)
+        source = folder / f"{name}-source" / "checkpoint-4"
+        cases.append(Case(name, f"{HERE}:begin", {"folder": str(folder / name), "source": str(source)}))
+    damage(folder / "initial-flipped-source", "flipped", 1, of="model")
     for name, rank, is_local in READS:
         shutil.copytree(folder / "run", folder / name, symlinks=True)
         options = {"folder": str(folder / name), "fail_on": rank, "is_local": is_local}
@@ -170,6 +188,18 @@ def test_each_file_is_hashed_by_one_of_those_that_see_it(resumed: Found[list[Out
         assert all(f"optimizer/rank-0000{k}.safetensors" in shares[0] + shares[1] for k in (0, 1))
         assert bool(shares[1]) == (kind == "none")
         assert [one.result["step"] for one in outcomes] == [4, 4]
+
+
+def test_weights_to_begin_with_are_hashed_by_both(resumed: Found[list[Outcome]]) -> None:
+    outcomes = resumed["initial"]
+    assert [one.code for one in outcomes] == [0, 0], outcomes
+    names = {f"model/rank-0000{rank}.safetensors" for rank in (0, 1)}
+    assert all(len(one.result["hashed"]) == 1 for one in outcomes)
+    assert {name for one in outcomes for name in one.result["hashed"]} == names
+    outcomes = resumed["initial-flipped"]
+    assert [one.code for one in outcomes] == [1, 1], outcomes
+    for one in outcomes:
+        assert "CheckpointError" in one.output and "'model/rank-00001.safetensors' does not match" in one.output
 
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "missing", "unreadable"])
