@@ -204,13 +204,15 @@ def memory(width: int, folder: Path, rank: int) -> dict[str, int]:
 
 def times(rounds: int, width: int, folder: Path, rank: int) -> dict[str, list[float]]:
     """Return the seconds of a save and of a load by each way, until all ranks have ended, in turns on one state."""
-    trainer = make_trainer(folder / "run", width, consolidate=False, save_total_limit=1)
+    trainer = make_trainer(folder / "run", width, consolidate=False, save_total_limit=None)
     trainer.train()
     found: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         for way in WAYS:
             save, load = work_of(way, trainer, folder / "theirs")
             cleared(folder / "theirs", rank)
+            if way == "omnitrain":  # nobody deletes an earlier checkpoint while the time is taken
+                cleared(folder / "run" / f"checkpoint-{trainer.progress.step}", rank)
             os.sync()
             for phase, work in (("save", save), ("load", load)):
                 barrier()

@@ -19,9 +19,10 @@ from omnitrain.checkpoint.header import open_regular
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.settings import folder_path
 
-__all__ = ["FileSystem", "check_free_space", "check_writable", "hashing", "listing"]
+__all__ = ["FileSystem", "check_free_space", "check_writable", "hashing", "listing", "write_pieces"]
 
 _WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
+_AT_ONCE = 1 << 25  # bytes that the disk is told to take at once
 
 
 class FileSystem:
@@ -46,9 +47,7 @@ class FileSystem:
 
     def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         """Write a file piece by piece, so that it need not be in memory as a whole."""
-        with open(path, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
+        write_pieces(path, pieces)
 
     def link(self, path: Path, name: str) -> None:
         """Create a link to `name` in the same folder; some file systems have no links."""
@@ -142,6 +141,23 @@ def listing(folder: Path) -> tuple[list[Path], list[Path]]:
                     f"{str(path)!r} is not a regular file; a checkpoint with it could not be moved. Copy it."
                 )
     return sorted(files), folders
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file piece by piece, while the disk takes what was written before: a sync afterwards waits less.
+
+    By itself Linux begins to write when a sync asks for it, or when a tenth of the memory is waiting.
+    """
+    with open(path, "wb") as file:
+        begun = written = 0
+        for piece in pieces:
+            whole = memoryview(piece)
+            for start in range(0, len(whole), _AT_ONCE):
+                written += file.write(whole[start : start + _AT_ONCE])
+                if written - begun >= _AT_ONCE and hasattr(os, "posix_fadvise"):
+                    with contextlib.suppress(OSError):  # a hint; what fails is an error of the sync
+                        os.posix_fadvise(file.fileno(), begun, written - begun, os.POSIX_FADV_DONTNEED)
+                    begun = written
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from omnitrain.checkpoint.disk import write_pieces
 from omnitrain.checkpoint.reading import DTYPES, Spec, TensorFile
 from omnitrain.distributed import Ranks, as_bytes
 from omnitrain.errors import CheckpointError
@@ -221,11 +222,14 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gat
         hasher: From `hashlib`; updated with what is written.
         gather: Gathers a tensor.
     """
-    with open(path, "wb") as file:
+
+    def content() -> Iterator[bytes | memoryview]:
         for piece in _pieces(tensors, gather):
-            file.write(piece)
+            yield piece
             if hasher is not None:
                 hasher.update(piece)
+
+    write_pieces(path, content())
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

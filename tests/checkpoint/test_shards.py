@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from omnitrain.checkpoint import reading, shards
+from omnitrain.checkpoint import disk, reading, shards
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.reading import rectangles
 from omnitrain.checkpoint.shards import (
@@ -294,6 +295,26 @@ def test_files_are_made_and_synced_by_the_file_system(tmp_path: Path) -> None:
     write_shards({"w": own_blocks(in_parts(values_of((4, 3)), 1, 8), 0)}, tmp_path, 0, Watched())
     names = ["rank-00000.safetensors", "rank-00000.1.safetensors", "rank-00000.2.safetensors"]
     assert done == [(what, name) for name in names for what in ("create", "sync")]
+
+
+@pytest.mark.parametrize("hint", ["taken", "refused", "unknown"])
+def test_the_disk_is_told_to_take_what_was_written_before_the_end(
+    hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    def advise(descriptor: int, begin: int, length: int, advice: int) -> None:
+        told.append((begin, length))
+        if hint == "refused":
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(disk, "_AT_ONCE", 8)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    if hint == "unknown":
+        monkeypatch.delattr(os, "posix_fadvise")
+    disk.write_pieces(tmp_path / "file", [b"abc", memoryview(b"d" * 20), b"", b"e" * 4])
+    assert (tmp_path / "file").read_bytes() == b"abc" + b"d" * 20 + b"e" * 4
+    assert told == ([] if hint == "unknown" else [(0, 11), (11, 8), (19, 8)])
 
 
 def test_a_full_disk_is_the_error_of_the_write(tmp_path: Path) -> None:
