@@ -20,8 +20,8 @@ limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-all test-oldest check check-format check-lint check-types check-architecture format signatures docs \
-	linkcheck examples notebooks notebooks-write bench gpu clean
+.PHONY: help venv demo test test-fast test-sample test-all test-oldest check check-format check-lint check-types check-architecture format signatures docs \
+	linkcheck examples notebooks notebooks-write bench bench-check gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -46,12 +46,22 @@ demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, acceler
 
 # The tests of a file stay together: what its fixtures make, such as launches of several processes, is made once then.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# `make check` and `make docs`, `notebooks` and `bench-check` run these.
+ELSEWHERE := $(addprefix --ignore=tests/test_,typing.py architecture.py notebooks.py benchmarks.py thousand_ranks.py)
+# Which tenth of the slow tests `make test-sample` runs; CI takes another one each day.
+TENTH ?= $(shell date +%j | sed 's/^0*//')
 
-test: $(VENV)/.has-test ## a test of every behaviour, in some minutes; what `make check` runs is left out
-	$(call limit,3600) $(PYTEST) -m "not slow" $(addprefix --ignore=tests/test_,typing.py architecture.py)
+test-fast: $(VENV)/.has-test ## tests without other processes and without sleeping: in a minute or so
+	$(call limit,900) $(PYTEST) -m "not slow and not processes" --ignore=tests/distributed $(ELSEWHERE)
 
-test-all: $(VENV)/.has-test ## the whole test suite, what is exhaustive included
-	$(call limit,7200) $(PYTEST)
+test: $(VENV)/.has-test ## at least one quick test of every behaviour, on every trainer and backend: in under 5 minutes
+	$(call limit,1800) $(PYTEST) -m "not slow" $(ELSEWHERE)
+
+test-sample: $(VENV)/.has-test ## a tenth of the slow tests, another one each day (TENTH=0 to 9)
+	$(call limit,1800) $(PYTEST) --tenth $(TENTH) $(ELSEWHERE)
+
+test-all: $(VENV)/.has-test ## the whole test suite, what is exhaustive included: at night
+	$(call limit,14400) $(PYTEST)
 
 test-oldest: ## the same with the oldest dependencies that pyproject.toml allows, in .venv-oldest (several GB)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
@@ -81,8 +91,9 @@ format: $(VENV)/.has-dev signatures ## format the code and mend what ruff can me
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.has-docs ## build the documentation into docs/_build/html, warnings are errors
+docs: $(VENV)/.has-docs $(VENV)/.has-test ## build docs/_build/html, warnings are errors, and run the examples of all pages
 	$(call limit,600) $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(call limit,900) $(BIN)/python -m pytest -n $(WORKERS) tests/test_docs.py
 
 linkcheck: $(VENV)/.has-docs ## follow every link of the documentation, those to other sites too
 	$(call limit,600) $(BIN)/python -m sphinx -b linkcheck docs docs/_build/linkcheck
@@ -99,6 +110,9 @@ notebooks-write: $(VENV)/.has-test ## execute every notebook, and write its outp
 
 bench: $(VENV)/.has-test ## measure the trainers against hand-written loops
 	$(call limit,1800) $(BIN)/python benchmarks/overhead.py
+
+bench-check: $(VENV)/.has-test ## run every benchmark once, as small as it can be
+	$(call limit,1800) $(BIN)/python -m pytest -n $(WORKERS) $(addprefix tests/test_,benchmarks.py thousand_ranks.py)
 
 gpu: $(VENV)/.has-test ## all tests and measurements that want a GPU, in under 9 minutes; report in runs/gpu
 	$(call limit,900) $(BIN)/python benchmarks/gpu.py

@@ -1,15 +1,18 @@
-"""What holds for every test: no network, one thread, the same random numbers each time, and nothing left behind."""
+"""What holds for every test: no network, one thread, the same random numbers each time, and no leftovers."""
 
 from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
+import threading
+import time
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ.update(
     HF_HUB_OFFLINE="1", MPLBACKEND="Agg", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline"
@@ -22,15 +25,96 @@ import pytest
 import torch
 
 from omnitrain import descriptors
+from omnitrain.checkpoint import record
 
 torch.set_num_threads(1)
-os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk takes its time
+os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk is slow
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
+Git = record.Git
+programs.answer_git()
 
 SUITE = "TEST_SUITE"
-"""The variable by which the processes that the tests of one session have started are found."""
-KEPT = pytest.StashKey[str]()
+"""The environment variable by which the processes that the tests of one session started are found."""
+
+
+# --- which tests run, and in which order
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("omnitrain")
+    group.addoption(
+        "--tenth", type=int, metavar="N", help="of the slow tests, run the tenth with this number modulo 10"
+    )
+    group.addoption("--shuffle-files", type=int, metavar="SEED", help="run the files in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, put the files in order, and leave out what is in another tenth.
+
+    Files that start processes come first: they take longest, so both workers end together.
+    """
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    seed = config.getoption("--shuffle-files")
+    if seed is None:
+        busy = {item.path for item in items if item.get_closest_marker("processes")}
+        items.sort(key=lambda item: item.path not in busy)
+    else:
+        items.sort(key=lambda item: zlib.crc32(f"{seed} {item.path.name}".encode()))
+    tenth = config.getoption("--tenth")
+    if tenth is not None:
+        chosen = [item for item in items if item.get_closest_marker("slow") and _tenth_of(item) == tenth % 10]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
+
+
+def _tenth_of(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode()) % 10
+
+
+# --- what a test may do
+
+
+class Guard:
+    """Makes a test fail that starts a process or sleeps without the mark `processes`: `make test-fast` has neither."""
+
+    LONGEST_S = 0.1
+    """A sleep of at most so many seconds is no wait: loops that poll have some."""
+    HARMLESS = ("fc-list", "ldconfig", "lscpu", "uname", "file")
+    """Programs by which libraries learn about the machine, once per process."""
+
+    def __init__(self) -> None:
+        self.is_armed = False
+        self._sleep = time.sleep
+        time.sleep = self.sleep
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.is_armed or event not in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+            return
+        program = Path(os.fsdecode(args[0] or args[1][0])).name if event == "subprocess.Popen" else ""
+        if program not in self.HARMLESS:
+            raise RuntimeError(f"{event} {program}: a test that starts a process needs the mark `processes`.")
+
+    def sleep(self, seconds: float) -> None:
+        if self.is_armed and seconds > self.LONGEST_S and threading.current_thread() is threading.main_thread():
+            raise RuntimeError(f"sleep({seconds}): a test that waits needs the mark `processes`.")
+        self._sleep(seconds)
+
+
+GUARD = Guard()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Arm the guard for a test without the mark, its fixtures included."""
+    GUARD.is_armed = not item.get_closest_marker("processes")
+    try:
+        return (yield)
+    finally:
+        GUARD.is_armed = False
 
 
 @pytest.fixture(autouse=True)
@@ -43,22 +127,29 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def plain_descriptors() -> Iterator[None]:
-    """Forget how a test has described metrics, which holds for the whole process."""
-    known, described = dict(descriptors._KNOWN), set(descriptors._DESCRIBED)
+    """Forget how a test described metrics: descriptions hold for the whole process."""
+    registries = (descriptors._KNOWN, descriptors._DESCRIBED)
+    before = [registry.copy() for registry in registries]
     yield
-    for kept, before in ((descriptors._KNOWN, known), (descriptors._DESCRIBED, described)):
-        kept.clear()
-        kept.update(before)  # type: ignore[arg-type]
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def real_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask the real git for the commit, instead of the stand-in that answers at once."""
+    monkeypatch.setattr(record, "Git", Git)
+
+
+# --- the session
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the session a folder of its own for what DeepSpeed compiles, and a name to all of its processes."""
-    if hasattr(config, "workerinput"):  # one of several: it has these from the process that has started it
+    """Give all processes of the session a name."""
+    if hasattr(config, "workerinput"):  # one of several: it has the name from the process that started it
         return
     os.environ[SUITE] = uuid.uuid4().hex
-    config.stash[KEPT] = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch-extensions-")
-    cache = getattr(config, "cache", None)
-    os.environ["TORCH_EXTENSIONS_KEPT"] = str(cache.mkdir("torch-extensions")) if cache else ""
     if config.getoption("numprocesses", None):  # no tests run here: what ends this process is to end the workers too
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -70,17 +161,8 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End what tests have left running, and say so."""
-    folder = config.stash.get(KEPT, "")
-    if folder:
-        left = programs.kill_all(SUITE, os.environ[SUITE])
-        if left:
-            print("These processes were left by tests, and have been ended:", *left, sep="\n  ", file=sys.stderr)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is no GPU."""
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    """End the processes that tests left running, and report them."""
+    if not hasattr(config, "workerinput") and SUITE in os.environ:
+        leftovers = programs.kill_all(SUITE, os.environ[SUITE])
+        if leftovers:
+            print("Tests left these processes, which were ended:", *leftovers, sep="\n  ", file=sys.stderr)

@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omnitrain.backends.compile_cache import use_compile_cache
 from omnitrain.errors import ConfigError, MissingExtraError
 from omnitrain.precision import choose_device
 
-__all__ = ["adopt_config", "deepspeed_plugin", "fill_config", "schedule_of", "tell_of_locks"]
+__all__ = ["adopt_config", "deepspeed_plugin", "fill_config", "schedule_of"]
 
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -31,8 +30,6 @@ _ENTRIES = {
     "wandb", "weight_quantization", "zero_optimization",
 }  # fmt: skip
 """Valid entries of a configuration that are not among DeepSpeed's constants."""
-_COMPILES_S = 600.0
-"""The longest time, in seconds, that compiling may take."""
 
 
 def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
@@ -54,7 +51,7 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
         from accelerate.utils import DeepSpeedPlugin
     except ImportError:
         raise MissingExtraError("deepspeed_config", "deepspeed", "deepspeed") from None
-    tell_of_locks()
+    use_compile_cache()
     if config is None:
         return DeepSpeedPlugin()
     if isinstance(config, (str, Path)):
@@ -65,21 +62,6 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
     content = json.loads(json.dumps(config))  # a copy, which DeepSpeed may modify
     content.setdefault("zero_optimization", {"stage": 2})
     return DeepSpeedPlugin(hf_ds_config=content)
-
-
-def tell_of_locks() -> None:
-    """Warn about locks on DeepSpeed's compiled code left by killed programs: DeepSpeed would wait for them forever."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
-        with contextlib.suppress(OSError):  # released
-            age = time.time() - lock.stat().st_mtime
-            if age > _COMPILES_S:
-                logger.warning(
-                    "%s has been there for %d minutes, and DeepSpeed waits as long as it is. Remove it, unless another "
-                    "program compiles there: one that was killed leaves it behind.", lock, age / 60,
-                )  # fmt: skip
 
 
 def _refuse_misspelt(config: Mapping[str, Any]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,28 +11,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from omnitrain import AccelerateTrainer, ConfigError
-from omnitrain.backends.deepspeed import adopt_config, fill_config, tell_of_locks
+from omnitrain.backends.deepspeed import adopt_config, fill_config
 from omnitrain.backends.zero import LossScale
-
-
-@pytest.mark.parametrize("folder", ["op", "py311_cpu/op"])
-def test_lock_that_a_killed_program_has_left_is_named(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    importlib.import_module("torch.utils.cpp_extension")  # which logs that there is no CUDA
-
-    caplog.clear()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / folder / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    tell_of_locks()
-    assert not caplog.records  # another program compiles
-    os.utime(lock, (time.time() - 7200,) * 2)
-    tell_of_locks()
-    assert [record.getMessage().partition(" has been there for 120 minutes")[0] for record in caplog.records] == [
-        str(lock)
-    ]
 
 
 def test_a_misspelt_entry_of_the_configuration_is_refused_with_the_right_one() -> None:

@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all of them; their fixtures run many launches."""
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.distributed)
+            item.add_marker(pytest.mark.processes)
             item.add_marker(pytest.mark.timeout(1800))
 
 

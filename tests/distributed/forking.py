@@ -32,6 +32,7 @@ sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sy
 
 import programs  # noqa: E402
 import psutil  # noqa: E402
+from compiled import load_operators  # noqa: E402
 
 AT_ONCE = 6
 LIMIT = 180.0
@@ -402,6 +403,8 @@ def _main() -> None:
         with contextlib.suppress(ModuleNotFoundError):  # of a newer release of its package
             importlib.import_module(module)
     torch.set_num_threads(1)
+    programs.answer_git()
+    load_operators()
     os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk takes long
     while line := sys.stdin.readline():
         request = json.loads(line)

@@ -1,0 +1,111 @@
+"""The folder that DeepSpeed compiles into: omnitrain's own, with a lock that ends with its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
+
+from omnitrain.backends.compile_cache import CompileLock, cache_folder, use_compile_cache
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks; torch's stay there")
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton)
+
+
+def compile_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Have torch compile nothing, and return whether our lock was held each time that it would have."""
+    held: list[bool] = []
+    monkeypatch.setattr(
+        cpp_extension, "_write_ninja_file_and_build_library", lambda **_: held.append(is_locked(folder))
+    )
+    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *_: None)
+    cpp_extension.load(f"operator_{folder.name}", [__file__], build_directory=str(folder))
+    return held
+
+
+def is_locked(folder: Path) -> bool:
+    import fcntl
+
+    with open(folder / "omnitrain.lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_use_compile_cache_sets_folder_and_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_compile_cache()
+    use_compile_cache()  # a second trainer of the same process
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    assert folder == cache_folder() and folder.is_dir() and folder.is_relative_to(tmp_path / "cache")
+    (folder / "operator").mkdir()
+    assert compile_counted(folder / "operator", monkeypatch) == [True]
+    assert not is_locked(folder / "operator")
+
+
+def test_use_compile_cache_ignores_locks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program without omnitrain may have left one."""
+    use_compile_cache()
+    folder = cache_folder() / "operator"
+    folder.mkdir()
+    (folder / "lock").touch()
+    assert compile_counted(folder, monkeypatch) == [True]
+
+
+@pytest.mark.parametrize("depth", ["op", "py311_cu128/op"])
+def test_use_compile_cache_keeps_folder_of_user(
+    depth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / depth / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    use_compile_cache()
+    assert not caplog.records  # another program compiles
+    os.utime(lock, (time.time() - 7200,) * 2)
+    use_compile_cache()
+    messages = [record.getMessage().partition(" is 120 minutes old")[0] for record in caplog.records]
+    assert messages == [str(lock)]
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path) and cpp_extension.FileBaton is FileBaton
+
+
+def test_use_compile_cache_without_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    use_compile_cache()
+    assert "TORCH_EXTENSIONS_DIR" not in os.environ and cpp_extension.FileBaton is FileBaton
+    assert "DeepSpeed compiles into torch's folder instead" in caplog.text
+
+
+@pytest.mark.processes
+def test_compile_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """torch's lock would stay, and every later program wait for it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        held = CompileLock(str(tmp_path / "lock"))
+        os.write(writing, b"." if held.try_acquire() else b"!")
+        signal.pause()
+    try:
+        assert os.read(reading, 1) == b"." and is_locked(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    lock = CompileLock(str(tmp_path / "lock"))
+    assert lock.try_acquire() and is_locked(tmp_path)
+    lock.release()
+    assert not is_locked(tmp_path)
+    assert not (tmp_path / "lock").exists()  # a program without omnitrain would wait for it
