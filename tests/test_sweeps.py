@@ -1,4 +1,4 @@
-"""Searches for hyperparameters: what is tried, what is kept, and that a search goes on where it was killed."""
+"""Searches for hyperparameters: their trials, their files, and how they resume after a kill."""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ from omnitrain import (
     Trainer,
     search,
 )
-from omnitrain.checkpoint.lock import Lock
+from omnitrain.checkpoint import lock
 from omnitrain.spaces import Space
 
 optuna = pytest.importorskip("optuna")
 
 RATES = {"learning_rate": {"low": 1e-3, "high": 0.3, "log": True}}
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no picture after each trial, which takes longer than the trial, except where pictures are tested."""
+    if "result_marks" not in request.node.name:
+        monkeypatch.setattr(SearchResult, "plot", lambda self, path=None: None)
 
 
 def native(params: dict[str, Any], folder: Path, kind: Any = Trainer, **options: Any) -> Any:
@@ -88,7 +95,8 @@ class RaisesAt(Callback):
 
 
 @every_trainer
-def test_each_trial_is_a_run_in_its_own_folder_scored_by_its_best_evaluation(make: Any, tmp_path: Path) -> None:
+def test_search_scores_trials_by_best_evaluation(make: Any, tmp_path: Path) -> None:
+    """Each trial is a run in its own folder."""
     result = search(make, RATES, trials=4, save_dir=tmp_path / "search")
     assert [one.number for one in result.trials] == [0, 1, 2, 3]
     assert len({one.params["learning_rate"] for one in result.trials}) == 4
@@ -105,7 +113,7 @@ def test_each_trial_is_a_run_in_its_own_folder_scored_by_its_best_evaluation(mak
     assert (result.metric, result.direction) == ("loss", "min")
 
 
-def test_the_same_search_finds_the_same_twice_and_another_seed_something_else(tmp_path: Path) -> None:
+def test_search_depends_on_seed(tmp_path: Path) -> None:
     one, other, third = (
         shown(search(native, RATES, trials=3, save_dir=tmp_path / name, seed=seed))
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
@@ -114,7 +122,8 @@ def test_the_same_search_finds_the_same_twice_and_another_seed_something_else(tm
     assert one != third
 
 
-def test_no_trial_keeps_its_model_in_memory_also_one_that_has_failed(tmp_path: Path) -> None:
+def test_search_frees_models(tmp_path: Path) -> None:
+    """Those of failed trials, too."""
     models: list[weakref.ref[nn.Module]] = []
 
     def make(params: dict[str, Any], folder: Path) -> Any:
@@ -129,7 +138,7 @@ def test_no_trial_keeps_its_model_in_memory_also_one_that_has_failed(tmp_path: P
     assert len(models) == 5
 
 
-def test_a_search_leaves_the_random_numbers_of_the_program_alone(tmp_path: Path) -> None:
+def test_search_preserves_rng_state(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -137,7 +146,8 @@ def test_a_search_leaves_the_random_numbers_of_the_program_alone(tmp_path: Path)
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_table_text_and_picture_show_all_trials_with_the_best_marked(tmp_path: Path) -> None:
+def test_search_result_marks_best_trial(tmp_path: Path) -> None:
+    """In the table, in the text file and in the picture."""
     space = {**RATES, "width": [8, None, "wide"]}
     result = search(native, space, trials=3, save_dir=tmp_path, sampler="random")
     lines = str(result).splitlines()
@@ -151,7 +161,7 @@ def test_table_text_and_picture_show_all_trials_with_the_best_marked(tmp_path: P
     assert result.plot(tmp_path / "other.svg").read_text().startswith("<?xml")
 
 
-def test_a_grid_tries_every_combination_once_in_its_order(tmp_path: Path) -> None:
+def test_search_grid_tries_every_combination(tmp_path: Path) -> None:
     tried: list[dict[str, Any]] = []
 
     def make(params: dict[str, Any], folder: Path) -> Any:
@@ -165,7 +175,7 @@ def test_a_grid_tries_every_combination_once_in_its_order(tmp_path: Path) -> Non
     assert tried[1:] == expected  # the first one was made to learn the objective
 
 
-def test_a_function_of_the_trial_and_samplers_of_optuna_choose_too(tmp_path: Path) -> None:
+def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
     space = {"learning_rate": lambda trial: 10.0 ** -trial.suggest_int("exponent", 1, 3)}
     sampler = optuna.samplers.GridSampler({"exponent": [1, 2, 3]}, seed=0)
     with pytest.raises(ConfigError, match=r"sampler='grid' tries everything, and space\['learning_rate'\] cannot be"):
@@ -182,7 +192,7 @@ def uninterrupted(make: Any, tmp_path: Path, trials: int = 3) -> list[Any]:
 
 
 @every_trainer
-def test_an_interrupted_trial_resumes_in_its_folder_with_the_same_values(make: Any, tmp_path: Path) -> None:
+def test_search_resumes_interrupted_trial(make: Any, tmp_path: Path) -> None:
     whole = uninterrupted(make, tmp_path)
     made: list[tuple[float, str]] = []
 
@@ -203,9 +213,8 @@ def test_an_interrupted_trial_resumes_in_its_folder_with_the_same_values(make: A
 
 
 @every_trainer
-def test_a_trial_that_has_ended_but_was_not_recorded_is_not_trained_again(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_records_finished_trial_after_kill(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that finished before it was recorded is not trained twice."""
     whole = uninterrupted(make, tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(optuna.study.Study, "tell", _killed)
@@ -218,7 +227,8 @@ def _killed(*args: Any, **options: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_trial_whose_trainer_is_made_otherwise_now_is_refused_and_not_lost(tmp_path: Path) -> None:
+def test_search_rejects_changed_trainer(tmp_path: Path) -> None:
+    """The trial is not lost: the same trainer as before resumes it."""
     whole = uninterrupted(native, tmp_path, 2)
 
     def other(params: dict[str, Any], folder: Path) -> Any:
@@ -234,9 +244,7 @@ def test_a_trial_whose_trainer_is_made_otherwise_now_is_refused_and_not_lost(tmp
     assert shown(search(native, RATES, trials=2, save_dir=tmp_path / "search")) == whole
 
 
-def test_a_trial_killed_before_its_first_checkpoint_repeats_its_evaluations(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_search_restarts_trial_without_checkpoint(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     def rarely(params: dict[str, Any], folder: Path, **options: Any) -> Any:
         return native(params, folder, save_steps=15, keep_best=0, load_best_at_end=False, **options)
 
@@ -254,7 +262,7 @@ def test_a_trial_killed_before_its_first_checkpoint_repeats_its_evaluations(
     assert not [one for one in recwarn if "already reported" in str(one.message)]
 
 
-def test_sigterm_ends_a_search_which_goes_on_afterwards(tmp_path: Path) -> None:
+def test_search_resumes_after_sigterm(tmp_path: Path) -> None:
     whole = uninterrupted(native, tmp_path, 2)
 
     class Terminates(Callback):
@@ -271,14 +279,15 @@ def test_sigterm_ends_a_search_which_goes_on_afterwards(tmp_path: Path) -> None:
     assert shown(search(native, RATES, trials=2, save_dir=tmp_path / "search")) == whole
 
 
-def test_more_trials_go_on_with_a_search_and_fewer_do_nothing(tmp_path: Path) -> None:
+def test_search_resumes_with_more_trials(tmp_path: Path) -> None:
+    """With fewer, nothing is trained."""
     whole = uninterrupted(native, tmp_path, 3)
     search(native, RATES, trials=1, save_dir=tmp_path / "search")
     assert shown(search(native, RATES, trials=3, save_dir=tmp_path / "search")) == whole
     assert shown(search(native, RATES, trials=2, save_dir=tmp_path / "search")) == whole
 
 
-def test_half_a_line_that_a_killed_process_has_left_is_no_hindrance(tmp_path: Path) -> None:
+def test_search_resumes_after_torn_journal_line(tmp_path: Path) -> None:
     whole = uninterrupted(native, tmp_path, 2)
     search(native, RATES, trials=1, save_dir=tmp_path / "search")
     with open(tmp_path / "search" / "search.journal", "ab") as file:
@@ -299,9 +308,7 @@ def test_half_a_line_that_a_killed_process_has_left_is_no_hindrance(tmp_path: Pa
         ({"sampler": "random"}, "`sampler` was 'tpe' and is 'random'"),
     ],
 )
-def test_another_search_in_the_same_folder_is_refused_with_what_differs(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_search_rejects_folder_of_other_search(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     search(native, RATES, trials=1, save_dir=tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with pytest.raises(ConfigError, match=f"holds another search: {said}. Pass what it was to go on"):
@@ -309,7 +316,7 @@ def test_another_search_in_the_same_folder_is_refused_with_what_differs(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_checkpoints_that_an_earlier_search_has_left_are_not_gone_on_from(tmp_path: Path) -> None:
+def test_search_rejects_leftover_checkpoints(tmp_path: Path) -> None:
     search(native, RATES, trials=2, save_dir=tmp_path)
     (tmp_path / "search.json").unlink()
     (tmp_path / "search.journal").unlink()
@@ -318,7 +325,7 @@ def test_checkpoints_that_an_earlier_search_has_left_are_not_gone_on_from(tmp_pa
             search(native, RATES, trials=2, save_dir=tmp_path, seed=7)
 
 
-def test_a_trainer_with_another_objective_than_the_search_is_refused(tmp_path: Path) -> None:
+def test_search_rejects_other_objective(tmp_path: Path) -> None:
     search(native, RATES, trials=1, save_dir=tmp_path)
 
     def other(params: dict[str, Any], folder: Path) -> Any:
@@ -328,9 +335,10 @@ def test_a_trainer_with_another_objective_than_the_search_is_refused(tmp_path: P
         search(other, RATES, trials=2, save_dir=tmp_path)
 
 
-def test_a_folder_in_which_another_process_searches_is_refused(tmp_path: Path) -> None:
+def test_search_rejects_locked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEAVE_S", 0.1)
     tmp_path.joinpath("search").mkdir()
-    with Lock(tmp_path / "search").held(), pytest.raises(CheckpointError, match="is in use by process"):
+    with lock.Lock(tmp_path / "search").held(), pytest.raises(CheckpointError, match="is in use by process"):
         search(native, RATES, trials=1, save_dir=tmp_path / "search")
 
 
@@ -359,8 +367,9 @@ def dying(trial: str, step: int) -> Callable[..., Any]:
     return lambda params, folder: native(params, folder, callbacks=[Dies(step)] if folder.name == trial else [])
 
 
-@pytest.mark.slow  # tests/config/test_command.py has one such search, by the command
-def test_twelve_trials_killed_in_the_middle_go_on_to_twelve_with_the_same_scores(tmp_path: Path) -> None:
+@pytest.mark.slow  # test_search_resumes_interrupted_trial is a quick one
+@pytest.mark.processes
+def test_search_survives_three_kills(tmp_path: Path) -> None:
     folder = tmp_path / "search"
     for trial, step in (("trial-0000", 3), ("trial-0003", 12), ("trial-0009", 7)):
         program = PROGRAM.format(tests=str(ROOT / "tests"), folder=str(folder), trial=trial, step=step)
@@ -391,7 +400,7 @@ def scripted(direction: str, scores: dict[float, list[float]]) -> Callable[..., 
 
 
 @pytest.mark.parametrize("direction", ["max", "min"])
-def test_a_trial_that_is_worse_than_the_others_is_pruned_in_either_direction(direction: str, tmp_path: Path) -> None:
+def test_search_prunes_worse_trials(direction: str, tmp_path: Path) -> None:
     sign = 1 if direction == "max" else -1
     scores = {0.1: [1.0, 2, 3], 0.2: [2.0, 5, 4], 0.3: [0.0, 0, 0], 0.4: [2.0, 1, 9], 0.5: [3.0, 4, 5]}
     signed = {rate: [sign * one for one in values] for rate, values in scores.items()}
@@ -411,9 +420,7 @@ def test_a_trial_that_is_worse_than_the_others_is_pruned_in_either_direction(dir
     assert search(scripted(direction, signed), space, sampler="grid", save_dir=tmp_path, pruner="none") == result
 
 
-def test_a_trial_that_was_pruned_when_it_was_killed_is_pruned_when_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_prunes_trial_again_after_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = {0.1: [1.0, 2, 3], 0.2: [2.0, 5, 4], 0.3: [0.0, 9, 9]}
     options = {"space": {"learning_rate": list(scores)}, "sampler": "grid", "save_dir": tmp_path}
     options["pruner"] = optuna.pruners.MedianPruner(n_startup_trials=2)
@@ -435,7 +442,7 @@ def test_a_trial_that_was_pruned_when_it_was_killed_is_pruned_when_it_goes_on(
 # --- failures
 
 
-def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(tmp_path: Path) -> None:
+def test_search_continues_after_failed_trial(tmp_path: Path) -> None:
     def make(params: dict[str, Any], folder: Path) -> Any:
         if folder.name == "trial-0000":
             raise ValueError("no such\nmodel")
@@ -450,7 +457,7 @@ def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(tmp_path: Path) -
     assert result.best.number in (1, 3)
 
 
-def test_a_search_whose_first_three_trials_all_fail_raises_what_they_failed_with(tmp_path: Path) -> None:
+def test_search_raises_after_three_failed_trials(tmp_path: Path) -> None:
     def make(params: dict[str, Any], folder: Path) -> Any:
         return native(params, folder, callbacks=[RaisesAt(1, ZeroDivisionError("always"))])
 
@@ -460,7 +467,9 @@ def test_a_search_whose_first_three_trials_all_fail_raises_what_they_failed_with
     assert len(list(tmp_path.glob("trial-*"))) == 3
 
 
-def test_a_trainer_that_can_never_be_made_raises_before_anything_is_written(tmp_path: Path) -> None:
+def test_search_raises_for_broken_factory(tmp_path: Path) -> None:
+    """Nothing is written."""
+
     def make(params: dict[str, Any], folder: Path) -> Any:
         raise ZeroDivisionError("always")
 
@@ -469,7 +478,7 @@ def test_a_trainer_that_can_never_be_made_raises_before_anything_is_written(tmp_
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # transformers makes its folder
 
 
-def test_a_search_without_a_complete_trial_has_no_best_and_says_why(tmp_path: Path) -> None:
+def test_search_result_without_complete_trial(tmp_path: Path) -> None:
     result = SearchResult([], "loss", "min", tmp_path)
     with pytest.raises(ConfigError, match=r"No trial of .* is complete"):
         result.best  # noqa: B018
@@ -502,15 +511,14 @@ def test_a_search_without_a_complete_trial_has_no_best_and_says_why(tmp_path: Pa
         ({"a": {"low": 1, "high": 9, "step": 10}}, "has step=10"),
     ],
 )
-def test_a_space_that_cannot_be_searched_is_refused_before_anything_is_written(
-    space: Any, said: str, tmp_path: Path
-) -> None:
+def test_search_rejects_wrong_space(space: Any, said: str, tmp_path: Path) -> None:
+    """Nothing is written."""
     with pytest.raises(ConfigError, match=said):
         search(native, space, trials=1, save_dir=tmp_path / "search")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # transformers makes its folder
 
 
-def test_ranges_of_integers_give_integers_and_others_floats() -> None:
+def test_space_suggests_types_of_range() -> None:
     space = Space(
         {
             "whole": {"low": 1, "high": 8, "step": 3},
@@ -552,16 +560,15 @@ def test_ranges_of_integers_give_integers_and_others_floats() -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_written(
-    options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_search_rejects_wrong_arguments(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """Nothing is written."""
     given: dict[str, Any] = {"make_trainer": native, "space": RATES, "trials": 2, "save_dir": tmp_path / "search"}
     with pytest.raises(ConfigError, match=said):
         search(**{**given, **options})
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # transformers makes its folder
 
 
-def test_without_optuna_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"search needs optuna, which is not installed. Run `pip install optuna`"):
         search(native, RATES, trials=1, save_dir=tmp_path)
