@@ -12,7 +12,6 @@ import time
 import uuid
 import zlib
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.update(
@@ -83,8 +82,8 @@ class Guard:
 
     LONGEST_S = 0.1
     """A sleep of at most so many seconds is no wait: loops that poll have some."""
-    HARMLESS = ("fc-list", "ldconfig", "lscpu", "uname", "file")
-    """Programs by which libraries learn about the machine, once per process."""
+    HARMLESS = ("ctypes.util", "matplotlib.font_manager", "platform", "typeshed_client.finder", "uuid")
+    """Modules that learn about the machine from a program, once per process."""
 
     def __init__(self) -> None:
         self.is_armed = False
@@ -95,9 +94,11 @@ class Guard:
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.is_armed or event not in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
             return
-        program = Path(os.fsdecode(args[0] or args[1][0])).name if event == "subprocess.Popen" else ""
-        if program not in self.HARMLESS:
-            raise RuntimeError(f"{event} {program}: a test that starts a process needs the mark `processes`.")
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals.get("__name__") in ("os", "subprocess", "tests.conftest", "conftest"):
+            frame = frame.f_back
+        if frame.f_globals.get("__name__") not in self.HARMLESS:
+            raise RuntimeError(f"{event} {args[:2]}: a test that starts a process needs the mark `processes`.")
 
     def sleep(self, seconds: float) -> None:
         if self.is_armed and seconds > self.LONGEST_S and threading.current_thread() is threading.main_thread():

@@ -68,6 +68,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert (exit_.value.code, capsys.readouterr().out) == (0, f"omnitrain {omnitrain.__version__}\n")
 
 
+@pytest.mark.processes
 def test_the_package_run_as_a_module_is_the_command() -> None:
     done = programs.run(sys.executable, "-m", "omnitrain", "--version", cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"omnitrain {omnitrain.__version__}\n")
@@ -81,6 +82,7 @@ def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{name}" in printed for name in (*cli.TRAINERS, *cli.DATA, "runs/demo"))
 
 
+@pytest.mark.processes
 def test_reading_the_command_line_does_not_load_torch() -> None:
     code = "import sys; from omnitrain import cli\ntry: cli.main(['demo', '--help'])\nexcept SystemExit: pass\n"
     done = programs.run(sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)", cwd=ROOT)
@@ -137,6 +139,7 @@ def test_ctrl_c_outside_of_training_exits_with_130(monkeypatch: pytest.MonkeyPat
     assert cli.main(["demo"]) == 130
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
@@ -155,6 +158,7 @@ def test_a_signal_ends_the_demo_in_order_and_tells_the_shell(number: signal.Sign
     assert list((tmp_path / "runs" / "demo").glob("checkpoint-*")), "nothing was saved"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other pipes")
 def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
     code = (

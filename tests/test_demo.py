@@ -82,7 +82,8 @@ def on_two(folder: str) -> None:
     sys.exit(cli.main(["demo", "--trainer", "accelerate"]))
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no gloo over loopback")
 def test_digits_learn_as_well_on_two_processes_which_say_everything_once(tmp_path: Path) -> None:
     case = Case("demo", "test_demo:on_two", {"folder": str(tmp_path)})

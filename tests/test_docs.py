@@ -67,6 +67,7 @@ def run_page(path: Path) -> Iterator[tuple[int, re.Match[str] | None, str]]:
         yield line, after if is_output else None, without_progress(printed.getvalue())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_python_example_runs_and_prints_what_stands_under_it(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -195,6 +195,7 @@ def test_settings_of_deepspeed_are_referred_to_by_their_path(folder: Path, capsy
     assert "--trainer.deepspeed_config: " in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_two_processes_train_what_one_does(folder: Path) -> None:
     words = ["train", "--trust", "a.yaml", "--trainer", "AccelerateTrainer", "--trainer.batch_size", "4"]
     done = run("launch", "-n", "2", "--cpu", *words, folder=folder)
@@ -269,6 +270,7 @@ def test_the_help_lists_every_argument_of_every_trainer() -> None:
             assert re.search(rf"^  {name} +\S", text, re.M), name
 
 
+@pytest.mark.processes
 def test_help_and_a_mistake_do_not_wait_for_torch(folder: Path) -> None:
     program = (
         "import sys; from omnitrain import cli\n"
@@ -324,6 +326,8 @@ def test_a_wrong_sweep_is_refused_before_anything_is_written(
     assert not list((folder / "runs").rglob("*.safetensors"))
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_sweep_of_12_that_is_killed_goes_on_and_finds_the_same(folder: Path) -> None:
     space = ["--trainer.learning_rate", "{low: 1e-4, high: 1e-1, log: true}", "--trainer.model.width", "4,8,16"]
     words = ["sweep", "--trust", "a.yaml", *space, "--trials", "12", "--trainer.epochs", "3", "--save_dir"]

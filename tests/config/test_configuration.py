@@ -292,6 +292,7 @@ def test_all_errors_are_found_at_once(folder: Path) -> None:
     assert len(found) == 4
 
 
+@pytest.mark.processes
 def test_a_check_makes_nothing_and_a_plain_error_imports_nothing(folder: Path) -> None:
     assert config(folder, model="named.slow", train_dataset="named.fails", save_dir="run").check() == []
     assert not (folder / "run").exists()

@@ -112,6 +112,8 @@ def test_a_file_runs_by_any_of_the_three_trainers_with_the_weights_of_the_script
     assert example.distance(trainer, example.train(type(trainer), 1)) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_two_processes_train_what_a_file_describes(tmp_path: Path) -> None:
     words = ["--trainer.epochs", "1", "--trainer.save_dir", str(tmp_path / "run"), "--trust"]
     done = programs.run(

@@ -124,7 +124,7 @@ def main() -> None:
 
 
 @two_gpus
-@pytest.mark.distributed
+@pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_two_gpus_train_by_nccl_along_the_curve_of_one(way: str, tmp_path: Path) -> None:
     trace = Trace()
@@ -140,7 +140,7 @@ def test_two_gpus_train_by_nccl_along_the_curve_of_one(way: str, tmp_path: Path)
 
 
 @two_gpus
-@pytest.mark.distributed
+@pytest.mark.processes
 def test_the_fp16_scaler_is_the_same_on_both_gpus(tmp_path: Path) -> None:
     first, second = launch("ddp", tmp_path, "--precision", "fp16")
     assert first["scales"] == second["scales"]
@@ -149,7 +149,7 @@ def test_the_fp16_scaler_is_the_same_on_both_gpus(tmp_path: Path) -> None:
 
 
 @two_gpus
-@pytest.mark.distributed
+@pytest.mark.processes
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])
 def test_a_model_that_is_cut_up_needs_less_memory_than_under_ddp(way: str, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("ddp", way)}

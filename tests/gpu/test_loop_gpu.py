@@ -43,7 +43,11 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, TOGETHER, {"num_workers": 2}], ids=["plain", "everything", "workers"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, TOGETHER, pytest.param({"num_workers": 2}, marks=pytest.mark.processes)],
+    ids=["plain", "everything", "workers"],
+)
 def test_a_step_does_not_wait_for_the_device(device: torch.device, kind: str, options: dict[str, Any]) -> None:
     forbid = Forbid(50, 10)
     data = rows(200 * options.get("gradient_accumulation_steps", 1), FP32)
@@ -154,7 +158,9 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=[pytest.mark.processes] * ("workers" in name)) for name in SOURCES]
+)
 def test_batches_arrive_as_they_were_while_memory_is_taken_and_freed(
     device: torch.device, kind: str, source: str
 ) -> None:
@@ -235,6 +241,7 @@ def test_a_prepare_batch_of_the_users_own_gets_batches_on_the_host(
     assert same(*ends)
 
 
+@pytest.mark.processes
 def test_workers_and_pinned_memory_change_no_number(device: torch.device, kind: str) -> None:
     ends = []
     for options in ({}, {"num_workers": 2}, {"pin_memory": False}, {"num_workers": 2, "pin_memory": False}):

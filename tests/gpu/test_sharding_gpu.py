@@ -249,7 +249,7 @@ def found(way: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return of
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 
 def test_it_trains_to_the_weights_of_the_native_trainer(way: str, found: Any) -> None:
