@@ -170,7 +170,7 @@ def test_imports_go_down_only(module: str) -> None:
     assert not up
 
 
-def test_modules_do_not_import_each_other_in_circles() -> None:
+def test_imports_have_no_circles() -> None:
     graph = {module: {found.target for found in own_imports_of(module)} - {module} for module in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -179,21 +179,21 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
 
 
 @pytest.mark.parametrize("module", [name for name in NO_TORCH if name in MODULES])
-def test_words_and_referees_do_not_name_torch(module: str) -> None:
+def test_no_torch_modules_do_not_name_torch(module: str) -> None:
     assert "torch" not in {found.target.split(".")[0] for found in imports_of(module) if found.runs}
 
 
-def test_words_and_referees_load_no_torch() -> None:
+def test_no_torch_modules_do_not_load_torch() -> None:
     present = [name for name in (*NO_TORCH, *TORCH_ON_FIRST_USE) if name in MODULES]
     assert "torch" not in loaded_by(f"import {', '.join(present)}")
 
 
-def test_importing_the_package_loads_neither_torch_nor_an_optional_package() -> None:
+def test_import_loads_no_heavy_package() -> None:
     assert not loaded_by("import omnitrain") & {"torch", *HEAVY}
 
 
 @pytest.mark.parametrize("name", ["HFTrainer", "HFTrainingArguments"])
-def test_a_name_whose_package_is_not_installed_says_what_to_install(name: str) -> None:
+def test_missing_extra_reports_install(name: str) -> None:
     code = f"""
 import sys
 sys.modules["transformers"] = None
@@ -207,7 +207,7 @@ except ImportError as error:
     assert "`pip install transformers`, or `pip install -e '.[hf]'` in a clone" in said
 
 
-def test_the_public_names_load_no_optional_package() -> None:
+def test_public_names_load_no_optional_package() -> None:
     names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
     assert not loaded_by(f"from omnitrain import {', '.join(names)}") & HEAVY
 
@@ -215,18 +215,18 @@ def test_the_public_names_load_no_optional_package() -> None:
 # Public names
 
 
-def test_public_names_are_unique_and_each_has_its_home() -> None:  # ruff keeps them sorted
+def test_public_names_are_unique() -> None:  # ruff keeps them sorted
     assert len(omnitrain.__all__) == len(set(omnitrain.__all__))
     assert set(omnitrain.__all__) == set(omnitrain._HOMES)
 
 
 @pytest.mark.parametrize("name", getattr(omnitrain, "__all__", []))
-def test_every_public_name_can_be_imported(name: str) -> None:
+def test_public_names_can_be_imported(name: str) -> None:
     assert getattr(omnitrain, name) is not None
     assert name in dir(omnitrain)
 
 
-def test_the_package_shows_no_name_of_ours_outside_all() -> None:
+def test_package_hides_private_names() -> None:
     ours = {
         name
         for name, value in vars(omnitrain).items()
@@ -235,7 +235,7 @@ def test_the_package_shows_no_name_of_ours_outside_all() -> None:
     assert ours <= set(omnitrain.__all__)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_package_rejects_unknown_name() -> None:
     with pytest.raises(AttributeError, match="Trainr"):
         omnitrain.Trainr  # noqa: B018
 
@@ -256,7 +256,7 @@ def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 @every_module
-def test_functions_stay_readable(module: str) -> None:
+def test_functions_are_short(module: str) -> None:
     functions = [node for node in definitions_in(module) if not isinstance(node, ast.ClassDef)]
     lengths = {f"{module}.{node.name}": body_lines(node) for node in functions}
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
@@ -270,7 +270,7 @@ def members_of(kind: type) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MAX_MEMBERS)
-def test_a_trainer_is_made_of_parts_and_has_few_members_itself(name: str) -> None:
+def test_trainers_have_few_members(name: str) -> None:
     calls = (
         vars(importlib.import_module("omnitrain.hf.calls").Calls).keys() - set(dir(omnitrain.BaseTrainer))
         if name == "HFTrainer"
@@ -305,7 +305,7 @@ def backend_branches_in(module: str) -> Iterator[int]:
             yield from [node.lineno] if names & set(re.findall(r"\w+", ast.unparse(node.args[1]))) else []
 
 
-def test_hardly_anything_outside_of_the_backends_asks_which_one_it_has() -> None:
+def test_branches_on_backend_are_few() -> None:
     outside = [module for module in MODULES if not module.startswith("omnitrain.backends")]
     asked = [f"{module}:{line}" for module in outside for line in backend_branches_in(module)]
     assert len(asked) <= MAX_BRANCHES_ON_A_BACKEND, asked
@@ -323,7 +323,7 @@ def attributes_written_by(kind: type) -> set[str]:
     return found
 
 
-def test_an_attribute_of_an_object_is_written_by_one_of_its_classes() -> None:
+def test_attributes_are_written_by_one_class() -> None:
     shared = set()
     for kind in classes_of_the_package():
         written = [attributes_written_by(base) for base in own_bases(kind)]
@@ -333,7 +333,7 @@ def test_an_attribute_of_an_object_is_written_by_one_of_its_classes() -> None:
 
 
 @every_module
-def test_names_say_what_a_thing_does(module: str) -> None:
+def test_names_have_no_empty_words(module: str) -> None:
     empty_words = {"manager", "handler", "helper", "helpers", "util", "utils"}
     names = [*module.split("."), *(node.name for node in definitions_in(module))]
     vague = [
@@ -370,7 +370,7 @@ def undocumented_in(module: ModuleType) -> Iterator[str]:
 
 
 @every_module
-def test_whatever_is_public_has_a_docstring(module: str) -> None:
+def test_public_names_have_docstrings(module: str) -> None:
     assert not list(undocumented_in(importlib.import_module(module)))
 
 
@@ -387,7 +387,7 @@ def statements_of(node: ast.ClassDef | ast.If) -> Iterator[ast.stmt]:
 
 
 @every_module
-def test_functions_and_methods_are_annotated(module: str) -> None:
+def test_functions_are_annotated(module: str) -> None:
     classes = [node for node in definitions_in(module) if isinstance(node, ast.ClassDef)]
     methods = {item for node in classes for item in statements_of(node)}
     bare = []
@@ -427,7 +427,7 @@ def test_constraints_pin_every_requirement() -> None:
 @pytest.mark.parametrize(
     "extra", ["", "hf", "deepspeed", "metrics", "torchmetrics", "plot", "tensorboard", "wandb", "search"]
 )
-def test_oldest_constraints_are_the_floors_of_the_metadata(extra: str) -> None:
+def test_oldest_constraints_match_metadata(extra: str) -> None:
     floors = dict(line.split(">=") for line in project()[extra])
     oldest = pins("constraints-oldest.txt")
     assert floors == {name: oldest.get(name) for name in floors}
@@ -442,7 +442,7 @@ def files_of_the_project() -> list[Path]:
     return [path for path in found if path.is_file() and path.suffix not in (".png", ".npz", ".safetensors")]
 
 
-def test_nothing_says_to_install_the_project_by_its_name_which_is_anothers_on_the_package_index() -> None:
+def test_docs_do_not_install_from_index() -> None:
     pattern = re.compile(r"(pip|uv|uv pip|poetry|conda|pipx) (install|add)[^`\n;&|]*\bomnitrain\b(?!/|\.git)")
     assert pattern.search("run `pip install -U 'omnitrain[hf]'`")
     assert not pattern.search("pip install -e '.[hf]'` in a clone of omnitrain")
@@ -455,7 +455,7 @@ def test_nothing_says_to_install_the_project_by_its_name_which_is_anothers_on_th
     assert not lines
 
 
-def test_files_name_no_place_on_the_machine_they_were_written_on() -> None:
+def test_files_contain_no_local_paths() -> None:
     places = "|".join(["home", "Users", "root", "work", "farm", "opt", "mnt", "srv", "tmp"])
     pattern = re.compile(
         rf"(?<![\w.~/-])/({places})/\w|file:/" + r"/|--(extra-)?index-url(?! https://download.pytorch.org/)"

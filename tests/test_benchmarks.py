@@ -32,7 +32,7 @@ def run(*command: str | Path, cwd: Path, timeout: float = 1200, **variables: str
     return child.stdout
 
 
-def test_overhead_measures_the_case_that_is_asked_for(tmp_path: Path) -> None:
+def test_overhead_measures_one_case(tmp_path: Path) -> None:
     run(BENCHMARKS / "overhead.py", "--quick", "--only", "tensors", "--json", "out.json", cwd=tmp_path)
     figures = json.loads((tmp_path / "out.json").read_text())
     assert {row["case"] for row in figures["rows"]} == {"tensors"}
@@ -48,7 +48,7 @@ def test_overhead_measures_every_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoint_measures_saves_files_and_seeking_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_checkpoint_measures_every_case(tmp_path: Path) -> None:
     printed = run(BENCHMARKS / "checkpoint.py", "--quick", "--json", "out.json", cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     figures = json.loads((tmp_path / "out.json").read_text())
@@ -69,8 +69,8 @@ def test_checkpoint_measures_saves_files_and_seeking_and_leaves_nothing_behind(t
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-def test_distributed_measures_both_models_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_distributed_measures_both_models(tmp_path: Path) -> None:
     run(BENCHMARKS / "distributed.py", "--quick", "--json", "out.json", cwd=tmp_path)
     figures = json.loads((tmp_path / "out.json").read_text())
     assert {(row["case"], row["variant"]) for row in figures["rows"]} >= {
@@ -81,7 +81,7 @@ def test_distributed_measures_both_models_on_two_processes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_nothing_but_the_history_grows_over_a_long_run(tmp_path: Path) -> None:
+def test_soak_grows_only_history(tmp_path: Path) -> None:
     run(BENCHMARKS / "soak.py", "--steps", "20000", "--json", "out.json", cwd=tmp_path)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     first, last = rows[1], rows[-1]
@@ -102,15 +102,15 @@ def chaos(tmp_path: Path, *arguments: str, timeout: float = 1200) -> list[dict[s
     return json.loads((tmp_path / "out.json").read_text())
 
 
-@pytest.mark.distributed
+@pytest.mark.processes
 @pytest.mark.slow
-def test_runs_that_are_killed_and_stopped_at_random_end_with_the_same_bits(tmp_path: Path) -> None:
+def test_chaos_two_trials(tmp_path: Path) -> None:
     found = chaos(tmp_path, "--trials", "2", "--backends", "native", "ddp", "--faults", "kill")
     assert sorted(one["backend"] for one in found) == ["ddp", "native"] and all(one["same"] for one in found)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_thirty_trials_interrupt_each_backend_and_in_each_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_plan_covers_backends_and_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))  # of which the script changes some
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("chaos")
@@ -121,9 +121,9 @@ def test_thirty_trials_interrupt_each_backend_and_in_each_way(seed: int, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
+@pytest.mark.processes
 @pytest.mark.timeout(3600)
-def test_thirty_runs_of_all_backends_that_are_interrupted_at_random_end_with_the_same_bits(tmp_path: Path) -> None:
+def test_chaos_thirty_trials(tmp_path: Path) -> None:
     compile_once()
     found = chaos(tmp_path, "--trials", "30", "--seed", str(os.getpid()), timeout=3500)
     assert len(found) == 30 and all(one["same"] for one in found)
@@ -146,7 +146,7 @@ def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_gpu_without_a_gpu_comes_to_its_end_and_says_what_it_skipped(tmp_path: Path) -> None:
+def test_gpu_reports_skipped_tests(tmp_path: Path) -> None:
     printed = run(BENCHMARKS / "gpu.py", "--out", "out", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     report = json.loads((tmp_path / "out/gpu.json").read_text())
     assert report["is_complete"] and not report["failed"] and report["about"]["gpu"] is None
@@ -164,7 +164,7 @@ def test_gpu_without_a_gpu_comes_to_its_end_and_says_what_it_skipped(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_gpu_measures_the_throughput_of_all_trainers_on_the_same_work(tmp_path: Path) -> None:
+def test_gpu_measures_throughput(tmp_path: Path) -> None:
     words = (BENCHMARKS / "gpu.py", "--out", "out", "--only", "throughput", "--quick")
     printed = run(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     (part,) = json.loads((tmp_path / "out/gpu.json").read_text())["parts"]
@@ -207,7 +207,7 @@ def test_last(request):
 """
 
 
-def test_what_crashes_or_hangs_is_named_and_the_rest_goes_on(gpu: Any, tmp_path: Path) -> None:
+def test_gpu_continues_after_crash_or_hang(gpu: Any, tmp_path: Path) -> None:
     file = tmp_path / "test_ends.py"
     file.write_text(ENDS)
     told: list[int] = []
@@ -229,7 +229,7 @@ def test_what_crashes_or_hangs_is_named_and_the_rest_goes_on(gpu: Any, tmp_path:
 
 
 @pytest.mark.slow
-def test_tests_for_which_no_time_is_left_are_listed(gpu: Any, tmp_path: Path) -> None:
+def test_gpu_lists_tests_without_time(gpu: Any, tmp_path: Path) -> None:
     file = tmp_path / "test_slow.py"
     file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass\n")
     tests, why = gpu.run_tests([file], 5, root=tmp_path)
@@ -237,7 +237,7 @@ def test_tests_for_which_no_time_is_left_are_listed(gpu: Any, tmp_path: Path) ->
     assert gpu.status_of(tests) == "passed"
 
 
-def test_a_file_that_cannot_be_imported_costs_itself(gpu: Any, tmp_path: Path) -> None:
+def test_gpu_continues_after_import_error(gpu: Any, tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     (tmp_path / "test_lacking.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
     (tmp_path / "test_fine.py").write_text("def test_a(): pass\n")
@@ -248,12 +248,12 @@ def test_a_file_that_cannot_be_imported_costs_itself(gpu: Any, tmp_path: Path) -
     assert "no_such_module" in next(test.text for test in tests if test.status == "skipped") and not why
 
 
-def test_a_pytest_that_cannot_start_is_a_failure_that_says_why(gpu: Any, tmp_path: Path) -> None:
+def test_gpu_reports_failed_pytest(gpu: Any, tmp_path: Path) -> None:
     tests, why = gpu.run_tests([tmp_path / "nowhere.py"], 60, root=tmp_path)
     assert not tests and "exit code" in why and "nowhere.py" in why
 
 
-def test_steps_share_the_time_and_what_fails_decides_the_exit_code(gpu: Any, tmp_path: Path) -> None:
+def test_gpu_steps_share_time(gpu: Any, tmp_path: Path) -> None:
     report = gpu.Report(tmp_path, minutes=2)
     report.about |= {"versions": {}, "cpu": "", "cores": 1, "python": "", "commit": "", "date": ""}
     given: list[float] = []
@@ -273,7 +273,7 @@ def test_steps_share_the_time_and_what_fails_decides_the_exit_code(gpu: Any, tmp
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"][0]["reason"] == "out of time"
 
 
-def test_peaks_are_those_of_the_longest_name(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_peaks_by_longest_name(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "Unheard Of": None}
@@ -283,7 +283,7 @@ def test_peaks_are_those_of_the_longest_name(throughput: Any, monkeypatch: pytes
     assert throughput.peak_flops(torch.device("cpu")) is None
 
 
-def test_operations_are_those_that_pytorch_counts(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_flops_equal_pytorch(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -299,9 +299,7 @@ def test_operations_are_those_that_pytorch_counts(throughput: Any, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_throughput_without_transformers_takes_a_model_of_its_own(
-    throughput: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_throughput_without_transformers(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(throughput, "find_spec", lambda name: None)
@@ -314,7 +312,7 @@ def test_throughput_without_transformers_takes_a_model_of_its_own(
     assert told[0] == 0 and told[-1] == 1 and len(told) == 8
 
 
-def test_a_variant_that_did_other_work_is_not_compared(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_rejects_other_work(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     def fails(*_: Any) -> Any:
@@ -351,7 +349,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_probe_finds_omnitrain_right(name: str, probes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_accepts_omnitrain(name: str, probes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = getattr(importlib.import_module("on_omnitrain"), name.lower())
     facts = probe(tmp_path) if inspect.signature(probe).parameters else probe()
     is_right, result = probes.PROBES[name].judge(json.loads(json.dumps(facts)))
@@ -379,11 +377,11 @@ BAD: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "facts"), [(name, facts) for name, several in BAD.items() for facts in several])
-def test_probe_calls_a_bad_result_wrong(name: str, facts: dict[str, Any], probes: Any) -> None:
+def test_probe_rejects_bad_result(name: str, facts: dict[str, Any], probes: Any) -> None:
     assert not probes.PROBES[name].judge(facts)[0]
 
 
-def test_guessed_direction_of_an_unknown_metric_is_wrong(probes: Any) -> None:
+def test_probe_rejects_guessed_direction(probes: Any) -> None:
     right = dict(importlib.import_module("material").DIRECTIONS)
     judge = probes.PROBES["R6"].judge
     assert judge({**right, "foo": "ObjectiveError"})[0]
@@ -391,12 +389,12 @@ def test_guessed_direction_of_an_unknown_metric_is_wrong(probes: Any) -> None:
     assert not judge({**right, "foo": "ObjectiveError", "wer": "max"})[0]
 
 
-def test_peer_that_is_not_installed_is_listed_as_that(probes: Any) -> None:
+def test_peers_list_missing_ones(probes: Any) -> None:
     row = probes.probe("R2", "no_such_trainer")
     assert (row.is_right, row.result) == (None, "not installed")
 
 
-def test_table_has_a_line_for_each_peer_with_our_result_beside_it(probes: Any) -> None:
+def test_peers_table(probes: Any) -> None:
     ours = probes.Row("R2", "question", "omnitrain", "0.1", True, "gradients [1.0, 1.0]")
     theirs = probes.Row("R2", "question", "peer", "1.2", False, "gradients [1.0, 0.5]")
     absent = probes.Row("R2", "question", "other", "", None, "not installed")

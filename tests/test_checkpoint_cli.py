@@ -78,7 +78,7 @@ def row_of(out: str, name: str) -> list[str]:
 # --- ls
 
 
-def test_ls_has_a_row_per_checkpoint_in_the_order_of_steps(run: Path, capsys: Any) -> None:
+def test_ls_has_row_per_checkpoint(run: Path, capsys: Any) -> None:
     code, out, _ = answer(capsys, "ls", run)
     assert code == 0
     assert [line.split()[:3] for line in out.splitlines()[1:4]] == [
@@ -88,7 +88,7 @@ def test_ls_has_a_row_per_checkpoint_in_the_order_of_steps(run: Path, capsys: An
     ]
 
 
-def test_a_pipe_gets_plain_columns_where_colours_are_forced(run: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_pipe_gets_plain_columns(run: Path, capsys: Any, monkeypatch: Any) -> None:
     _, plain, _ = answer(capsys, "ls", run)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernels and many CI systems do
     _, forced, _ = answer(capsys, "ls", run)
@@ -106,7 +106,7 @@ def test_ls_prints_score_size_date_and_state(run: Path, capsys: Any) -> None:
     assert "score: loss, lower is better" in out
 
 
-def test_ls_marks_what_last_and_best_stand_for(run: Path, capsys: Any) -> None:
+def test_ls_marks_last_and_best(run: Path, capsys: Any) -> None:
     store = Store(run)
     last, best = (found[0].name for found in map(store.resolve, ("last", "best")) if found)
     _, out, _ = answer(capsys, "ls", run)
@@ -115,12 +115,12 @@ def test_ls_marks_what_last_and_best_stand_for(run: Path, capsys: Any) -> None:
     assert [name for name, line in marks.items() if "best" in line] == [best]
 
 
-def test_ls_of_a_checkpoint_is_its_row_alone(run: Path, capsys: Any) -> None:
+def test_ls_of_checkpoint(run: Path, capsys: Any) -> None:
     _, out, _ = answer(capsys, "ls", run / "checkpoint-8")
     assert [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")] == ["checkpoint-8"]
 
 
-def test_ls_calls_a_checkpoint_damaged_whose_file_is_shorter(run: Path, capsys: Any) -> None:
+def test_ls_marks_damaged_checkpoint(run: Path, capsys: Any) -> None:
     weights = run / "checkpoint-8" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     code, out, _ = answer(capsys, "ls", run)
@@ -130,14 +130,14 @@ def test_ls_calls_a_checkpoint_damaged_whose_file_is_shorter(run: Path, capsys: 
     assert "'model.safetensors' has" in out
 
 
-def test_ls_lists_a_checkpoint_without_its_manifest(run: Path, capsys: Any) -> None:
+def test_ls_lists_checkpoint_without_manifest(run: Path, capsys: Any) -> None:
     (run / "checkpoint-8" / "omnitrain.json").unlink()
     _, out, _ = answer(capsys, "ls", run)
     assert row_of(out, "checkpoint-8")[1] == "8"
     assert row_of(out, "checkpoint-8")[-1] == "damaged"
 
 
-def test_a_run_without_evaluations_has_no_scores_and_no_best(tmp_path: Path, capsys: Any) -> None:
+def test_ls_without_evaluations(tmp_path: Path, capsys: Any) -> None:
     Trainer(
         t16(), rows(8), loss_fn=F.mse_loss, epochs=1, save_dir=tmp_path / "a", device="cpu", progress_bar=False
     ).train()
@@ -147,7 +147,7 @@ def test_a_run_without_evaluations_has_no_scores_and_no_best(tmp_path: Path, cap
     assert answer(capsys, "show", tmp_path / "a" / "best")[0] == 1
 
 
-def test_a_pipe_gets_no_colours_no_frames_and_no_broken_lines(run: Path, capsys: Any) -> None:
+def test_pipe_gets_no_colours_or_frames(run: Path, capsys: Any) -> None:
     _, out, _ = answer(capsys, "show", run)
     assert out.isascii() and "\x1b" not in out
     assert all(line == line.rstrip() for line in out.splitlines())
@@ -155,7 +155,7 @@ def test_a_pipe_gets_no_colours_no_frames_and_no_broken_lines(run: Path, capsys:
     assert options.endswith("}]") and len(options) > 120
 
 
-def test_a_terminal_gets_tables_that_fit_it(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_fitting_tables(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "90")
@@ -164,7 +164,7 @@ def test_a_terminal_gets_tables_that_fit_it(run: Path, capsys: Any, monkeypatch:
     assert "\x1b[1m" in header and set(rule) == {"─"} and len(rule) <= 90
 
 
-def test_a_narrow_terminal_loses_nothing(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_terminal_loses_nothing(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
@@ -175,7 +175,7 @@ def test_a_narrow_terminal_loses_nothing(run: Path, capsys: Any, monkeypatch: py
 # --- verify
 
 
-def test_verify_of_a_whole_run_is_0(run: Path, capsys: Any) -> None:
+def test_verify_run(run: Path, capsys: Any) -> None:
     code, out, _ = answer(capsys, "verify", run)
     assert code == 0
     assert out.splitlines()[-1] == "3 of 3 complete."
@@ -185,7 +185,7 @@ FILES = ["model.safetensors", "optimizer/state.safetensors", "rng/state.safetens
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_verify_names_the_file_in_which_one_bit_is_wrong(file: str, run: Path, capsys: Any) -> None:
+def test_verify_reports_flipped_bit(file: str, run: Path, capsys: Any) -> None:
     flip(run / "checkpoint-8" / file)
     code, out, _ = answer(capsys, "verify", run)
     damaged = [line for line in out.splitlines() if line.startswith("damaged")]
@@ -195,14 +195,14 @@ def test_verify_names_the_file_in_which_one_bit_is_wrong(file: str, run: Path, c
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_verify_names_the_file_that_is_missing(file: str, run: Path, capsys: Any) -> None:
+def test_verify_reports_missing_file(file: str, run: Path, capsys: Any) -> None:
     (run / "checkpoint-8" / file).unlink()
     code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
     assert code == 1
     assert f"{file!r} is missing" in out and "0 of 1 complete." in out
 
 
-def test_verify_of_a_checkpoint_looks_at_no_other(run: Path, capsys: Any) -> None:
+def test_verify_checkpoint(run: Path, capsys: Any) -> None:
     flip(run / "checkpoint-12" / "model.safetensors")
     assert answer(capsys, "verify", run / "checkpoint-8")[0] == 0
 
@@ -210,7 +210,7 @@ def test_verify_of_a_checkpoint_looks_at_no_other(run: Path, capsys: Any) -> Non
 # --- show
 
 
-def test_show_prints_progress_objective_settings_and_versions(run: Path, capsys: Any) -> None:
+def test_show_prints_all_sections(run: Path, capsys: Any) -> None:
     code, out, _ = answer(capsys, "show", run / "checkpoint-8")
     assert code == 0
     assert row_of(out, "step") == ["step", "8"]
@@ -222,7 +222,7 @@ def test_show_prints_progress_objective_settings_and_versions(run: Path, capsys:
     assert row_of(out, "python") == ["python", platform.python_version()]
 
 
-def test_date_is_the_one_in_the_manifest_whenever_the_folder_was_copied(run: Path, capsys: Any) -> None:
+def test_show_date_survives_copy(run: Path, capsys: Any) -> None:
     folder = run / "checkpoint-8"
     content = Store(run).verify(folder)
     saved = datetime.fromisoformat(content["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
@@ -231,40 +231,40 @@ def test_date_is_the_one_in_the_manifest_whenever_the_folder_was_copied(run: Pat
     assert row_of(answer(capsys, "ls", run)[1], folder.name)[-2] == saved
 
 
-def test_checkpoint_that_does_not_say_when_it_was_saved_has_the_date_of_its_manifest(run: Path, capsys: Any) -> None:
+def test_show_date_of_old_checkpoint(run: Path, capsys: Any) -> None:
     store = Store(run)
     store.save(99, lambda folder: (folder / "a").touch(), {})
     os.utime(store.path(99) / "omnitrain.json", (1e9, 1e9))
     assert row_of(answer(capsys, "ls", run)[1], "checkpoint-99")[-2].startswith("2001-09-0")
 
 
-def test_show_lists_name_type_and_shape_of_each_tensor(run: Path, capsys: Any) -> None:
+def test_show_lists_tensors(run: Path, capsys: Any) -> None:
     _, out, _ = answer(capsys, "show", run)
     assert row_of(out, "0.weight") == ["0.weight", "F64", "[16, 4]"]
     assert row_of(out, "3.bias/exp_avg") == ["3.bias/exp_avg", "F64", "[1]"]
     assert "model.safetensors: 4 tensors" in out
 
 
-def test_show_of_a_run_is_its_last_checkpoint(run: Path, capsys: Any) -> None:
+def test_show_of_run(run: Path, capsys: Any) -> None:
     _, out, _ = answer(capsys, "show", run)
     assert out.startswith(f"{run / 'checkpoint-12'}:")
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
-def test_a_pointer_of_a_run_is_a_path_too(which: str, run: Path, capsys: Any) -> None:
+def test_show_takes_pointer(which: str, run: Path, capsys: Any) -> None:
     found = Store(run).resolve(which)
     assert found
     _, out, _ = answer(capsys, "show", run / which)
     assert out.startswith(f"{found[0]}:")
 
 
-def test_show_works_from_inside_the_folder(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_inside_folder(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run / "checkpoint-8")
     assert answer(capsys, "show", ".")[1].startswith(f"{run / 'checkpoint-8'}:")
     assert "3 of 3 complete." in answer(capsys, "verify", "..")[1]
 
 
-def test_show_of_a_damaged_checkpoint_is_an_error_that_names_the_piece(run: Path, capsys: Any) -> None:
+def test_show_rejects_damaged_checkpoint(run: Path, capsys: Any) -> None:
     flip(run / "checkpoint-12" / "model.safetensors")
     code, out, err = answer(capsys, "show", run)
     assert code == 1 and not out
@@ -288,9 +288,7 @@ def transformers_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, An
     return folder, model
 
 
-def test_from_pretrained_opens_what_export_has_written(
-    transformers_run: tuple[Path, Any], tmp_path: Path, capsys: Any
-) -> None:
+def test_export_opens_with_from_pretrained(transformers_run: tuple[Path, Any], tmp_path: Path, capsys: Any) -> None:
     folder, model = transformers_run
     code, _, _ = answer(capsys, "export", folder, tmp_path / "new" / "out")
     again, info = type(model).from_pretrained(tmp_path / "new" / "out", output_loading_info=True)
@@ -326,7 +324,7 @@ def slice_of(tensor: torch.Tensor, begin: int, end: int) -> tuple[int, torch.Ten
 
 
 @pytest.mark.parametrize("limit", [5 * 10**9, 2000])
-def test_export_consolidates_shards_into_what_from_pretrained_opens(
+def test_export_consolidates_shards(
     limit: int, transformers_run: tuple[Path, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model = transformers_run
@@ -341,9 +339,7 @@ def test_export_consolidates_shards_into_what_from_pretrained_opens(
     assert (tmp_path / "out" / "model.safetensors").exists() == (limit > 2000)
 
 
-def test_sharded_checkpoint_is_verified_shown_and_compared_as_a_whole_one(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_commands_take_sharded_checkpoint(run: Path, tmp_path: Path, capsys: Any) -> None:
     whole = shutil.copytree(run, tmp_path / "whole")
     shard(run / "checkpoint-8")
     assert answer(capsys, "verify", run)[0] == 0
@@ -357,7 +353,7 @@ def test_sharded_checkpoint_is_verified_shown_and_compared_as_a_whole_one(
     assert code == 1 and "model/rank-00001.safetensors" in out
 
 
-def test_export_writes_the_weights_of_the_checkpoint_that_was_named(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_export_writes_named_checkpoint(run: Path, tmp_path: Path, capsys: Any) -> None:
     answer(capsys, "export", run / "checkpoint-4", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     there, exported = (load_file(f / "model.safetensors") for f in (run / "checkpoint-4", tmp_path / "out"))
@@ -375,18 +371,18 @@ def test_export_does_not_overwrite(run: Path, tmp_path: Path, capsys: Any) -> No
     assert answer(capsys, "export", run, out / "mine")[0] == 2
 
 
-def test_export_fills_an_empty_folder(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_export_fills_empty_folder(run: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "out").mkdir()
     assert answer(capsys, "export", run, tmp_path / "out")[0] == 0
 
 
-def test_export_of_a_damaged_checkpoint_writes_nothing(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_export_rejects_damaged_checkpoint(run: Path, tmp_path: Path, capsys: Any) -> None:
     flip(run / "checkpoint-12" / "model.safetensors")
     assert answer(capsys, "export", run, tmp_path / "out")[0] == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_that_fails_leaves_no_part_of_the_weights(
+def test_export_leaves_nothing_after_failure(
     run: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(source: Path, target: Path) -> None:
@@ -403,7 +399,7 @@ def test_an_export_that_fails_leaves_no_part_of_the_weights(
 # --- diff
 
 
-def test_diff_lists_the_settings_that_changed_with_both_values(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_diff_lists_changed_settings(run: Path, tmp_path: Path, capsys: Any) -> None:
     train(tmp_path / "b", weight_decay=0.1, max_grad_norm=None)
     code, out, _ = answer(capsys, "diff", run, tmp_path / "b")
     assert code == 0
@@ -413,14 +409,14 @@ def test_diff_lists_the_settings_that_changed_with_both_values(run: Path, tmp_pa
     assert not any(line.startswith("learning_rate") for line in out.splitlines())
 
 
-def test_diff_lists_settings_that_only_one_side_has(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_diff_lists_settings_of_one_side(run: Path, tmp_path: Path, capsys: Any) -> None:
     train(tmp_path / "b", test_dataset={"dev": rows(4)})
     _, out, _ = answer(capsys, "diff", run, tmp_path / "b")
     assert row_of(out, "test_dataset.dev")[1:] == ["(absent)", "torch.utils.data.dataset.TensorDataset"]
     assert row_of(out, "test_dataset") == ["test_dataset", "null", "(absent)"]
 
 
-def test_diff_orders_tensors_by_their_largest_difference(run: Path, capsys: Any) -> None:
+def test_diff_orders_tensors(run: Path, capsys: Any) -> None:
     a, b = (load_file(run / f"checkpoint-{step}" / "model.safetensors") for step in (4, 12))
     largest = {name: float((a[name] - b[name]).abs().max()) for name in a}
     expected = sorted(largest, key=lambda name: -largest[name])
@@ -430,7 +426,7 @@ def test_diff_orders_tensors_by_their_largest_difference(run: Path, capsys: Any)
     assert row_of(out, expected[0])[-1] == f"{largest[expected[0]]:.6g}"
 
 
-def test_a_checkpoint_does_not_differ_from_itself(run: Path, capsys: Any) -> None:
+def test_diff_of_same_checkpoint(run: Path, capsys: Any) -> None:
     _, out, _ = answer(capsys, "diff", run, run / "last")
     assert "0 settings differ" in out and "0 of 4 tensors differ" in out
 
@@ -455,11 +451,11 @@ def test_a_checkpoint_does_not_differ_from_itself(run: Path, capsys: Any) -> Non
         (torch.empty(0), torch.empty(0), 0.0),
     ],
 )
-def test_the_largest_difference_is_right_for_every_type(a: torch.Tensor, b: torch.Tensor, expected: float) -> None:
+def test_diff_of_every_dtype(a: torch.Tensor, b: torch.Tensor, expected: float) -> None:
     assert checkpoint_cli._largest_difference(a, b) == expected
 
 
-def test_a_tensor_that_became_nan_comes_first(tmp_path: Path, capsys: Any) -> None:
+def test_diff_puts_nan_first(tmp_path: Path, capsys: Any) -> None:
     names = ["a", "b", "c"]
     save_file({name: torch.zeros(2) for name in names}, tmp_path / "a")
     changed = {"a": torch.ones(2), "b": torch.tensor([0.0, float("nan")]), "c": torch.full((2,), float("inf"))}
@@ -468,7 +464,7 @@ def test_a_tensor_that_became_nan_comes_first(tmp_path: Path, capsys: Any) -> No
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == ["b", "c", "a"]
 
 
-def test_diff_of_other_models_names_what_does_not_fit(tmp_path: Path, capsys: Any) -> None:
+def test_diff_of_other_models(tmp_path: Path, capsys: Any) -> None:
     save_file({"w": torch.zeros(2, 3), "old": torch.zeros(1)}, tmp_path / "a")
     save_file({"w": torch.zeros(3, 3), "new": torch.zeros(1)}, tmp_path / "b")
     checkpoint_cli._print_weight_differences(TensorFile(tmp_path / "a"), TensorFile(tmp_path / "b"))
@@ -477,7 +473,7 @@ def test_diff_of_other_models_names_what_does_not_fit(tmp_path: Path, capsys: An
     assert "only in A: old" in out and "only in B: new" in out
 
 
-def test_brackets_and_colons_in_a_name_are_printed_as_they_are(tmp_path: Path, capsys: Any) -> None:
+def test_names_are_printed_unchanged(tmp_path: Path, capsys: Any) -> None:
     name = "[red]layers[0]:smile:"
     save_file({name: torch.zeros(1)}, tmp_path / "a")
     save_file({name: torch.ones(1)}, tmp_path / "b")
@@ -485,7 +481,7 @@ def test_brackets_and_colons_in_a_name_are_printed_as_they_are(tmp_path: Path, c
     assert row_of(capsys.readouterr().out, name) == [name, "[1]", "1"]
 
 
-def test_diff_names_only_the_tensors_that_differ_most(tmp_path: Path, capsys: Any) -> None:
+def test_diff_limits_tensors(tmp_path: Path, capsys: Any) -> None:
     save_file({f"w{i}": torch.zeros(1) for i in range(13)}, tmp_path / "a")
     save_file({f"w{i}": torch.full((1,), float(i)) for i in range(13)}, tmp_path / "b")
     checkpoint_cli._print_weight_differences(TensorFile(tmp_path / "a"), TensorFile(tmp_path / "b"))
@@ -498,7 +494,7 @@ def test_diff_names_only_the_tensors_that_differ_most(tmp_path: Path, capsys: An
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show", "export", "diff"])
-def test_a_path_that_is_no_run_is_exit_code_2(command: str, tmp_path: Path, capsys: Any) -> None:
+def test_commands_reject_other_paths(command: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     for name, what in (("nowhere", "does not exist"), ("file", "is no folder"), ("empty", "holds no checkpoints")):
@@ -508,14 +504,15 @@ def test_a_path_that_is_no_run_is_exit_code_2(command: str, tmp_path: Path, caps
         assert repr(str(tmp_path / name)) in err and what in err
 
 
-def test_without_a_command_the_exit_code_is_2(capsys: Any) -> None:
+def test_checkpoint_without_command(capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint"])
     assert ended.value.code == 2
     assert "usage: omnitrain checkpoint" in capsys.readouterr().err
 
 
-def test_only_diff_waits_for_torch(run: Path, tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_only_diff_imports_torch(run: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from omnitrain.cli import main\n"
         "for words in (['ls'], ['verify'], ['show'], ['export', sys.argv[2]]):\n"
@@ -528,12 +525,12 @@ def test_only_diff_waits_for_torch(run: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_the_file_of_the_weights_is_the_one_that_trainers_write(run: Path) -> None:
+def test_model_file_name(run: Path) -> None:
     assert checkpoint_cli.WEIGHTS == state.WEIGHTS
     assert state.WEIGHTS in json.loads((run / "checkpoint-12" / "omnitrain.json").read_text())["files"]
 
 
-def test_the_page_of_the_format_describes_every_field(run: Path) -> None:
+def test_format_page_describes_every_field(run: Path) -> None:
     page = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8").split("## omnitrain.json")[1]
     described = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(described) == sorted(json.loads((run / "checkpoint-12" / "omnitrain.json").read_text()))

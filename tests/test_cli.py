@@ -53,28 +53,26 @@ def raises(error: BaseException) -> Any:
         (["schedule", "cosine", "--max-step", "9"], "--max-step"),
     ],
 )
-def test_wrong_words_exit_with_2_and_are_named(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_rejects_wrong_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(words)
     assert exit_.value.code == 2
     assert expected in capsys.readouterr().err
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--version"])
     assert (exit_.value.code, capsys.readouterr().out) == (0, f"omnitrain {omnitrain.__version__}\n")
 
 
 @pytest.mark.processes
-def test_the_package_run_as_a_module_is_the_command() -> None:
+def test_cli_runs_as_module() -> None:
     done = programs.run(sys.executable, "-m", "omnitrain", "--version", cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"omnitrain {omnitrain.__version__}\n")
 
 
-def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_help_lists_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["demo", "--help"])
     assert exit_.value.code == 0
@@ -83,13 +81,13 @@ def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.processes
-def test_reading_the_command_line_does_not_load_torch() -> None:
+def test_cli_parses_without_torch() -> None:
     code = "import sys; from omnitrain import cli\ntry: cli.main(['demo', '--help'])\nexcept SystemExit: pass\n"
     done = programs.run(sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)", cwd=ROOT)
     assert done.returncode == 0
 
 
-def test_every_choice_has_something_behind_it() -> None:
+def test_cli_choices_exist() -> None:
     assert set(cli.TRAINERS.values()) <= set(omnitrain.__all__)
     assert set(cli.DATA) <= set(demo.__all__)
 
@@ -97,7 +95,7 @@ def test_every_choice_has_something_behind_it() -> None:
 # What it does
 
 
-def test_the_demo_gets_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(demo, "digits", lambda *args: calls.append(("digits", *args)))
     monkeypatch.setattr(demo, "stdlib", lambda *args: calls.append(("stdlib", *args)))
@@ -112,29 +110,25 @@ def test_the_demo_gets_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
 # How it ends
 
 
-def test_our_own_errors_exit_with_1_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_exits_with_1_for_config_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo, "digits", raises(ConfigError("what is wrong")))
     assert cli.main(["demo"]) == 1
     assert capsys.readouterr().err == "omnitrain: ConfigError: what is wrong\n"
 
 
-def test_a_failing_disk_exits_with_1_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_exits_with_1_for_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo, "digits", raises(OSError(28, "No space left on device")))
     assert cli.main(["demo"]) == 1
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli_keeps_traceback_of_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "digits", raises(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["demo"])
 
 
-def test_ctrl_c_outside_of_training_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli_exits_with_130_for_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "digits", raises(KeyboardInterrupt()))
     assert cli.main(["demo"]) == 130
 
@@ -144,7 +138,7 @@ def test_ctrl_c_outside_of_training_exits_with_130(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_a_signal_ends_the_demo_in_order_and_tells_the_shell(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_cli_saves_and_exits_on_signal(number: signal.Signals, code: int, tmp_path: Path) -> None:
     with start("-m", "omnitrain.cli", "demo", "--data", "stdlib", cwd=tmp_path) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
@@ -160,7 +154,7 @@ def test_a_signal_ends_the_demo_in_order_and_tells_the_shell(number: signal.Sign
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other pipes")
-def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
+def test_cli_survives_closed_pipe(tmp_path: Path) -> None:
     code = (
         "import sys; from omnitrain import cli, demo; demo.digits = lambda *_: [print('x' * 9999) for _ in range(99)]"
     )
@@ -175,7 +169,7 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
 # A schedule
 
 
-def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_prints_and_draws_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = "schedule multistep milestones=0.5dur,9ep gamma=0.1 --epochs 10 --steps-per-epoch 20 --warmup 0.1"
     assert cli.main([*words.split(), "--rows", "5", "--plot", str(tmp_path / "rate.png")]) == 0
@@ -198,6 +192,6 @@ def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
         ("linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
     ],
 )
-def test_a_schedule_that_is_none_exits_with_2(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_rejects_wrong_schedule(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schedule", *words.split()]) == 2
     assert expected in capsys.readouterr().err

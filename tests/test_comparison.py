@@ -37,16 +37,14 @@ b       20    2.00   0.5  0.3 @20 *              -     3 @20
 """
 
 
-def test_the_best_of_each_metric_stands_in_a_table_also_of_runs_with_others(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_marks_best_of_each_metric(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "a", "b"]) == 0
     assert capsys.readouterr().out == TABLE
     by_file = str(compare_runs("a", "b/metrics.jsonl")).splitlines()
     assert [line.split()[1:] for line in by_file] == [line.split()[1:] for line in TABLE.splitlines()]
 
 
-def test_the_picture_has_a_panel_per_value_and_a_curve_per_run(
+def test_compare_plots_panel_per_value(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure")
@@ -68,7 +66,7 @@ def test_the_picture_has_a_panel_per_value_and_a_curve_per_run(
     assert compare_runs("a", "b").plot()._repr_png_().startswith(b"\x89PNG")
 
 
-def test_histories_and_their_files_are_compared_by_name(runs: Path) -> None:
+def test_compare_takes_histories_and_files(runs: Path) -> None:
     metrics = MetricsDict()
     metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.75})
     metrics.add_valid({"epoch": 1, "step": 10, "eval_loss": 0.25}, best=True)
@@ -81,7 +79,7 @@ def test_histories_and_their_files_are_compared_by_name(runs: Path) -> None:
     assert "<td>&lt;one&gt;</td>" in compare_runs({"<one>": metrics})._repr_html_()
 
 
-def test_values_are_shown_as_they_are_described(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_uses_metric_descriptions(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omnitrain.descriptors._KNOWN", {})
     describe_metric("accuracy", MetricDescriptor("acc.", format=".1%", order=1))
     lines = str(compare_runs("a")).splitlines()
@@ -90,7 +88,7 @@ def test_values_are_shown_as_they_are_described(runs: Path, monkeypatch: pytest.
     )
 
 
-def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+def test_compare_skips_torn_line(tmp_path: Path) -> None:
     write_run(tmp_path / "a", {"eval_loss": 0.5}, end='{"kind": "train", "st')
     assert len(next(iter(compare_runs(tmp_path / "a").runs.values()))) == 2
 
@@ -106,7 +104,7 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
         (["odd.jsonl"], "'odd.jsonl' has no rows of a run: a row has no 'kind'"),
     ],
 )
-def test_what_is_no_run_exits_with_2(
+def test_compare_rejects_other_paths(
     names: list[str], expected: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(runs / "empty")
@@ -116,7 +114,7 @@ def test_what_is_no_run_exits_with_2(
     assert expected in capsys.readouterr().err
 
 
-def test_a_comparison_of_nothing_or_of_what_has_no_name_is_refused() -> None:
+def test_compare_rejects_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="There is nothing to compare"):
         compare_runs()
     with pytest.raises(ConfigError, match="A MetricsDict has no name"):

@@ -38,15 +38,15 @@ def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
 # What it learns
 
 
-def test_digits_reach_97_percent_on_images_that_were_held_out(finished: tuple[BaseTrainer, Path]) -> None:
+def test_digits_reach_97_percent(finished: tuple[BaseTrainer, Path]) -> None:
     assert finished[0].metrics["test"][-1]["accuracy"] >= 0.97
 
 
-def test_digits_end_by_early_stopping(finished: tuple[BaseTrainer, Path]) -> None:
+def test_digits_stop_early(finished: tuple[BaseTrainer, Path]) -> None:
     assert finished[0].metrics["stop_reason"] == "early_stopping"
 
 
-def test_the_three_parts_of_the_digits_are_all_of_them_and_share_none(finished: tuple[BaseTrainer, Path]) -> None:
+def test_digits_are_split(finished: tuple[BaseTrainer, Path]) -> None:
     trainer = finished[0]
     parts = [set(part.indices) for part in (trainer.train_dataset, trainer.eval_dataset, trainer.test_dataset)]
     assert [len(part) for part in parts] == [1200, 297, 300]
@@ -54,9 +54,7 @@ def test_the_three_parts_of_the_digits_are_all_of_them_and_share_none(finished: 
 
 
 @pytest.mark.usefixtures("little_text")
-def test_stdlib_learns_more_than_how_often_each_character_occurs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stdlib_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = demo.stdlib(Trainer, tmp_path / "demo", **SHORT | {"epochs": 5})
     characters = torch.bincount(demo.to_characters(demo.read_sources())).double()
     shares = characters[characters > 0] / characters.sum()
@@ -64,7 +62,7 @@ def test_stdlib_learns_more_than_how_often_each_character_occurs(
     assert "what it writes after 'def ':\n\ndef " in capsys.readouterr().out
 
 
-def test_hf_trainer_gives_the_numbers_of_the_native_one(tmp_path: Path) -> None:
+def test_hf_trainer_equals_native(tmp_path: Path) -> None:
     runs = [
         demo.digits(trainer_class, tmp_path / trainer_class.__name__, **SHORT | {"epochs": 2})
         for trainer_class in (Trainer, HFTrainer)
@@ -85,7 +83,7 @@ def on_two(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no gloo over loopback")
-def test_digits_learn_as_well_on_two_processes_which_say_everything_once(tmp_path: Path) -> None:
+def test_digits_on_two_processes(tmp_path: Path) -> None:
     case = Case("demo", "test_demo:on_two", {"folder": str(tmp_path)})
     ends = play([case], tmp_path / "case")["demo"]
     assert [one.code for one in ends] == [0, 0], ends
@@ -99,32 +97,32 @@ def test_digits_learn_as_well_on_two_processes_which_say_everything_once(tmp_pat
 # What it leaves
 
 
-def test_the_weights_on_disk_are_those_that_were_tested(finished: tuple[BaseTrainer, Path]) -> None:
+def test_demo_saves_tested_weights(finished: tuple[BaseTrainer, Path]) -> None:
     trainer, out = finished
     saved, own = load_file(out / "model" / "model.safetensors"), trainer.get_model().state_dict()
     assert saved.keys() == own.keys()
     assert all(torch.equal(saved[name], own[name].cpu()) for name in own)
 
 
-def test_the_metrics_on_disk_are_those_of_the_run(finished: tuple[BaseTrainer, Path]) -> None:
+def test_demo_saves_metrics(finished: tuple[BaseTrainer, Path]) -> None:
     trainer, out = finished
     assert MetricsDict.from_json(out / "metrics.json") == trainer.metrics
     kinds = {json.loads(line)["kind"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     assert kinds == {"train", "eval", "test"}
 
 
-def test_the_curves_are_a_png(finished: tuple[BaseTrainer, Path]) -> None:
+def test_demo_saves_curves(finished: tuple[BaseTrainer, Path]) -> None:
     assert (finished[1] / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_prints_the_table_and_the_test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_prints_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = demo.digits(Trainer, tmp_path / "demo", **SHORT)
     printed = capsys.readouterr().out
     assert str(trainer.metrics) in printed
     assert f"never saw: {trainer.metrics['test'][-1]['accuracy']:.4f}" in printed
 
 
-def test_without_matplotlib_it_says_so_and_goes_on(
+def test_demo_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
@@ -139,7 +137,7 @@ def test_without_matplotlib_it_says_so_and_goes_on(
 
 
 @pytest.mark.usefixtures("little_text")
-def test_a_second_demo_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+def test_demo_replaces_earlier_demo(tmp_path: Path) -> None:
     demo.digits(Trainer, tmp_path / "demo", **SHORT)
     second = demo.stdlib(Trainer, tmp_path / "demo", **SHORT)
     fresh = demo.stdlib(Trainer, tmp_path / "fresh", **SHORT)
@@ -152,7 +150,7 @@ def test_a_second_demo_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_results_of_an_earlier_demo_are_gone_as_soon_as_a_new_one_trains(tmp_path: Path) -> None:
+def test_demo_deletes_results_of_earlier_demo(tmp_path: Path) -> None:
     demo.digits(Trainer, tmp_path / "demo", **SHORT)
 
     class Interrupted(Trainer):
@@ -165,7 +163,7 @@ def test_results_of_an_earlier_demo_are_gone_as_soon_as_a_new_one_trains(tmp_pat
     assert not left & {"metrics.json", "metrics.jsonl", "curves.png"}
 
 
-def test_a_folder_with_files_of_the_users_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_demo_rejects_folder_of_user(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text("mine")
     with pytest.raises(ConfigError, match=r"was not made by the demo.*--out"):
         demo.digits(Trainer, tmp_path, **SHORT)
@@ -173,20 +171,20 @@ def test_a_folder_with_files_of_the_users_is_refused_and_left_alone(tmp_path: Pa
     assert (tmp_path / "metrics.json").read_text() == "mine"
 
 
-def test_what_a_user_puts_into_the_demos_folder_stays(tmp_path: Path) -> None:
+def test_demo_keeps_files_of_user(tmp_path: Path) -> None:
     demo.digits(Trainer, tmp_path / "demo", **SHORT)
     (tmp_path / "demo" / "notes.txt").write_text("mine")
     demo.digits(Trainer, tmp_path / "demo", **SHORT)
     assert (tmp_path / "demo" / "notes.txt").read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
+def test_demo_rejects_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"save_dir.*demo.* is a file"):
         demo.digits(Trainer, tmp_path / "file" / "demo", **SHORT)
 
 
-def test_a_wrong_argument_writes_nothing(tmp_path: Path) -> None:
+def test_demo_rejects_wrong_argument(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="epochs"):
         demo.digits(Trainer, tmp_path / "demo", epochs=-1)
     assert not list(tmp_path.iterdir())
@@ -195,7 +193,7 @@ def test_a_wrong_argument_writes_nothing(tmp_path: Path) -> None:
 # The text and the model
 
 
-def test_the_text_has_the_beginning_of_every_module_and_no_more_than_the_cap() -> None:
+def test_read_sources_covers_every_module() -> None:
     text = demo.read_sources()
     assert 400_000 < len(text) <= len(demo.MODULES) * (demo.CHARACTERS_PER_MODULE + 1)
     for name in demo.MODULES:
@@ -203,13 +201,13 @@ def test_the_text_has_the_beginning_of_every_module_and_no_more_than_the_cap() -
         assert beginning in text, name
 
 
-def test_a_module_without_source_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_sources_rejects_module_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODULES", ("sys",))
     with pytest.raises(DataError, match="'sys'"):
         demo.read_sources()
 
 
-def test_a_prediction_does_not_see_the_characters_after_it() -> None:
+def test_character_gpt_is_causal() -> None:
     model = demo.CharacterGPT().eval()
     text = torch.randint(0, demo.VOCABULARY, (1, demo.BLOCK))
     other = text.clone()
@@ -218,7 +216,7 @@ def test_a_prediction_does_not_see_the_characters_after_it() -> None:
     assert not torch.allclose(model(text)[0, 40], model(other)[0, 40])
 
 
-def test_it_writes_the_same_text_every_time() -> None:
+def test_character_gpt_writes_same_text() -> None:
     model = demo.CharacterGPT()
     text = model.write("def ", 100)
     assert text == model.write("def ", 100)
@@ -226,14 +224,14 @@ def test_it_writes_the_same_text_every_time() -> None:
     assert len(text) >= 104
 
 
-def test_characters_that_are_not_ascii_become_question_marks() -> None:
+def test_to_characters_replaces_non_ascii() -> None:
     assert bytes(demo.to_characters("naïve\n").tolist()) == b"na?ve\n"
 
 
 # The demo as reading matter
 
 
-def test_the_demo_uses_public_names_only() -> None:
+def test_demo_imports_public_names() -> None:
     used = [
         (node.module, alias.name)
         for node in ast.walk(ast.parse(Path(demo.__file__).read_text(encoding="utf-8")))

@@ -69,15 +69,13 @@ def run_page(path: Path) -> Iterator[tuple[int, re.Match[str] | None, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_every_python_example_runs_and_prints_what_stands_under_it(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for line, output, printed in run_page(PAGES[page]):
         assert output is None or is_same_output(output[2], printed), f"line {line} prints:\n{printed}"
 
 
-def test_an_output_of_other_words_or_numbers_is_noticed() -> None:
+def test_is_same_output() -> None:
     said = "step 12  loss 0.5012\n"
     assert is_same_output(said, "step 12 loss 0.5013") and is_same_output("apart: 1e-9", "apart: 0.0")
     for printed in ("step 13 loss 0.5012", "step 12 loss 0.5212", "step 12 accuracy 0.5012", "step 12", said * 2):
@@ -85,14 +83,14 @@ def test_an_output_of_other_words_or_numbers_is_noticed() -> None:
     assert is_same_output("2026-01-02 03:04 5 kB\nseconds 6.7", "2027-12-11 10:09 5 kB\nseconds 0.12")
 
 
-def test_readme_and_guides_have_examples() -> None:
+def test_guides_have_examples() -> None:
     guides = ["quickstart", "the-loop", "metrics-and-direction", "extending", "arguments", "choosing", "huggingface"]
     for page in ("README.md", *(f"docs/{name}.md" for name in guides)):
         assert list(fences(PAGES[page].read_text(encoding="utf-8"), "python")), page
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_code_hides_from_the_tests_in_another_fence(page: str) -> None:
+def test_page_fences_are_known(page: str) -> None:
     languages = {match[1].strip() for match in FENCE.finditer(PAGES[page].read_text(encoding="utf-8"))}
     assert languages <= {
         "python",
@@ -128,7 +126,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", LINKED)
-def test_links_lead_somewhere(page: str) -> None:
+def test_page_links_exist(page: str) -> None:
     """Those to other places are for `make linkcheck`, which needs a network."""
     for target in re.findall(r"\]\(([^)\s]+)", re.sub(r"`[^`\n]*`", "", prose(LINKED[page]))):
         if re.match(r"https://[\w.-]+\.\w+(/|$)", target):
@@ -139,14 +137,14 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(path), target
 
 
-def test_every_notebook_has_a_page() -> None:
+def test_notebooks_have_pages() -> None:
     """docs/conf.py fills it."""
     pages = {path.stem.removeprefix("notebook-") for path in (ROOT / "docs").glob("notebook-*.md")}
     assert pages == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_tests_that_a_page_names_are_there(page: str) -> None:
+def test_page_names_existing_tests(page: str) -> None:
     suite = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
     for name in re.findall(r"`(test_\w{20,})`", PAGES[page].read_text(encoding="utf-8")):  # "test_loss" is a metric
         assert f"def {name}(" in suite, name
@@ -171,7 +169,7 @@ def documented_arguments(chapter: str = "") -> dict[str, str]:
     return dict(rows)
 
 
-def test_the_page_of_arguments_has_every_argument_with_its_default_in_order() -> None:
+def test_arguments_page_lists_base_arguments() -> None:
     defaults = {
         name: "required" if one.default is one.empty else f"`{one.default!r}`".replace('"', "'")
         for name, one in constructor_arguments().items()
@@ -186,11 +184,11 @@ def own_arguments(trainer_class: type[BaseTrainer], *shared: str) -> dict[str, s
     return {one.name: f"`{one.default!r}`" for one in own if one.name not in known and one.kind is not one.VAR_KEYWORD}
 
 
-def test_the_page_of_arguments_has_those_of_accelerate_trainer() -> None:
+def test_arguments_page_lists_accelerate_arguments() -> None:
     assert documented_arguments("AccelerateTrainer") == own_arguments(omnitrain.AccelerateTrainer)
 
 
-def test_the_page_of_arguments_has_those_of_hf_trainer() -> None:
+def test_arguments_page_lists_hf_arguments() -> None:
     assert documented_arguments("HFTrainer") == own_arguments(omnitrain.HFTrainer, "args")
 
 
@@ -201,31 +199,31 @@ def named_in(page: str, title: str) -> set[str]:
     return set(re.findall(r"`(\w+)[`=]", first))
 
 
-def test_the_page_for_users_of_transformers_has_all_that_is_refused() -> None:
+def test_huggingface_page_lists_unsupported() -> None:
     assert set(hf_arguments.UNSUPPORTED) <= named_in("docs/huggingface.md", "What is refused")
 
 
-def test_the_page_for_users_of_transformers_has_all_older_names() -> None:
+def test_huggingface_page_lists_older_names() -> None:
     older = {*hf_arguments.RENAMED, *hf_arguments.MOVED, *hf_arguments.WITHOUT_EFFECT}
     assert named_in("docs/huggingface.md", "Older names") == older
 
 
-def test_the_page_for_users_of_transformers_has_all_hooks_that_are_never_called() -> None:
+def test_huggingface_page_lists_dead_hooks() -> None:
     text = PAGES["docs/huggingface.md"].read_text(encoding="utf-8").split("\n## Overriding\n")[1]
     assert not [hook for hook in NEVER_CALLED if f"`{hook}`" not in text]
 
 
-def test_the_layout_in_contributing_has_every_file_of_the_package() -> None:
+def test_contributing_lists_every_file() -> None:
     layout = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("| in `omnitrain/` | files |")[1]
     files = {path.stem for path in (ROOT / "omnitrain").rglob("*.py")} - {"__init__"}
     assert not [name for name in sorted(files) if f"`{name}`" not in layout]
 
 
-def test_the_native_trainer_takes_the_arguments_of_the_base() -> None:
+def test_trainer_has_signature_of_base() -> None:
     assert inspect.signature(Trainer.__init__) == inspect.signature(BaseTrainer.__init__)
 
 
-def test_the_reference_covers_every_public_name() -> None:
+def test_reference_lists_public_names() -> None:
     listed = re.findall(
         r"^\.\. auto(?:class|function):: omnitrain\.(\w+)", PAGES["docs/api.md"].read_text(encoding="utf-8"), re.M
     )
@@ -233,7 +231,7 @@ def test_the_reference_covers_every_public_name() -> None:
     assert all(getattr(omnitrain, name).__doc__ for name in omnitrain.__all__)
 
 
-def test_the_loop_is_quoted_from_event_and_not_written_twice() -> None:
+def test_loop_page_quotes_event() -> None:
     text = PAGES["docs/the-loop.md"].read_text(encoding="utf-8")
     assert "autoclass:: omnitrain.Event\n" in text and "while not stop:" not in text
 
@@ -292,7 +290,7 @@ def with_tables(text: str) -> str:
     return text
 
 
-def test_tables_made_from_the_code_are_up_to_date() -> None:
+def test_generated_tables_are_current() -> None:
     """If not: `python tests/test_docs.py` writes them anew."""
     text = PAGES["docs/metrics-and-direction.md"].read_text(encoding="utf-8")
     assert text.count("<!-- made from the code: ") == len(TABLES)

@@ -28,7 +28,7 @@ def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # native_digits.py
 
 
-def test_native_digits_learns_and_leaves_its_weights(tmp_path: Path) -> None:
+def test_native_digits_learns(tmp_path: Path) -> None:
     example = names_of("native_digits.py")
     metrics = example["main"](epochs=3, out=tmp_path / "run")
     assert metrics["best_valid"]["eval_accuracy"] > 0.85
@@ -36,7 +36,7 @@ def test_native_digits_learns_and_leaves_its_weights(tmp_path: Path) -> None:
     model.load_state_dict(load_file(tmp_path / "run" / "model" / "model.safetensors"))
 
 
-def test_native_digits_runs_a_second_time_with_the_same_numbers(tmp_path: Path) -> None:
+def test_native_digits_is_reproducible(tmp_path: Path) -> None:
     main = names_of("native_digits.py")["main"]
     assert main(epochs=1, out=tmp_path / "run") == main(epochs=1, out=tmp_path / "run")
 
@@ -44,7 +44,7 @@ def test_native_digits_runs_a_second_time_with_the_same_numbers(tmp_path: Path) 
 # custom_trainer.py
 
 
-def test_the_loop_written_by_hand_learns_and_keeps_the_history() -> None:
+def test_custom_trainer_learns() -> None:
     metrics = names_of("custom_trainer.py")["train_by_hand"](epochs=4)
     assert metrics["best_valid"]["eval_accuracy"] > 0.9
     assert [row["step"] for row in metrics["train_metrics_history"]] == [47, 94, 141, 188]
@@ -53,7 +53,7 @@ def test_the_loop_written_by_hand_learns_and_keeps_the_history() -> None:
 
 
 @pytest.mark.parametrize("infinite_at", [None, 2])
-def test_the_loop_written_by_hand_trains_with_a_working_loss_scaler(infinite_at: int | None) -> None:
+def test_custom_trainer_scales_loss(infinite_at: int | None) -> None:
     # fp16 itself needs a GPU; a scaler scales on a CPU too, by powers of two, which cost no digit.
     def trained(scales: bool) -> Any:
         torch.manual_seed(0)
@@ -79,14 +79,14 @@ def test_the_loop_written_by_hand_trains_with_a_working_loss_scaler(infinite_at:
         assert (scaled.progress.step, scaled.scaler.get_scale()) == (3, 2.0**9)
 
 
-def test_the_multi_task_trainer_learns_all_its_tasks() -> None:
+def test_multi_task_trainer_learns_all_tasks() -> None:
     metrics = names_of("custom_trainer.py")["train_two_tasks"](epochs=6)
     last = metrics["valid"][-1]
     assert last["eval_wine_accuracy"] > 0.85
     assert last["eval_cancer_accuracy"] > 0.85
 
 
-def test_a_task_of_weight_zero_is_not_learned() -> None:
+def test_multi_task_trainer_skips_weight_zero() -> None:
     example = names_of("custom_trainer.py")
     model = example["SharedBody"]({"wine": (13, 3), "cancer": (30, 2)})
     loads = {"wine": example["load_wine"], "cancer": example["load_breast_cancer"]}
@@ -108,13 +108,13 @@ def test_a_task_of_weight_zero_is_not_learned() -> None:
     assert "wine" not in changed
 
 
-def test_a_weight_for_no_task_is_an_error_that_names_it() -> None:
+def test_multi_task_trainer_rejects_unknown_weight() -> None:
     example = names_of("custom_trainer.py")
     with pytest.raises(ConfigError, match="vine"):
         example["MultiTaskTrainer"](torch.nn.Linear(1, 1), {"wine": []}, {"vine": 1.0})
 
 
-def test_a_task_is_standardized_by_its_training_samples_alone() -> None:
+def test_load_task_standardizes_by_training_set() -> None:
     example = names_of("custom_trainer.py")
     train, valid = example["load_task"]("wine", *example["load_wine"](return_X_y=True))
     values = np.stack([sample["inputs"] for sample in train])
@@ -126,7 +126,7 @@ def test_a_task_is_standardized_by_its_training_samples_alone() -> None:
 # one file for each common job
 
 
-def test_each_example_is_in_the_table_and_those_of_jobs_are_short() -> None:
+def test_readme_lists_examples() -> None:
     folder = ROOT / "examples"
     jobs, rest = (folder / "README.md").read_text(encoding="utf-8").split("## Whole scripts")
     files = {text: re.findall(r"\]\((\w+\.py)\)", text) for text in (jobs, rest)}
@@ -137,45 +137,50 @@ def test_each_example_is_in_the_table_and_those_of_jobs_are_short() -> None:
         assert f"python examples/{name}\n" in text and "\nIn plain PyTorch" in text, name
 
 
-def test_images_are_read_after_training_on_changed_ones() -> None:
+@pytest.mark.slow
+def test_images_learns() -> None:
     assert names_of("images.py")["main"](epochs=2)["test_accuracy"] > 0.5
 
 
-def test_an_image_is_changed_anew_each_time() -> None:
+def test_images_augments_each_time() -> None:
     augmented = names_of("images.py")["Augmented"](torch.rand(1, 1, 8, 8), torch.zeros(1))
     assert not torch.equal(augmented[0][0], augmented[0][0])
 
 
-def test_lines_of_text_are_sorted_into_their_packages() -> None:
+@pytest.mark.slow
+def test_text_learns() -> None:
     assert names_of("text.py")["main"](epochs=3, per_package=800)["test_accuracy"] > 0.5  # by chance: 0.25
 
 
-def test_a_text_is_classified_alike_however_far_it_is_padded() -> None:
+def test_text_ignores_padding() -> None:
     model = names_of("text.py")["Classifier"](vocabulary=9).eval()
     torch.testing.assert_close(model(torch.tensor([[3, 4]])), model(torch.tensor([[3, 4, 0, 0]])))
 
 
-def test_the_network_for_tables_is_as_good_as_a_linear_model() -> None:
+@pytest.mark.slow
+def test_tabular_equals_linear_model() -> None:
     results = names_of("tabular.py")["main"](epochs=20)
     assert results["network"] > results["linear"] - 0.05 > 0.25
 
 
 @pytest.mark.slow
-def test_ends_of_words_are_found() -> None:
+def test_sequence_labelling_learns() -> None:
     assert names_of("sequence_labelling.py")["main"](epochs=3, limit=1000)["eval_f1"] > 0.5  # an end everywhere: 0.36
 
 
-def test_a_language_model_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_causal_lm_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
     main = names_of("causal_lm.py")["main"]
     monkeypatch.setitem(main.__globals__, "goes_on", lambda model, number: [])  # what it writes takes the longest
     assert main(epochs=1, size=600)["perplexity"] < 6  # of 30 words
 
 
-def test_characters_are_learnt_from_packed_functions() -> None:
+@pytest.mark.slow
+def test_character_model_learns() -> None:
     assert names_of("character_model.py")["main"](modules=8)["eval_loss"] < 4  # 4.9 before training
 
 
-def test_numbers_are_spelled_as_they_are_said() -> None:
+def test_seq2seq_spells_numbers() -> None:
     spell = names_of("causal_lm.py")["spell"]
     assert [" ".join(spell(number)) for number in (7, 40, 113, 600, 999)] == [
         "seven",
@@ -187,64 +192,70 @@ def test_numbers_are_spelled_as_they_are_said() -> None:
 
 
 @pytest.mark.slow
-def test_dates_are_translated() -> None:
+def test_seq2seq_learns() -> None:
     assert names_of("seq2seq.py")["main"](epochs=4, count=1500) > 0.3  # by chance: none
 
 
 @pytest.mark.slow
-def test_adapters_learn_what_their_base_cannot_read() -> None:
+def test_lora_learns() -> None:
     results = names_of("lora.py")["main"](epochs=3)
     assert results["after"] > results["before"] + 0.3
 
 
-def test_features_learned_without_labels_are_worth_more_than_pixels() -> None:
+@pytest.mark.slow
+def test_contrastive_beats_pixels() -> None:
     results = names_of("contrastive.py")["main"](epochs=8)
     assert results["features"] > results["pixels"] + 0.03
 
 
-def test_a_student_learns_from_its_teacher_without_labels() -> None:
+@pytest.mark.slow
+def test_distillation_learns() -> None:
     teacher, alone, student = names_of("distillation.py")["main"](epochs=10).values()
     assert teacher > student > alone + 0.2
 
 
-def test_forged_digits_come_nearer_to_real_ones_and_nearer_still_after_a_resume() -> None:
+@pytest.mark.slow
+def test_gan_improves_after_resume() -> None:
     results = names_of("gan.py")["main"](epochs=16)
     assert results["noise"] / 2 > results["first half"] > results["resumed"]
 
 
-def test_a_gan_that_is_resumed_ends_as_one_that_is_not(tmp_path: Path) -> None:
+def test_gan_resumes_bit_for_bit(tmp_path: Path) -> None:
     train, images = names_of("gan.py")["train"], torch.rand(100, 64)
     whole = train(images, 4, str(tmp_path / "whole"))
     train(images, 2, str(tmp_path / "in two"))
     torch.testing.assert_close(train(images, 4, str(tmp_path / "in two")), whole, rtol=0, atol=0)
 
 
-def test_one_network_learns_both_of_its_tasks() -> None:
+@pytest.mark.slow
+def test_multi_task_learns() -> None:
     best = names_of("multi_task.py")["main"](epochs=4)
     assert best["eval_digit_accuracy"] > 0.5  # by chance: 0.1
     assert best["eval_turns_accuracy"] > 0.5  # by chance: 0.25
 
 
-def test_one_network_learns_two_tasks_from_their_own_datasets() -> None:
+@pytest.mark.slow
+def test_mixed_tasks_learns() -> None:
     best = names_of("mixed_tasks.py")["main"](epochs=4)
     assert best["eval_digit_accuracy"] > 0.5  # by chance: 0.1
 
 
-def test_digits_are_learnt_with_cutmix_averages_and_a_schedule_in_shares() -> None:
+@pytest.mark.slow
+def test_regularized_learns() -> None:
     assert names_of("regularized.py")["main"](epochs=4)["test_accuracy"] > 0.5
 
 
-def test_each_fold_is_predicted_by_a_model_that_has_not_seen_it() -> None:
+def test_k_fold_holds_out_each_fold() -> None:
     assert names_of("k_fold.py")["main"](folds=3, epochs=6)["roc_auc"] > 0.97
 
 
-def test_a_stream_is_resumed_where_it_was() -> None:
+def test_streaming_resumes() -> None:
     accuracy, difference = names_of("streaming.py")["main"](steps=120)
     assert accuracy > 0.7
     assert difference == 0
 
 
-def test_weighted_samples_raise_the_balanced_accuracy() -> None:
+def test_weighted_sampling_raises_balanced_accuracy() -> None:
     results = names_of("weighted_sampling.py")["main"](epochs=4)
     assert results["weighted"] > results["as they are"] + 0.1
 
@@ -252,7 +263,8 @@ def test_weighted_samples_raise_the_balanced_accuracy() -> None:
 # three_trainers.py
 
 
-def test_the_three_trainers_agree_and_hand_a_run_on_in_the_middle_of_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_three_trainers_agree(capsys: pytest.CaptureFixture[str]) -> None:
     losses_apart, weights_apart = names_of("three_trainers.py")["main"](epochs=2)
     assert losses_apart < 1e-6
     assert weights_apart < 1e-6
@@ -265,7 +277,7 @@ def test_the_three_trainers_agree_and_hand_a_run_on_in_the_middle_of_epochs(caps
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_and_moved_has_the_losses_of_one_left_alone(tmp_path: Path) -> None:
+def test_killed_and_moved_equals_uninterrupted(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     assert names_of("killed_and_moved.py")["main"](tmp_path / "run.svg") < 1e-6
     assert (tmp_path / "run.svg").stat().st_size > 10_000

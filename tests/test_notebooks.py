@@ -96,12 +96,12 @@ def _summary(output: NotebookNode) -> tuple[str, str]:
     return " ".join([output.output_type, *sorted(data)]), without_progress(data.get("text/plain", ""))
 
 
-def test_there_are_notebooks() -> None:
+def test_notebooks_exist() -> None:
     assert NOTEBOOKS
 
 
 @every_notebook
-def test_a_notebook_is_kept_with_its_outputs_and_nothing_of_the_machine(path: Path) -> None:
+def test_notebook_keeps_outputs_only(path: Path) -> None:
     """If not: `make notebooks-write` executes and writes it."""
     notebook = read(path)
     nbformat.validate(notebook)
@@ -118,7 +118,7 @@ def test_a_notebook_is_kept_with_its_outputs_and_nothing_of_the_machine(path: Pa
 
 @pytest.mark.slow  # a minute for all; `make notebooks` runs it too
 @every_notebook
-def test_a_notebook_shows_what_it_keeps(path: Path) -> None:
+def test_notebook_shows_kept_outputs(path: Path) -> None:
     notebook = read(path)
     cells = zip(code_cells(notebook), code_cells(executed(notebook)), strict=True)
     differences = [difference(said, shown) for said, shown in cells]
@@ -129,7 +129,7 @@ def a_notebook(*sources: str) -> NotebookNode:
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
 
 
-def test_an_execution_keeps_prints_and_results_but_no_warnings_and_folders() -> None:
+def test_execution_keeps_prints_and_results() -> None:
     notebook = executed(
         a_notebook(
             "import os, sys\nprint('in', os.path.join(os.getcwd(), 'run'))\nprint('a warning', file=sys.stderr)",
@@ -145,7 +145,7 @@ def test_an_execution_keeps_prints_and_results_but_no_warnings_and_folders() -> 
     assert (first.execution_count, second.execution_count, second.metadata) == (1, 2, {})
 
 
-def test_a_run_has_a_display_of_its_own_that_is_kept() -> None:
+def test_execution_keeps_display() -> None:
     """The bar, the curve and the table are drawn in one place per run, escaped, and none is lost by another run."""
     notebook = executed(
         a_notebook(
@@ -186,7 +186,7 @@ def test_a_run_has_a_display_of_its_own_that_is_kept() -> None:
     assert not captured.outputs and "captured model  Linear" in shown.outputs[0].text
 
 
-def test_a_cell_that_shows_something_else_is_noticed() -> None:
+def test_execution_reports_other_output() -> None:
     def cell(text: str, **data: Any) -> NotebookNode:
         outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
         outputs += [nbformat.v4.new_output("display_data", data=data)] if data else []

@@ -62,7 +62,7 @@ PHASES = [(phase, rank) for phase in ("start", "step", "evaluate", "save", "load
 
 
 @pytest.mark.parametrize("phase, rank", PHASES)
-def test_exchanges_requests_and_files_are_as_many_with_more_ranks(counts: Any, phase: str, rank: int) -> None:
+def test_exchange_counts_do_not_grow(counts: Any, phase: str, rank: int) -> None:
     few, many = (counts[phase, rank, size] for size in (FEW, MANY))
     same = ["collectives", "store"]
     if (phase, rank) != ("load", 0):  # the main rank reads the random numbers of each rank from one file
@@ -71,21 +71,21 @@ def test_exchanges_requests_and_files_are_as_many_with_more_ranks(counts: Any, p
 
 
 @pytest.mark.parametrize("phase, rank", PHASES)
-def test_only_what_is_named_brings_more_bytes_with_more_ranks(counts: Any, phase: str, rank: int) -> None:
+def test_bytes_grow_only_where_listed(counts: Any, phase: str, rank: int) -> None:
     few, many = (counts[phase, rank, size]["names"] for size in (FEW, MANY))
     slack = 64  # numbers in texts are longer
     more = {name for name, size in many.items() if size > few[name] + slack}
     assert more - {AT_THE_START} <= OF_ALL.get((phase, rank), set())
 
 
-def test_a_step_is_one_exchange_of_a_few_numbers(counts: Any) -> None:
+def test_step_is_one_exchange(counts: Any) -> None:
     for rank in (0, 1):
         step = counts["step", rank, MANY]
         assert step["collectives"] == 1 and step["sent"] < 200 and step["received"] < 200
         assert step["store"] == step["opened"] == step["stats"] == 0
 
 
-def test_another_rank_saves_nothing_and_reads_no_more_files_where_there_are_more_ranks(counts: Any) -> None:
+def test_other_ranks_open_no_more_files(counts: Any) -> None:
     assert counts["save", 1, MANY]["opened"] == counts["save", 1, MANY]["stats"] == 0
     for name in ("opened", "stats"):
         assert counts["load", 1, MANY][name] == counts["load", 1, FEW][name] > 0
@@ -118,7 +118,7 @@ def check_parts(counts: Any, few_ranks: int, many_ranks: int, of_each: dict[tupl
     assert counts["load", 1, many_ranks]["opened"] < 30 and counts["save", 1, many_ranks]["opened"] < 8
 
 
-def test_a_rank_that_writes_and_reads_its_part_makes_no_more_exchanges_and_opens_no_more_files(
+def test_sharded_counts_do_not_grow(
     counts_of_parts: Any,
 ) -> None:
     of_each = {("save", "opened"): 2, ("save", "stats"): 4, ("load", "opened"): 2, ("load", "stats"): 3}
@@ -126,6 +126,6 @@ def test_a_rank_that_writes_and_reads_its_part_makes_no_more_exchanges_and_opens
 
 
 @pytest.mark.slow
-def test_so_it_is_with_a_thousand_ranks_and_weights_in_parts(tmp_path: Path) -> None:
+def test_sharded_thousand_ranks(tmp_path: Path) -> None:
     of_each = {("save", "stats"): 4, ("load", "opened"): 4, ("load", "stats"): 6}
     check_parts(counted(tmp_path, "parts", 128, 1024), 128, 1024, of_each)

@@ -200,7 +200,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("name", ["constructor", "run"])
-def test_pyright_finds_what_is_wrong_and_nothing_else(
+def test_pyright_finds_planted_mistakes(
     found: dict[str, dict[int, str]], name: str, trainer: type[BaseTrainer]
 ) -> None:
     wrong = mistakes(CONSTRUCTOR if name == "constructor" else RUN)
@@ -209,12 +209,12 @@ def test_pyright_finds_what_is_wrong_and_nothing_else(
     assert {n: message for n, message in errors.items() if n not in wrong} == {}
 
 
-def test_pyright_knows_what_transformers_users_pass_and_call(found: dict[str, dict[int, str]]) -> None:
+def test_pyright_accepts_transformers_names(found: dict[str, dict[int, str]]) -> None:
     assert found["of_transformers"].keys() == mistakes(OF_TRANSFORMERS).keys()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_script_is_right_with_either_import(found: dict[str, dict[int, str]], path: Path) -> None:
+def test_pyright_accepts_either_import(found: dict[str, dict[int, str]], path: Path) -> None:
     assert (found[f"{path.stem}_ours"], found[f"{path.stem}_stock"]) == ({}, {})
 
 
@@ -227,7 +227,7 @@ def declared(trainer: type[BaseTrainer]) -> dict[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_every_argument_is_visible_and_typed(trainer: type[BaseTrainer]) -> None:
+def test_arguments_are_typed(trainer: type[BaseTrainer]) -> None:
     arguments = declared(trainer)
     shared = set(declared(BaseTrainer)) - set(getattr(trainer, "REFUSED", {}))
     assert shared <= set(arguments)
@@ -236,7 +236,7 @@ def test_every_argument_is_visible_and_typed(trainer: type[BaseTrainer]) -> None
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_every_argument_is_described_where_an_editor_looks(trainer: type[BaseTrainer]) -> None:
+def test_arguments_are_documented(trainer: type[BaseTrainer]) -> None:
     """Editors show the first line of the docstring of `__init__` in which `name:` stands.
 
     So the description has to fit on one line, and no line before it may end in the name of another argument.

@@ -47,23 +47,23 @@ def refusal(kind: Any, name: str) -> str:
     ],
 )
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_a_name_of_another_trainer_is_told_ours(kind: str, name: str, ours: str) -> None:
+def test_alias_suggests_our_name(kind: str, name: str, ours: str) -> None:
     assert re.search(rf"unexpected argument {name!r}\. Here it is `{ours}`", refusal(TRAINERS[kind], name))
 
 
-def test_a_name_that_nothing_stands_for_is_told_what_to_do() -> None:
+def test_alias_without_counterpart_suggests_remedy() -> None:
     assert "There is none: Pass it in `lr_scheduler_kwargs`" in refusal(Trainer, "gamma")
     assert "AccelerateTrainer" in refusal(Trainer, "deepspeed_config")
     assert "HFTrainer: `training_args`" in refusal(Trainer, "args")
 
 
-def test_a_name_that_is_misspelt_is_told_the_nearest_and_any_other_nothing() -> None:
+def test_misspelt_name_suggests_nearest() -> None:
     assert refusal(Trainer, "learning_rte").endswith("Did you mean 'learning_rate'?")
     assert refusal(Trainer, "bananas").endswith("'bananas'.")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_stands_for_a_name_is_there(name: str) -> None:
+def test_aliases_point_to_existing_names(name: str) -> None:
     kind, _, ours = NAMES[name].ours.rpartition(".")
     if ours.endswith("()"):
         assert callable(getattr(BaseTrainer, ours.removesuffix("()")))
@@ -75,11 +75,11 @@ def test_what_stands_for_a_name_is_there(name: str) -> None:
     assert name not in arguments_of(Trainer)
 
 
-def test_a_name_stands_once() -> None:
+def test_aliases_are_unique() -> None:
     assert len(NAMES) == sum(map(len, VOCABULARY.values())) >= 300
 
 
-def test_what_transformers_has_and_a_run_is_about_is_all_there() -> None:
+def test_aliases_cover_transformers() -> None:
     ours = arguments_of(HFTrainer)
     common = [
         "output_dir",
@@ -126,7 +126,7 @@ OF_OTHERS = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_chapter_shows_the_same_training_there_and_here_in_names_of_the_table(source: str) -> None:
+def test_coming_from_page_uses_aliases(source: str) -> None:
     text = chapters()[source]
     assert f"](names.md#{source.lower()})" in text
     (theirs, *printed), (ours, *_) = (
@@ -142,11 +142,12 @@ def test_a_chapter_shows_the_same_training_there_and_here_in_names_of_the_table(
     assert re.search(r"Trainer\(", ours)
 
 
-def test_the_page_with_examples_has_a_chapter_for_each_trainer_of_the_table() -> None:
+def test_coming_from_page_has_every_trainer() -> None:
     assert set(chapters()) == {"Plain PyTorch", *SOURCES}
 
 
-def test_the_page_is_made_of_the_table() -> None:
+@pytest.mark.processes
+def test_names_page_is_generated() -> None:
     done = subprocess.run([sys.executable, ROOT / ".ci" / "signatures.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")

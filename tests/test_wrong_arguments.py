@@ -105,7 +105,7 @@ QUICK = [
 
 @pytest.mark.parametrize(("kind", "name"), thinned(CASES, QUICK))
 @pytest.mark.filterwarnings("ignore")
-def test_any_value_of_an_argument_works_or_is_refused_by_name(
+def test_any_value_works_or_is_rejected_by_name(
     kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -58,7 +58,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 # Training
 
 
-def test_a_file_trains_as_the_same_arguments_in_python_do(folder: Path) -> None:
+def test_train_equals_python(folder: Path) -> None:
     assert cli.main(["train", "a.yaml"]) == 0
     with torch.random.fork_rng():
         torch.manual_seed(42)
@@ -72,7 +72,7 @@ def test_a_file_trains_as_the_same_arguments_in_python_do(folder: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_words_change_values_and_the_file_of_the_run_has_them(folder: Path) -> None:
+def test_train_words_override_file(folder: Path) -> None:
     words = [
         "--trainer",
         "AccelerateTrainer",
@@ -99,7 +99,7 @@ def test_words_change_values_and_the_file_of_the_run_has_them(folder: Path) -> N
     assert trainer["loss_fn"] == {"class_path": "torch.nn.CrossEntropyLoss", "init_args": {"label_smoothing": 0.1}}
 
 
-def test_several_files_are_put_over_one_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_merges_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "b.yaml").write_text(
         "vars: {width: 3}\ntrainer:\n  model: {init_args: {width: '${vars.width}'}}\n  epochs: 1\n"
     )
@@ -110,7 +110,7 @@ def test_several_files_are_put_over_one_another(folder: Path, capsys: pytest.Cap
     assert not (folder / "runs").exists()
 
 
-def test_files_may_stand_anywhere_and_be_called_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_finds_files_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = set()
     for words in (["-f", "a.yaml"], ["--config", "a.yaml"], ["a.yaml"]):
         assert cli.main(["train", "--trainer.epochs", "7", "--print_config", *words, "--trainer.delta", "-1"]) == 0
@@ -118,7 +118,7 @@ def test_files_may_stand_anywhere_and_be_called_config(folder: Path, capsys: pyt
     assert len(found) == 1 and "epochs: 7" in found.pop()
 
 
-def test_a_run_goes_on_without_a_file(folder: Path) -> None:
+def test_train_resumes_without_file(folder: Path) -> None:
     assert cli.main(["train", "a.yaml", "--trainer.epochs", "1", "--trainer.save_dir", "runs/b"]) == 0
     (folder / "runs" / "b").rename(folder / "moved")
     assert cli.main(["train", "--resume", "moved", "--trainer.epochs", "2"]) == 0
@@ -134,9 +134,7 @@ def test_a_run_goes_on_without_a_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["", "/", "/checkpoint-4"])
-def test_a_run_on_a_remote_store_goes_on_on_an_empty_machine(
-    which: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_resumes_from_remote_store(which: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(folder / "local"))
     for name, value in shelf_of(folder / "shelf").items():
         monkeypatch.setenv(name, value)
@@ -153,7 +151,7 @@ def test_a_run_on_a_remote_store_goes_on_on_an_empty_machine(
         assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
-def test_a_run_that_is_not_on_the_store_is_named(
+def test_train_reports_missing_remote_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(folder / "local"))
@@ -167,7 +165,7 @@ def test_a_run_that_is_not_on_the_store_is_named(
     assert not (folder / "local").exists()
 
 
-def test_the_options_of_transformers_are_those_of_its_training_arguments(folder: Path) -> None:
+def test_train_takes_training_arguments(folder: Path) -> None:
     arguments = {"output_dir": "hf", "num_train_epochs": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
     trainer = {name: TRAINER[name] for name in ("model", "train_dataset", "loss_fn", "progress_bar")}
     (folder / "hf.yaml").write_text(
@@ -187,7 +185,7 @@ def test_the_options_of_transformers_are_those_of_its_training_arguments(folder:
     assert rows(folder / "moved")[-1]["step"] == 16 and not (folder / "hf").exists()
 
 
-def test_settings_of_deepspeed_are_referred_to_by_their_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_takes_deepspeed_config_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 7}}')
     words = ["--trainer", "AccelerateTrainer", "--trainer.deepspeed_config", "ds.json"]
     assert cli.main(["config", "check", "a.yaml", *words]) == 0
@@ -196,7 +194,7 @@ def test_settings_of_deepspeed_are_referred_to_by_their_path(folder: Path, capsy
 
 
 @pytest.mark.processes
-def test_two_processes_train_what_one_does(folder: Path) -> None:
+def test_train_on_two_processes_equals_one(folder: Path) -> None:
     words = ["train", "--trust", "a.yaml", "--trainer", "AccelerateTrainer", "--trainer.batch_size", "4"]
     done = run("launch", "-n", "2", "--cpu", *words, folder=folder)
     assert done.returncode == 0, done.stderr
@@ -207,7 +205,7 @@ def test_two_processes_train_what_one_does(folder: Path) -> None:
     assert written["class_path"] == "AccelerateTrainer"
 
 
-def test_the_file_of_the_documentation_trains(folder: Path) -> None:
+def test_train_runs_file_of_docs(folder: Path) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     (folder / "digits.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     (folder / "digits.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
@@ -241,7 +239,7 @@ def test_the_file_of_the_documentation_trains(folder: Path) -> None:
         (["a.yaml", "--train.resume_frm", "last"], "train() has no argument 'resume_frm'. Did you mean 'resume_from'?"),
     ],
 )
-def test_wrong_words_exit_with_2_and_are_named(
+def test_train_rejects_wrong_words(
     folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", *words]) == 2
@@ -249,7 +247,7 @@ def test_wrong_words_exit_with_2_and_are_named(
     assert not (folder / "runs").exists()
 
 
-def test_a_check_lists_everything_that_is_wrong_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_lists_all_errors_with_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "check", "a.yaml"]) == 0
     assert capsys.readouterr().out == "Nothing is wrong.\n"
     (folder / "b.yaml").write_text(write({"trainer": {**TRAINER, "epochs": "x", "batch_size": 0, "shufle": False}}))
@@ -259,7 +257,7 @@ def test_a_check_lists_everything_that_is_wrong_with_its_line(folder: Path, caps
     assert all(re.match(r"  b\.yaml:\d+: ", line) for line in lines[1:])
 
 
-def test_the_help_lists_every_argument_of_every_trainer() -> None:
+def test_help_lists_all_arguments() -> None:
     import inspect
 
     from omnitrain import AccelerateTrainer, HFTrainer
@@ -271,7 +269,7 @@ def test_the_help_lists_every_argument_of_every_trainer() -> None:
 
 
 @pytest.mark.processes
-def test_help_and_a_mistake_do_not_wait_for_torch(folder: Path) -> None:
+def test_help_and_errors_do_not_import_torch(folder: Path) -> None:
     program = (
         "import sys; from omnitrain import cli\n"
         "try: cli.main({})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
@@ -285,7 +283,7 @@ def test_help_and_a_mistake_do_not_wait_for_torch(folder: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_pairs_are_read_as_they_are_meant() -> None:
+def test_pairs_are_parsed() -> None:
     assert pairs_of(["--trainer.delta", "-1e-3", "--trainer.loss_fn="]) == [
         ("trainer.delta", "-1e-3"),
         ("trainer.loss_fn", ""),
@@ -297,7 +295,7 @@ def test_pairs_are_read_as_they_are_meant() -> None:
 # Sweeps
 
 
-def test_a_sweep_tries_every_value_and_says_which_was_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_tries_every_value(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--trainer.learning_rate", "1e-4,1e-1", "--trainer.model.width", "4,8", "--trainer.epochs", "1"]
     assert cli.main(["sweep", "a.yaml", *words, "--save_dir", "s"]) == 0
     out = capsys.readouterr().out
@@ -318,7 +316,7 @@ def test_a_sweep_tries_every_value_and_says_which_was_best(folder: Path, capsys:
         (["--trainer.epochs", "1,2", "--trials", "0"], "`trials` must be a positive integer"),
     ],
 )
-def test_a_wrong_sweep_is_refused_before_anything_is_written(
+def test_sweep_rejects_wrong_words(
     folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["sweep", "a.yaml", *words]) == 2
@@ -328,7 +326,7 @@ def test_a_wrong_sweep_is_refused_before_anything_is_written(
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_sweep_of_12_that_is_killed_goes_on_and_finds_the_same(folder: Path) -> None:
+def test_sweep_resumes_after_kill(folder: Path) -> None:
     space = ["--trainer.learning_rate", "{low: 1e-4, high: 1e-1, log: true}", "--trainer.model.width", "4,8,16"]
     words = ["sweep", "--trust", "a.yaml", *space, "--trials", "12", "--trainer.epochs", "3", "--save_dir"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

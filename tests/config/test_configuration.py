@@ -49,7 +49,7 @@ def part(class_path: str, **init_args: Any) -> dict[str, Any]:
 # What names stand for
 
 
-def test_a_model_is_made_of_a_class_or_function_with_its_arguments(folder: Path) -> None:
+def test_model_from_class_or_function(folder: Path) -> None:
     assert isinstance(made(folder).model, named.Net)
     model = made(
         folder,
@@ -73,11 +73,11 @@ def given(folder: Path, **arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text, color", [("RED", named.Color.RED), (1, named.Color.RED), ("blue", named.Color.BLUE)])
-def test_a_member_of_an_enum_is_given_by_its_name_or_value(folder: Path, text: Any, color: named.Color) -> None:
+def test_enum_member_by_name_or_value(folder: Path, text: Any, color: named.Color) -> None:
     assert given(folder, color=text)["color"] is color
 
 
-def test_arguments_become_what_their_annotations_say(folder: Path) -> None:
+def test_arguments_are_converted_to_annotations(folder: Path) -> None:
     assert given(folder, options={"width": 3})["options"] == named.Options(3)
     assert given(folder, device="cuda:0")["device"] == torch.device("cuda:0")
     assert given(folder, functions={"a": "named.loss"})["functions"] == {"a": named.loss}
@@ -95,16 +95,12 @@ def test_arguments_become_what_their_annotations_say(folder: Path) -> None:
         ({"device": "warp"}, "'warp' is no device"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named_with_their_line(
-    folder: Path, arguments: dict[str, Any], message: str
-) -> None:
+def test_wrong_arguments_report_line(folder: Path, arguments: dict[str, Any], message: str) -> None:
     [error] = config(folder, model=part("named.Typed", **arguments)).check()
     assert re.search(rf"^a.yaml:\d+: .*{message}", str(error))
 
 
-def test_no_module_runs_without_trust_for_a_name_inside_of_other_values(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nested_names_need_trust(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "elsewhere").mkdir()
     (folder / "inside").mkdir()
     (folder / "elsewhere" / "runs_code.py").write_text("open('ran', 'w').close()\ndef loss(): ...\n")
@@ -115,7 +111,7 @@ def test_no_module_runs_without_trust_for_a_name_inside_of_other_values(
     assert "pass --trust" in str(errors) and not (folder / "inside" / "ran").exists()
 
 
-def test_data_are_made_of_functions_classes_or_are_there_already(folder: Path) -> None:
+def test_data_from_functions_classes_or_objects(folder: Path) -> None:
     trainer = made(
         folder, train_dataset=part("named.rows", size=12), test_dataset="named.CONSTANT",
         eval_dataset={"a": "named.rows", "b": part("named.rows", size=4)},
@@ -129,7 +125,7 @@ def test_data_are_made_of_functions_classes_or_are_there_already(folder: Path) -
     assert len(loaded.train_loader) == 4
 
 
-def test_functions_are_passed_and_classes_where_functions_are_expected_are_made(folder: Path) -> None:
+def test_functions_are_passed_and_classes_instantiated(folder: Path) -> None:
     assert made(folder).loss_fn is named.loss
     assert isinstance(made(folder, loss_fn="CrossEntropyLoss").loss_fn, nn.CrossEntropyLoss)
     smooth = made(folder, loss_fn=part("torch.nn.CrossEntropyLoss", label_smoothing=0.1)).loss_fn
@@ -152,7 +148,7 @@ def test_functions_are_passed_and_classes_where_functions_are_expected_are_made(
     )
 
 
-def test_an_optimizer_and_a_schedule_are_made_by_the_trainer(folder: Path) -> None:
+def test_optimizer_and_schedule_are_built_by_trainer(folder: Path) -> None:
     trainer = made(
         folder, optimizer=part("torch.optim.SGD", lr=1e-1, momentum=0.9),
         lr_scheduler=part("StepLR", step_size=1, gamma=0.5),
@@ -167,7 +163,7 @@ def test_an_optimizer_and_a_schedule_are_made_by_the_trainer(folder: Path) -> No
     assert str(ours.settings.lr_scheduler.t_max) == "0.5dur"
 
 
-def test_callbacks_algorithms_and_loggers_are_made_by_name(folder: Path) -> None:
+def test_callbacks_algorithms_and_loggers_by_name(folder: Path) -> None:
     trainer = made(
         folder, eval_dataset="named.rows", callbacks=["named.Counts", part("EarlyStopping", patience=3)],
         algorithms=["EMA", part("omnitrain.LabelSmoothing", num_classes=2, smoothing=0.1)], save_dir="run",
@@ -185,13 +181,13 @@ def test_callbacks_algorithms_and_loggers_are_made_by_name(folder: Path) -> None
     [("Trainer", Trainer), ("AccelerateTrainer", AccelerateTrainer), ("HFTrainer", HFTrainer),
      ("omnitrain.HFTrainer", HFTrainer), ("named.MyTrainer", named.MyTrainer)],
 )  # fmt: skip
-def test_a_trainer_is_chosen_by_its_class(folder: Path, name: str, kind: type) -> None:
+def test_trainer_by_class(folder: Path, name: str, kind: type) -> None:
     assert type(made(folder, class_path=name)) is kind
     (folder / "b.yaml").write_text(write({"trainer": {"class_path": name, "init_args": BASE}}))
     assert type(Config.read("b.yaml").make_trainer()) is kind
 
 
-def test_training_arguments_stand_by_themselves_or_in_a_file(folder: Path) -> None:
+def test_training_arguments_inline_or_in_file(folder: Path) -> None:
     values = {"output_dir": "hf", "num_train_epochs": 1, "use_cpu": True, "report_to": "none", "seed": 7}
     for given in (values, part("transformers.TrainingArguments", **values), part("HFTrainingArguments", **values)):
         trainer = made(folder, class_path="HFTrainer", training_args=given, epochs="left out")
@@ -206,7 +202,7 @@ def test_training_arguments_stand_by_themselves_or_in_a_file(folder: Path) -> No
     assert "a.yaml" in str(error) and "Did you mean 'num_train_epochs'?" in str(error)
 
 
-def test_every_part_begins_from_the_seed_and_leaves_the_random_numbers_alone(folder: Path) -> None:
+def test_parts_are_seeded_and_preserve_rng_state(folder: Path) -> None:
     state = torch.get_rng_state()
     one, other = made(folder, train_dataset="named.drawn"), made(folder, model=part("named.Net", width=8))
     assert torch.equal(torch.get_rng_state(), state)
@@ -265,7 +261,7 @@ def test_every_part_begins_from_the_seed_and_leaves_the_random_numbers_alone(fol
         ({"algorithms": {"a": 1}}, "`algorithms`"),
     ],
 )  # fmt: skip
-def test_an_error_names_file_line_value_and_remedy(folder: Path, arguments: Any, words: str) -> None:
+def test_error_reports_file_line_value_and_remedy(folder: Path, arguments: Any, words: str) -> None:
     wrong = config(folder, **arguments)
     before = sorted(folder.iterdir())
     try:
@@ -293,7 +289,7 @@ def test_all_errors_are_found_at_once(folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_check_makes_nothing_and_a_plain_error_imports_nothing(folder: Path) -> None:
+def test_check_instantiates_and_imports_nothing(folder: Path) -> None:
     assert config(folder, model="named.slow", train_dataset="named.fails", save_dir="run").check() == []
     assert not (folder / "run").exists()
     program = (
@@ -324,13 +320,13 @@ def test_wrong_sections_are_errors(folder: Path, values: Any, words: str) -> Non
     assert words in str(caught.value)
 
 
-def test_an_error_of_the_users_own_code_says_where_it_was_called(folder: Path) -> None:
+def test_error_of_user_code_reports_caller(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="no data today") as caught:
         made(folder, train_dataset="named.fails")
     assert "a.yaml:3, where named.fails is called" in caught.value.__notes__[0]
 
 
-def test_a_module_that_fails_is_an_error_that_names_it(folder: Path) -> None:
+def test_failing_import_reports_module(folder: Path) -> None:
     (folder / "breaks.py").write_text("import nothing_like_this\n")
     (folder / "raises.py").write_text("1 / 0\n")
     sys.path.insert(0, str(folder))
@@ -344,7 +340,7 @@ def test_a_module_that_fails_is_an_error_that_names_it(folder: Path) -> None:
 # Safety
 
 
-def test_code_from_elsewhere_is_imported_only_if_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_code_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
     for place in (elsewhere, here):
         place.mkdir()
@@ -372,7 +368,7 @@ def test_classes_are_passed_where_classes_are_expected(folder: Path) -> None:
     assert taken.kind is nn.Tanh and taken.functions == {"a": named.loss}
 
 
-def test_values_changed_in_python_are_those_of_the_file(folder: Path) -> None:
+def test_values_changed_in_python(folder: Path) -> None:
     config(folder)
     changed = Config.read("a.yaml", overrides={"trainer.epochs": 2, "trainer.model": part("named.Net", width=3)})
     trainer: Any = changed.make_trainer()
@@ -382,12 +378,12 @@ def test_values_changed_in_python_are_those_of_the_file(folder: Path) -> None:
     assert str(error).startswith("the overrides: `epochs`")
 
 
-def test_early_stopping_given_by_name_is_the_class_of_this_library(folder: Path) -> None:
+def test_early_stopping_by_name(folder: Path) -> None:
     trainer = made(folder, eval_dataset="named.rows", callbacks=[part("EarlyStopping", patience=2)])
     assert type(trainer._callbacks[0]) is EarlyStopping
 
 
-def test_files_that_have_been_read_stay_as_they_are(folder: Path) -> None:
+def test_files_are_not_modified(folder: Path) -> None:
     config(folder, model=part("named.Net", width=3))
     tree = merged(["a.yaml"])
     changed = Config.over(tree, {"trainer.model.width": 5, "trainer.epochs": 7})

@@ -55,15 +55,13 @@ def without_rates(metrics: Any) -> Any:
     return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
 
 
-def test_there_is_a_script_beside_each_file() -> None:
+def test_each_file_has_a_script() -> None:
     assert sorted(path.stem for path in (ROOT / "examples").glob("*.yaml")) == FILES
     assert all((ROOT / "examples" / f"{name}.py").is_file() for name in FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_says_how_to_start_it_and_nothing_is_wrong_with_it(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_file_passes_check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = Path(f"examples/{name}.yaml").read_text(encoding="utf-8").splitlines()
     assert re.fullmatch(rf"# .*omnitrain .*train examples/{name}\.yaml", lines[0])
     option = re.search(r" --(trainer|vars)[\w.]* .*", lines[1])
@@ -75,14 +73,14 @@ def test_a_file_says_how_to_start_it_and_nothing_is_wrong_with_it(
 
 
 @pytest.mark.parametrize("name", ["native_digits", "multi_gpu"])
-def test_a_run_with_a_folder_has_the_numbers_of_its_script(name: str, tmp_path: Path) -> None:
+def test_native_digits_equals_script(name: str, tmp_path: Path) -> None:
     trainer = run_of(name, epochs=1, save_dir=str(tmp_path / "file"))
     metrics = script(name).main(epochs=1, out=tmp_path / "script")
     assert without_rates(trainer.metrics) == without_rates(metrics)
     assert len(trainer.metrics["valid"]) == 1
 
 
-def test_cutmix_and_averages_have_the_numbers_of_their_script() -> None:
+def test_regularized_equals_script() -> None:
     trainer = run_of("regularized", epochs=1)
     tested = script("regularized").main(epochs=1)
     found = trainer.test()
@@ -91,7 +89,8 @@ def test_cutmix_and_averages_have_the_numbers_of_their_script() -> None:
     }
 
 
-def test_a_language_model_has_the_numbers_of_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_character_model_equals_script(capsys: pytest.CaptureFixture[str]) -> None:
     best = script("character_model").main(modules=6)
     assert cli.main(["train", "examples/character_model.yaml", "--vars.modules", "6"]) == 0
     assert f"eval_loss {best['eval_loss']:.4g}  (best)" in capsys.readouterr().out
@@ -102,7 +101,7 @@ def test_a_language_model_has_the_numbers_of_its_script(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", ["Trainer", "AccelerateTrainer", "HFTrainer"])
-def test_a_file_runs_by_any_of_the_three_trainers_with_the_weights_of_the_script(name: str) -> None:
+def test_three_trainers_equal_script(name: str) -> None:
     pytest.importorskip("transformers")
     example = script("three_trainers")
     config = Config.read("examples/three_trainers.yaml", overrides=[("trainer", name), ("trainer.epochs", "1")])
@@ -114,7 +113,7 @@ def test_a_file_runs_by_any_of_the_three_trainers_with_the_weights_of_the_script
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_two_processes_train_what_a_file_describes(tmp_path: Path) -> None:
+def test_multi_gpu_trains_on_two_processes(tmp_path: Path) -> None:
     words = ["--trainer.epochs", "1", "--trainer.save_dir", str(tmp_path / "run"), "--trust"]
     done = programs.run(
         sys.executable, "-m", "omnitrain", "launch", "-n", "2", "--cpu", "train", "examples/multi_gpu.yaml", *words,

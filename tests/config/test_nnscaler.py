@@ -118,13 +118,13 @@ def converted(folder: Path, text: str, **changes: Any) -> Config:
 # --- components
 
 
-def test_a_model_is_made_by_its_class_and_gets_whole_batches() -> None:
+def test_convert_model() -> None:
     trainer = trainer_of(model={"type": "my.Net", "args": {"width": 32, "name": "small"}})
     assert trainer["model"] == {"class_path": "my.Net", "init_args": {"width": 32, "name": "small"}}
     assert trainer["unit"] == {"class_path": "omnitrain.units.WholeBatchUnit"}
 
 
-def test_an_optimizer_is_made_by_its_class_and_clips_only_where_nnscaler_would() -> None:
+def test_convert_optimizer_and_clipping() -> None:
     given = {"type": "torch.optim.SGD", "args": {"lr": 0.1, "momentum": 0.9}}
     assert trainer_of(optimizer=given)["optimizer"] == {
         "class_path": "torch.optim.SGD",
@@ -135,7 +135,7 @@ def test_an_optimizer_is_made_by_its_class_and_clips_only_where_nnscaler_would()
     assert trainer_of(optimizer={**given, "clip_gnorm": "5e-1"})["max_grad_norm"] == 0.5
 
 
-def test_gradients_are_reduced_in_the_same_way() -> None:
+def test_convert_gradient_reduction() -> None:
     given = {"type": "torch.optim.SGD"}
     assert "grad_reduction" not in trainer_of(optimizer=given)
     assert trainer_of(optimizer={**given, "grad_reduction": "sum"})["grad_reduction"] == "sum"
@@ -145,7 +145,7 @@ def test_gradients_are_reduced_in_the_same_way() -> None:
     assert "`optimizer.loss_reduction`" in notes_of(optimizer={**given, "loss_reduction": "sum"})
 
 
-def test_a_schedule_moves_after_each_epoch_unless_it_says_otherwise() -> None:
+def test_convert_schedule_interval() -> None:
     given = {"type": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1}}
     trainer = trainer_of(lr_scheduler=given)
     assert trainer["lr_scheduler"] == {
@@ -156,7 +156,7 @@ def test_a_schedule_moves_after_each_epoch_unless_it_says_otherwise() -> None:
     assert trainer_of(lr_scheduler={**given, "interval": "step"})["scheduler_interval"] == "step"
 
 
-def test_datasets_other_than_the_training_set_need_arguments() -> None:
+def test_convert_evaluation_datasets() -> None:
     trainer = trainer_of(dataset={"type": "my.Rows", "val_args": {"split": "val"}, "test_args": {}})
     assert trainer["train_dataset"] == {"class_path": "my.Rows"}
     assert trainer["eval_dataset"] == {"class_path": "my.Rows", "init_args": {"split": "val"}}
@@ -164,7 +164,7 @@ def test_datasets_other_than_the_training_set_need_arguments() -> None:
     assert "test_dataset" in trainer_of(dataset={"type": "my.Rows", "test_args": {"split": "test"}})
 
 
-def test_arguments_of_a_dataloader_are_those_of_the_trainer() -> None:
+def test_convert_dataloader_arguments() -> None:
     given = {
         "num_workers": 2, "pin_memory": True, "prefetch_factor": 4, "drop_last": True, "collate_fn": "my.collate",
         "persistent_workers": True,
@@ -175,12 +175,12 @@ def test_arguments_of_a_dataloader_are_those_of_the_trainer() -> None:
     assert trainer["data_collator"] == {"import_path": "my.collate"}
 
 
-def test_a_collator_that_is_an_object_is_made() -> None:
+def test_convert_collator_object() -> None:
     trainer = trainer_of(dataloader={"train_args": {"collate_fn": {"__type": "my.Collator", "size": 8}}})
     assert trainer["data_collator"] == {"class_path": "my.Collator", "init_args": {"size": 8}}
 
 
-def test_the_default_sampler_says_whether_to_shuffle() -> None:
+def test_convert_default_sampler() -> None:
     sampler = {"train_args": {"shuffle": False, "seed": 3, "drop_last": True, "rank": 0}, "val_args": {"seed": 1}}
     assert trainer_of(dataset_sampler=sampler)["shuffle"] is False
     notes = notes_of(dataset_sampler=sampler)
@@ -189,7 +189,7 @@ def test_the_default_sampler_says_whether_to_shuffle() -> None:
     assert "shuffle" not in trainer_of()
 
 
-def test_a_loader_of_ones_own_is_called_with_the_dataset_the_batch_size_and_a_sampler() -> None:
+def test_convert_custom_loader() -> None:
     trainer = trainer_of(
         dataloader={"type": "my.Loader", "train_args": {"turns": 2}},
         dataset={"type": "my.Rows", "train_args": {"size": 8}, "val_args": {"size": 4}},
@@ -218,14 +218,14 @@ def test_a_loader_of_ones_own_is_called_with_the_dataset_the_batch_size_and_a_sa
         {"dataloader": {"train_args": {"timeout": 5}}},
     ],
 )
-def test_a_sampler_or_an_option_that_only_loaders_have_makes_a_loader(values: dict[str, Any]) -> None:
+def test_convert_sampler_to_loader(values: dict[str, Any]) -> None:
     trainer = trainer_of(**values)
     assert "train_loader" in trainer
     assert trainer["train_loader"]["init_args"]["loader"] == {"import_path": "torch.utils.data.DataLoader"}
     assert "each takes every n-th" in notes_of(**values)
 
 
-def test_another_collator_for_evaluations_makes_their_loader() -> None:
+def test_convert_evaluation_collator() -> None:
     trainer = trainer_of(
         dataset={"type": "my.Rows", "val_args": {"size": 4}},
         dataloader={"train_args": {"collate_fn": "my.one"}, "val_args": {"collate_fn": "my.two"}},
@@ -234,14 +234,14 @@ def test_another_collator_for_evaluations_makes_their_loader() -> None:
     assert trainer["eval_loader"]["init_args"]["collate_fn"] == {"import_path": "my.two"}
 
 
-def test_make_loader_gives_a_loader_all_samples_in_the_order_of_the_sampler() -> None:
+def test_make_loader_keeps_sampler_order() -> None:
     loader = make_loader(DataLoader, [10, 11, 12, 13], 2, Backwards, {"step": 1})
     assert [batch.tolist() for batch in loader] == [[13, 12], [11, 10]]
     plain = make_loader(DataLoader, [10, 11, 12], 2, sampler_args={"shuffle": False}, drop_last=True)
     assert [batch.tolist() for batch in plain] == [[10, 11]]
 
 
-def test_make_loader_gives_a_stream_no_sampler() -> None:
+def test_make_loader_of_stream_has_no_sampler() -> None:
     assert [batch.tolist() for batch in make_loader(DataLoader, Stream(), 3)] == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ConfigError, match="no effect on Stream"):
         make_loader(DataLoader, Stream(), 3, Backwards)
@@ -250,7 +250,7 @@ def test_make_loader_gives_a_stream_no_sampler() -> None:
 # --- settings of a run
 
 
-def test_lengths_seed_and_weights_have_other_names() -> None:
+def test_convert_lengths_seed_and_weights() -> None:
     trainer = trainer_of(max_epochs=4, max_train_steps="100", seed=0, tracing_from_weights="w.pt")
     assert [trainer[name] for name in ("epochs", "max_steps", "seed", "init_from")] == [4, 100, 0, "w.pt"]
 
@@ -268,13 +268,13 @@ def test_lengths_seed_and_weights_have_other_names() -> None:
         ),
     ],
 )  # fmt: skip
-def test_batch_sizes(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_convert_batch_sizes(given: dict[str, Any], expected: dict[str, Any]) -> None:
     trainer = trainer_of(**given)
     names = ("batch_size", "global_batch_size", "gradient_accumulation_steps")
     assert {name: trainer[name] for name in names if name in trainer} == expected
 
 
-def test_accumulation_of_a_loader_of_ones_own_follows_from_the_processes() -> None:
+def test_convert_accumulation_of_custom_loader() -> None:
     values = {"dataloader": {"type": "my.Loader"}, "micro_batch_size": 2, "global_batch_size": 16}
     with_processes = {**values, "compute_config": {"runtime_ngpus": 4, "plan_ngpus": 1}}
     assert trainer_of(**with_processes)["gradient_accumulation_steps"] == 2
@@ -292,12 +292,12 @@ def test_accumulation_of_a_loader_of_ones_own_follows_from_the_processes() -> No
         ({"val_every_n_epochs": 0, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
     ],
 )
-def test_intervals_of_evaluations(given: dict[str, Any], expected: Any) -> None:
+def test_convert_evaluation_intervals(given: dict[str, Any], expected: Any) -> None:
     assert trainer_of(**given, dataset={"type": "my.Rows", "val_args": {"size": 1}}).get("eval_steps") == expected
     assert "eval_steps" not in trainer_of(**given)  # there is nothing to evaluate
 
 
-def test_checkpoints() -> None:
+def test_convert_checkpoints() -> None:
     assert trainer_of()["save_dir"] == "./checkpoints"
     assert "save_dir" not in trainer_of(checkpoint={"no_save": True, "keep_last_n_checkpoints": 3})
     given = {"save_dir": "runs", "every_n_train_steps": 50, "keep_last_n_checkpoints": 3, "save_best": False}
@@ -322,7 +322,7 @@ def test_checkpoints() -> None:
         ),
     ],
 )
-def test_a_run_is_resumed_by_an_argument_of_train(given: Any, expected: Any) -> None:
+def test_convert_resume(given: Any, expected: Any) -> None:
     config, notes = convert({**PLAIN, "checkpoint": {"resume_from": given}})
     assert config["train"] == {"resume_from": expected}
     assert ("convert_fn" in given) == any("checkpoint.resume_from.convert_fn" in note for note in notes)
@@ -337,17 +337,17 @@ def test_a_run_is_resumed_by_an_argument_of_train(given: Any, expected: Any) -> 
         ({"input": "fp16"}, {"inputs": "fp16"}),
     ],
 )
-def test_precision(given: Any, expected: Any) -> None:
+def test_convert_precision(given: Any, expected: Any) -> None:
     assert trainer_of(precision=given).get("dtypes") == expected
 
 
-def test_weights_in_fp16_become_autocast() -> None:
+def test_convert_fp16_weights_to_autocast() -> None:
     assert trainer_of(precision="fp16")["autocast"] == "fp16"
     assert "dtypes" not in trainer_of(precision="fp16")
     assert "`precision`: parameters of fp16 do not train" in notes_of(precision="fp16")
 
 
-def test_one_process_needs_no_accelerate() -> None:
+def test_convert_one_process_to_native() -> None:
     assert trainer_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 1})["class_path"] == "Trainer"
     assert trainer_of(compute_config={"plan_ngpus": 1})["class_path"] == "AccelerateTrainer"
     assert "omnitrain launch --fsdp" in notes_of(compute_config={"plan_ngpus": 1, "use_zero": True})
@@ -357,7 +357,7 @@ def test_one_process_needs_no_accelerate() -> None:
 # --- reports and hooks
 
 
-def test_loggers() -> None:
+def test_convert_loggers() -> None:
     log = [
         {"type": "TensorBoardLogger", "args": {"name": "tb", "root_dir": "logs/$(seed)", "max_queue": 3}},
         {"type": "nnscaler.cli.loggers.WandbLogger", "args": {"project": "p", "entity": "e"}},
@@ -372,19 +372,19 @@ def test_loggers() -> None:
     assert "`log[2]`: my.Logger is written for nnScaler" in notes
 
 
-def test_the_progress_bar_can_be_off() -> None:
+def test_convert_progress_bar() -> None:
     assert trainer_of(enable_progress_bar=False)["progress_bar"] is False
     assert "progress_bar" not in trainer_of(enable_progress_bar=True)
 
 
-def test_a_hook_by_class() -> None:
+def test_convert_hook_class() -> None:
     values = {"hook": {"type": "my.Hook", "args": {"every": 2}}}
     hook = {"class_path": "my.Hook", "init_args": {"every": 2}}
     assert trainer_of(**values)["callbacks"] == [{"class_path": "HookCallback", "init_args": {"hooks": hook}}]
     assert "`hook.type`: derive my.Hook from omnitrain.TrainHook" in notes_of(**values)
 
 
-def test_hooks_by_a_map() -> None:
+def test_convert_hook_map() -> None:
     values = {"hook": {"on_epoch_end": "my.end", "on_step_end": "my.step", "before_sync_grad": "my.sync",
                        "after_setup": None}}  # fmt: skip
     assert trainer_of(**values)["callbacks"] == [
@@ -408,7 +408,7 @@ HOOKS = """
 
 
 @pytest.mark.parametrize("name", HOOKS.split())
-def test_every_hook_of_nnscaler_is_taken_or_named(name: str) -> None:
+def test_convert_every_hook(name: str) -> None:
     config, notes = convert({**PLAIN, "hook": {name: "my.function"}})
     assert ("callbacks" in config["trainer"]) or any(name in note for note in notes)
 
@@ -420,7 +420,7 @@ def arguments_of(**values: Any) -> dict[str, Any]:
     return trainer_of(model={"type": "my.Net", "args": values})["model"].get("init_args", {})
 
 
-def test_objects_inside_of_arguments_are_made_at_any_depth() -> None:
+def test_convert_nested_objects() -> None:
     inner = {"__type": "my.Config", "parts": [{"__type": "my.Part", "sizes": {"a": {"__type": "my.Size"}}}]}
     assert arguments_of(config=inner) == {
         "config": {
@@ -432,7 +432,7 @@ def test_objects_inside_of_arguments_are_made_at_any_depth() -> None:
     }
 
 
-def test_values_of_a_type() -> None:
+def test_convert_typed_values() -> None:
     assert arguments_of(
         text={"__value_type": "str", "value": "1e3"},
         number={"__value_type": "float", "value": "1e-3"},
@@ -455,18 +455,18 @@ def test_values_of_a_type() -> None:
     assert of_value(Path, "runs") == Path("runs")
 
 
-def test_strings_that_are_literals_of_python_are_these() -> None:
+def test_convert_python_literals() -> None:
     found = arguments_of(a="1e-3", b="true", c="[1, 'x']", d="(0.9, 0.99)", e="None", f="plain", g="1/2", h="1j")
     assert found == {
         "a": 0.001, "b": True, "c": [1, "x"], "d": [0.9, 0.99], "e": None, "f": "plain", "g": "1/2", "h": "1j",
     }  # fmt: skip
 
 
-def test_keys_of_maps_are_guessed_too_unless_no_map_could_have_them() -> None:
+def test_convert_keys_of_maps() -> None:
     assert arguments_of(sizes={"1": "a", "[1]": "b"}) == {"sizes": {1: "a", "[1]": "b"}}
 
 
-def test_references_to_vars_stay_references() -> None:
+def test_convert_references_to_vars() -> None:
     config, _ = convert(
         {
             **PLAIN,
@@ -487,7 +487,7 @@ def test_references_to_vars_stay_references() -> None:
     assert (trainer["save_dir"], trainer["epochs"]) == ("runs/${vars.name}/x", "${vars.dim}")
 
 
-def test_references_to_other_keys_become_what_they_stand_for() -> None:
+def test_convert_references_to_keys() -> None:
     trainer = trainer_of(
         micro_batch_size=2,
         dataset={"type": "my.Rows", "train_args": {"size": "$(micro_batch_size)", "name": "b${micro_batch_size}"},
@@ -500,12 +500,12 @@ def test_references_to_other_keys_become_what_they_stand_for() -> None:
     assert trainer["model"]["init_args"] == {"logs": "logs"}
 
 
-def test_references_to_the_environment_stay_references() -> None:
+def test_convert_references_to_environment() -> None:
     assert arguments_of(home="${HOME}/data", user="$(USER)") == {"home": "${env:HOME}/data", "user": "${env:USER}"}
     assert trainer_of(checkpoint={"save_dir": "${RUNS}"})["save_dir"] == "${env:RUNS}"
 
 
-def test_a_doubled_dollar_begins_no_reference() -> None:
+def test_convert_doubled_dollar() -> None:
     assert arguments_of(a="$$(vars.dim)", b="$$x", c="$$!(vars.dim)") == {
         "a": "$(vars.dim)", "b": "$$x", "c": "$$!(vars.dim)",
     }  # fmt: skip
@@ -532,7 +532,7 @@ def refused(match: str, **values: Any) -> None:
         ("Did you mean 'WandbLogger'", {"log": [{"type": "WandBLogger"}]}),
     ],
 )
-def test_unknown_keys_are_refused_with_the_nearest(match: str, values: dict[str, Any]) -> None:
+def test_convert_rejects_unknown_keys(match: str, values: dict[str, Any]) -> None:
     refused(match, **values)
 
 
@@ -564,7 +564,7 @@ def test_unknown_keys_are_refused_with_the_nearest(match: str, values: dict[str,
         ("of the type int, got 'x'", {"model": {"type": "a.B", "args": {"x": {"__value_type": "int", "value": "x"}}}}),
     ],
 )
-def test_wrong_values_are_refused_by_their_key(match: str, values: dict[str, Any]) -> None:
+def test_convert_rejects_wrong_values(match: str, values: dict[str, Any]) -> None:
     refused(match, **values)
 
 
@@ -593,7 +593,7 @@ def test_wrong_values_are_refused_by_their_key(match: str, values: dict[str, Any
         ("no argument of a DistributedSampler.*'shuffle'", {"dataset_sampler": {"train_args": {"shufle": False}}}),
     ],
 )  # fmt: skip
-def test_contradictions_are_refused(match: str, values: dict[str, Any]) -> None:
+def test_convert_rejects_contradictions(match: str, values: dict[str, Any]) -> None:
     refused(match, **values)
 
 
@@ -609,7 +609,7 @@ def test_contradictions_are_refused(match: str, values: dict[str, Any]) -> None:
         ("describes an object here", {"x": {"class_path": "y"}}),
     ],
 )
-def test_references_that_lead_nowhere_are_refused(match: str, args: dict[str, Any]) -> None:
+def test_convert_rejects_dangling_references(match: str, args: dict[str, Any]) -> None:
     values = {"model": {"type": "my.Net", "args": args}}
     if "itself" in match:
         refused("refers to itself", **values, vars={"dim": 1, "a": "$(vars.b)", "b": "$(vars.a)"})
@@ -617,7 +617,7 @@ def test_references_that_lead_nowhere_are_refused(match: str, args: dict[str, An
         refused(match, **values, vars={"dim": 1})
 
 
-def test_a_file_that_is_no_map_is_refused() -> None:
+def test_convert_rejects_non_mapping() -> None:
     with pytest.raises(ConfigError, match="is a map"):
         convert([])  # type: ignore[arg-type]
 
@@ -658,20 +658,20 @@ def test_a_file_that_is_no_map_is_refused() -> None:
         ("log_progress_every_n_train_steps", {"log_progress_every_n_train_steps": 10}),
     ],
 )
-def test_keys_without_counterpart_are_named_with_what_to_do(key: str, values: dict[str, Any]) -> None:
+def test_convert_notes_keys_without_counterpart(key: str, values: dict[str, Any]) -> None:
     notes = [note for note in convert({**PLAIN, **values})[1] if note.startswith(f"`{key}`: ")]
     assert len(notes) == 1
     assert notes[0].endswith(".")
 
 
-def test_a_file_with_nothing_of_that_kind_has_no_notes() -> None:
+def test_convert_without_notes() -> None:
     assert not convert({**PLAIN, "compute_config": {"plan_ngpus": 1, "use_end2end": True, "use_zero": False}})[1]
 
 
 # --- runs
 
 
-def test_a_converted_run_has_the_numbers_of_nnscalers_loop(tmp_path: Path) -> None:
+def test_converted_run_equals_nnscaler_loop(tmp_path: Path) -> None:
     file = f"""
         compute_config: {{plan_ngpus: 1, runtime_ngpus: 1, use_end2end: true}}
         vars: {{dim: 4, size: 12}}
@@ -710,7 +710,7 @@ def test_a_converted_run_has_the_numbers_of_nnscalers_loop(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("hook", ["{on_epoch_end: HERE.on_epoch_end}", "{type: HERE.Counting, args: {name: mine}}"])
 @pytest.mark.parametrize("loading", ["{}", "{type: torch.utils.data.DataLoader, train_args: {timeout: 0}}"])
-def test_hooks_loaders_and_models_of_nnscaler_run(tmp_path: Path, hook: str, loading: str) -> None:
+def test_converted_hooks_loaders_and_models_run(tmp_path: Path, hook: str, loading: str) -> None:
     file = f"""
         max_train_steps: 4
         micro_batch_size: 3
@@ -732,7 +732,7 @@ def test_hooks_loaders_and_models_of_nnscaler_run(tmp_path: Path, hook: str, loa
     assert [name for name, _ in CALLS] == expected
 
 
-def test_a_run_in_bf16_resumes_where_it_ended(tmp_path: Path) -> None:
+def test_converted_bf16_run_resumes(tmp_path: Path) -> None:
     file = f"""
         max_epochs: 1
         micro_batch_size: 2
@@ -862,7 +862,7 @@ DOCUMENTED = """
 
 
 @pytest.mark.parametrize("way", ["plain", "own"])
-def test_a_file_with_every_section_is_converted_and_trained_by_commands(
+def test_convert_and_train_every_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     pytest.importorskip("tensorboard")

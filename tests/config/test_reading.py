@@ -37,12 +37,12 @@ def resolved(folder: Path, text: str) -> dict[str, Any]:
         ("a # b", "a"), ("", ""), ("*x", "*x"), ("%", "%"),
     ],
 )  # fmt: skip
-def test_values_are_those_that_one_means(text: str, value: Any) -> None:
+def test_yaml_values(text: str, value: Any) -> None:
     found = parse_value(text, Place("here"))
     assert found == value and type(found) is type(value)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_yaml_round_trip(tmp_path: Path) -> None:
     values = {
         "vars": {"a": 1e-5, "b": "on", "c": "1e-4", "d": "null", "e": None, "f": [True, "true", 1.0, 1], "g": "é: #"},
         "trainer": {"x": math.inf, "y": "1:30", "z": "2024-01-01", "0": 1, 3: "0x1", "w": "a\nb", "v": ""},
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert yaml.safe_load(write(values)) == values  # by others, too
 
 
-def test_anchors_and_merge_keys_are_those_of_yaml(tmp_path: Path) -> None:
+def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
     assert resolved(tmp_path, "a: &x {q: 1, r: 2}\nb: {<<: *x, r: 3}\nc: *x\n") == {
         "a": {"q": 1, "r": 2}, "b": {"q": 1, "r": 3}, "c": {"q": 1, "r": 2},
     }  # fmt: skip
@@ -77,7 +77,7 @@ def test_anchors_and_merge_keys_are_those_of_yaml(tmp_path: Path) -> None:
         ("a: 1\n---\nb: 2\n", 2, "found another document"),
     ],
 )
-def test_a_wrong_file_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+def test_yaml_error_reports_line(tmp_path: Path, text: str, line: int, words: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read(path)
@@ -85,19 +85,19 @@ def test_a_wrong_file_is_an_error_with_its_line(tmp_path: Path, text: str, line:
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n"])
-def test_an_empty_file_is_an_error_that_says_what_it_needs(tmp_path: Path, text: str) -> None:
+def test_yaml_rejects_empty_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"a\.yaml: the file is empty. It needs at least `trainer:`"):
         read(written(tmp_path, text))
 
 
-def test_a_file_that_is_none_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_yaml_rejects_missing_file(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     for name in ("nothing.yaml", ".", "latin.yaml"):
         with pytest.raises(ConfigError, match="cannot be read as a configuration"):
             read(tmp_path / name)
 
 
-def test_aliases_that_multiply_are_an_error_and_take_no_memory(tmp_path: Path) -> None:
+def test_yaml_rejects_multiplying_aliases(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
     with pytest.raises(ConfigError, match="too many"):
@@ -107,7 +107,7 @@ def test_aliases_that_multiply_are_an_error_and_take_no_memory(tmp_path: Path) -
 # References
 
 
-def test_references_are_replaced_by_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_RATE", "1e-3")
     text = (
         "vars: {n: 3, name: run, deep: '${vars.n}'}\n"
@@ -119,7 +119,7 @@ def test_references_are_replaced_by_what_they_name(tmp_path: Path, monkeypatch: 
     }  # fmt: skip
 
 
-def test_a_reference_steps_into_the_arguments_of_an_object(tmp_path: Path) -> None:
+def test_references_enter_init_args(tmp_path: Path) -> None:
     text = "trainer:\n  model: {class_path: a.B, init_args: {width: 3}}\n  batch_size: ${trainer.model.width}\n"
     assert resolved(tmp_path, text)["trainer"]["batch_size"] == 3
 
@@ -134,7 +134,7 @@ def test_a_reference_steps_into_the_arguments_of_an_object(tmp_path: Path) -> No
         ("a: 1\nb: ${env:NOT_THERE_}\n", 2, "the environment has no variable 'NOT_THERE_'"),
     ],
 )
-def test_a_wrong_reference_is_an_error_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+def test_wrong_reference_reports_line(tmp_path: Path, text: str, line: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(tmp_path, text)
     assert f"a.yaml:{line}: " in str(caught.value) and words in str(caught.value)
@@ -143,7 +143,7 @@ def test_a_wrong_reference_is_an_error_with_its_line(tmp_path: Path, text: str, 
 # Several files, and the command line
 
 
-def test_a_file_over_another_joins_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
+def test_merge_joins_mappings(tmp_path: Path) -> None:
     tree = read(written(tmp_path, "a: {b: 1, c: [1, 2]}\nd: {class_path: X, init_args: {p: 1}}\ne: 1\n"))
     tree.merge(read(written(tmp_path, "a: {c: [3]}\nd: {class_path: Y, init_args: {q: 2}}\n", "b.yaml")))
     assert tree.values == {"a": {"b": 1, "c": [3]}, "d": {"class_path": "Y", "init_args": {"q": 2}}, "e": 1}
@@ -157,7 +157,7 @@ def overridden(word: str, text: str | None) -> dict[str, Any]:
     return tree.values["trainer"]
 
 
-def test_a_word_of_the_command_line_changes_one_value() -> None:
+def test_override_changes_one_value() -> None:
     assert overridden("trainer.epochs", "3")["epochs"] == 3
     assert overridden("trainer.new.x", "a")["new"] == {"x": "a"}
     assert overridden("trainer.callbacks.0.p", "2")["callbacks"][0]["init_args"] == {"p": 2}
@@ -171,7 +171,7 @@ def test_a_word_of_the_command_line_changes_one_value() -> None:
     assert overridden("trainer.callbacks.0", None)["callbacks"] == []
 
 
-def test_the_class_of_the_trainer_can_be_changed_and_the_rest_keeps_its_place(tmp_path: Path) -> None:
+def test_override_changes_trainer_class(tmp_path: Path) -> None:
     tree = read(written(tmp_path, "trainer:\n  epochs: 1\n  model: {class_path: A}\n"))
     tree.override("trainer", "HFTrainer", Place("--trainer"))
     tree.override("trainer.model", "B", Place("--trainer.model"))
@@ -190,7 +190,7 @@ def test_the_class_of_the_trainer_can_be_changed_and_the_rest_keeps_its_place(tm
         ("trainer.epochs", "[1,", "this is not YAML"),
     ],
 )
-def test_a_wrong_word_is_an_error_that_names_it(word: str, text: str | None, words: str) -> None:
+def test_override_rejects_wrong_word(word: str, text: str | None, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         overridden(word, text)
     assert f"--{word}" in str(caught.value) and words in str(caught.value)

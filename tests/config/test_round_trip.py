@@ -80,7 +80,7 @@ def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_file_that_a_run_writes_starts_the_same_run(folder: Path, name: str) -> None:
+def test_written_config_starts_same_run(folder: Path, name: str) -> None:
     given = {key: value for key, value in {**BASE, "batch_size": 8, **RUNS[name]}.items() if value is not None}
     place = "save_dir" if "training_args" not in given else "training_args.output_dir"
     (folder / "a.yaml").write_text(write({"vars": {"rate": 0.02}, "trainer": given}))
@@ -94,7 +94,7 @@ def test_the_file_that_a_run_writes_starts_the_same_run(folder: Path, name: str)
     assert second == written.read_text().replace("_dir: one", "_dir: two")
 
 
-def test_a_run_made_in_python_is_written_down_where_its_parts_have_names(folder: Path) -> None:
+def test_python_run_is_written_by_names(folder: Path) -> None:
     model = instantiate("named.Net", {"width": 5, "activation": nn.Tanh()})
     watching = [EarlyStopping(patience=2), named.Counts(2, name="n")]
     trainer = Trainer(
@@ -114,7 +114,7 @@ class Local(nn.Linear):
     pass
 
 
-def test_a_part_without_a_name_is_named_and_refused_until_it_has_one(folder: Path) -> None:
+def test_unnamed_part_is_rejected_until_replaced(folder: Path) -> None:
     trainer = Trainer(
         nn.Linear(4, 2), named.rows(), loss_fn=lambda a, b: named.loss(a, b), epochs=1, save_dir="one",
         progress_bar=False, callbacks=[named.Counts()], data_collator=lambda samples: named.collate(samples),
@@ -139,7 +139,7 @@ def test_a_part_without_a_name_is_named_and_refused_until_it_has_one(folder: Pat
     assert (folder / "two" / "last").exists()
 
 
-def test_samples_are_not_written_into_the_file(folder: Path) -> None:
+def test_samples_are_not_written(folder: Path) -> None:
     trainer = Trainer(named.Own(), named.dicts(), {"a": named.rows()}, progress_bar=False)
     assert trainer.config.values["trainer"]["train_dataset"] == "???"
     assert "a list of samples" in trainer.config.missing["trainer", "train_dataset"]
@@ -148,7 +148,7 @@ def test_samples_are_not_written_into_the_file(folder: Path) -> None:
     assert made.config.values["trainer"]["train_dataset"] == {"class_path": "named.dicts"}
 
 
-def test_parts_that_are_not_used_any_more_take_no_memory(folder: Path) -> None:
+def test_unused_parts_are_freed(folder: Path) -> None:
     from omnitrain import instantiation
 
     before = len(instantiation._made)
@@ -159,7 +159,7 @@ def test_parts_that_are_not_used_any_more_take_no_memory(folder: Path) -> None:
     assert len(instantiation._made) <= before + 32
 
 
-def test_a_trainer_with_a_constructor_of_its_own_is_not_taken_for_another_one(folder: Path) -> None:
+def test_custom_constructor_is_not_guessed(folder: Path) -> None:
     trainer = named.OtherTrainer(named.Net(), named.rows(), loss_fn=named.loss, weight=2.0, progress_bar=False)
     assert trainer.config.values["trainer"]["class_path"] == "???"
     assert "own constructor" in trainer.config.missing["trainer", "class_path"]
@@ -175,7 +175,7 @@ def test_secrets_are_not_written(folder: Path) -> None:
     assert "secret" in trainer.config.missing[place]
 
 
-def test_training_arguments_are_written_with_what_was_changed(folder: Path) -> None:
+def test_training_arguments_are_written_with_changes(folder: Path) -> None:
     import transformers
 
     from omnitrain import HFTrainer
@@ -194,7 +194,7 @@ def test_training_arguments_are_written_with_what_was_changed(folder: Path) -> N
     assert same(outcome(again), first)
 
 
-def test_a_run_goes_on_from_its_folder(folder: Path) -> None:
+def test_run_resumes_from_its_folder(folder: Path) -> None:
     (folder / "a.yaml").write_text(write({"trainer": {**BASE, "batch_size": 8, "save_dir": "whole"}}))
     whole = outcome(Config.read("a.yaml").make_trainer())
     Config.read(
@@ -206,7 +206,7 @@ def test_a_run_goes_on_from_its_folder(folder: Path) -> None:
     assert all(torch.equal(trainer.get_model().state_dict()[name], whole[0][name]) for name in whole[0])
 
 
-def test_a_file_that_is_not_yaml_any_more_is_an_error_and_no_run(folder: Path) -> None:
+def test_damaged_config_starts_no_run(folder: Path) -> None:
     (folder / "a.yaml").write_text("trainer: {")
     with pytest.raises(ConfigError, match=r"a\.yaml:1: this is not YAML"):
         Config.read("a.yaml")
