@@ -46,19 +46,20 @@ demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, acceler
 
 # The tests of a file stay together: what its fixtures make, such as launches of several processes, is made once then.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# `make check` and `make docs`, `notebooks` and `bench-check` run these.
-ELSEWHERE := $(addprefix --ignore=tests/test_,typing.py architecture.py notebooks.py benchmarks.py thousand_ranks.py)
+# `make check` runs these two, and other targets the examples, pages, notebooks and benchmarks in these files.
+CHECKED := $(addprefix --ignore=tests/test_,typing.py architecture.py)
+ELSEWHERE := $(addprefix --ignore=tests/test_,docs.py examples.py notebooks.py benchmarks.py thousand_ranks.py)
 # Which tenth of the slow tests `make test-sample` runs; CI takes another one each day.
 TENTH ?= $(shell date +%j | sed 's/^0*//')
 
 test-fast: $(VENV)/.has-test ## tests without other processes and without sleeping: in a minute or so
-	$(call limit,900) $(PYTEST) -m "not slow and not processes" --ignore=tests/distributed $(ELSEWHERE)
+	$(call limit,900) $(PYTEST) -m "not slow and not processes" --ignore=tests/distributed $(CHECKED)
 
 test: $(VENV)/.has-test ## at least one quick test of every behaviour, on every trainer and backend: in under 5 minutes
-	$(call limit,1800) $(PYTEST) -m "not slow" $(ELSEWHERE)
+	$(call limit,1800) $(PYTEST) -m "not slow" $(CHECKED)
 
 test-sample: $(VENV)/.has-test ## a tenth of the slow tests, another one each day (TENTH=0 to 9)
-	$(call limit,1800) $(PYTEST) --tenth $(TENTH) $(ELSEWHERE)
+	$(call limit,1800) $(PYTEST) --tenth $(TENTH) $(CHECKED) $(ELSEWHERE)
 
 test-all: $(VENV)/.has-test ## the whole test suite, what is exhaustive included: at night
 	$(call limit,14400) $(PYTEST)
@@ -93,7 +94,7 @@ format: $(VENV)/.has-dev signatures ## format the code and mend what ruff can me
 
 docs: $(VENV)/.has-docs $(VENV)/.has-test ## build docs/_build/html, warnings are errors, and run the examples of all pages
 	$(call limit,600) $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
-	$(call limit,900) $(BIN)/python -m pytest -n $(WORKERS) tests/test_docs.py
+	$(call limit,900) $(BIN)/python -m pytest -n $(WORKERS) -m slow tests/test_docs.py
 
 linkcheck: $(VENV)/.has-docs ## follow every link of the documentation, those to other sites too
 	$(call limit,600) $(BIN)/python -m sphinx -b linkcheck docs docs/_build/linkcheck
@@ -113,7 +114,7 @@ bench: $(VENV)/.has-test ## measure the trainers against hand-written loops
 	$(call limit,1800) $(BIN)/python benchmarks/overhead.py
 
 bench-check: $(VENV)/.has-test ## run every benchmark once, as small as it can be
-	$(call limit,1800) $(BIN)/python -m pytest -n $(WORKERS) $(addprefix tests/test_,benchmarks.py thousand_ranks.py)
+	$(call limit,1800) $(BIN)/python -m pytest -n $(WORKERS) -m slow -k "not thirty_trials" $(addprefix tests/test_,benchmarks.py thousand_ranks.py)
 
 gpu: $(VENV)/.has-test ## all tests and measurements that want a GPU, in under 9 minutes; report in runs/gpu
 	$(call limit,900) $(BIN)/python benchmarks/gpu.py

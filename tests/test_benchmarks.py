@@ -32,6 +32,8 @@ def run(*command: str | Path, cwd: Path, timeout: float = 1200, **variables: str
     return child.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_overhead_measures_one_case(tmp_path: Path) -> None:
     run(BENCHMARKS / "overhead.py", "--quick", "--only", "tensors", "--json", "out.json", cwd=tmp_path)
     figures = json.loads((tmp_path / "out.json").read_text())
@@ -207,6 +209,8 @@ def test_last(request):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_gpu_continues_after_crash_or_hang(gpu: Any, tmp_path: Path) -> None:
     file = tmp_path / "test_ends.py"
     file.write_text(ENDS)
@@ -237,6 +241,7 @@ def test_gpu_lists_tests_without_time(gpu: Any, tmp_path: Path) -> None:
     assert gpu.status_of(tests) == "passed"
 
 
+@pytest.mark.processes
 def test_gpu_continues_after_import_error(gpu: Any, tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     (tmp_path / "test_lacking.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
@@ -248,6 +253,7 @@ def test_gpu_continues_after_import_error(gpu: Any, tmp_path: Path) -> None:
     assert "no_such_module" in next(test.text for test in tests if test.status == "skipped") and not why
 
 
+@pytest.mark.processes
 def test_gpu_reports_failed_pytest(gpu: Any, tmp_path: Path) -> None:
     tests, why = gpu.run_tests([tmp_path / "nowhere.py"], 60, root=tmp_path)
     assert not tests and "exit code" in why and "nowhere.py" in why
@@ -312,6 +318,7 @@ def test_throughput_without_transformers(throughput: Any, monkeypatch: pytest.Mo
     assert told[0] == 0 and told[-1] == 1 and len(told) == 8
 
 
+@pytest.mark.slow
 def test_throughput_rejects_other_work(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -348,6 +355,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("probes")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", PROBES)
 def test_probe_accepts_omnitrain(name: str, probes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = getattr(importlib.import_module("on_omnitrain"), name.lower())

@@ -129,6 +129,7 @@ def a_notebook(*sources: str) -> NotebookNode:
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
 
 
+@pytest.mark.processes
 def test_execution_keeps_prints_and_results() -> None:
     notebook = executed(
         a_notebook(
@@ -145,6 +146,8 @@ def test_execution_keeps_prints_and_results() -> None:
     assert (first.execution_count, second.execution_count, second.metadata) == (1, 2, {})
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_execution_keeps_display() -> None:
     """The bar, the curve and the table are drawn in one place per run, escaped, and none is lost by another run."""
     notebook = executed(

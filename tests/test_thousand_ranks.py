@@ -11,6 +11,8 @@ from typing import Any
 import programs
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
 ROOT = Path(__file__).resolve().parent.parent
 FEW, MANY = 128, 512
 FEW_PARTS, MANY_PARTS = 72, 288
