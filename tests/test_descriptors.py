@@ -18,7 +18,7 @@ def _apart(monkeypatch):
     monkeypatch.setattr(descriptors, "_DESCRIBED", set(descriptors._DESCRIBED))
 
 
-def test_a_described_metric_has_its_title_unit_format_and_place_everywhere():
+def test_describe_metric_sets_title_unit_format_and_place():
     describe_metric("hits", PERCENT)
     metrics = MetricsDict()
     row = {"epoch": 1, "step": 10, "eval_loss": 0.5, "eval_f1": 0.25, "eval_hits": 12.34}
@@ -32,7 +32,7 @@ def test_a_described_metric_has_its_title_unit_format_and_place_everywhere():
     ]
 
 
-def test_panels_of_a_picture_are_in_order_and_named_with_units():
+def test_plot_panels_follow_descriptors():
     pytest.importorskip("matplotlib")
     describe_metric("hits", PERCENT)
     metrics = MetricsDict()
@@ -42,7 +42,7 @@ def test_panels_of_a_picture_are_in_order_and_named_with_units():
     assert labels == ["eval_loss", "eval Hits (%)", "eval_f1"]
 
 
-def test_a_descriptor_may_say_the_direction_and_the_metric_itself_wins():
+def test_descriptor_sets_direction():
     with pytest.raises(ValueError, match="higher or lower 'zeal'"):
         infer_direction("zeal")
     describe_metric("zeal", PERCENT)
@@ -51,7 +51,7 @@ def test_a_descriptor_may_say_the_direction_and_the_metric_itself_wins():
 
 
 @pytest.mark.parametrize("own", [PERCENT, {"hits": PERCENT}])
-def test_a_metric_brings_its_own_descriptor(own):
+def test_metric_brings_descriptor(own):
     def hits(y_true: Any, y_pred: Any) -> float:
         return 12.34
 
@@ -65,6 +65,6 @@ def test_a_metric_brings_its_own_descriptor(own):
     assert "eval Hits (%)" in str(trainer.train())
 
 
-def test_a_format_that_is_none_is_refused():
+def test_describe_metric_rejects_wrong_format():
     with pytest.raises(ConfigError, match="no format for a number"):
         describe_metric("hits", MetricDescriptor(format="%d"))

@@ -52,7 +52,7 @@ def walk(progress: Progress, batch_size: int, epochs: int):
         (Duration(2, "ep"), 2, "ep"),
     ],
 )
-def test_each_way_of_writing_a_duration_is_read(text: Any, value: float, unit: str) -> None:
+def test_duration_parses_every_notation(text: Any, value: float, unit: str) -> None:
     assert Duration.parse(text, unit="ba", name="save_steps") == Duration(value, unit)
 
 
@@ -63,7 +63,7 @@ def test_each_way_of_writing_a_duration_is_read(text: Any, value: float, unit: s
         *("nanep", "-2h", "2h-30m", "30m2h", "1_0ep", "٣ep", "0dur", "1.5dur", "1e-400ep", "5 ep ep"),
     ],
 )
-def test_what_is_no_duration_is_refused_with_its_value_its_name_and_the_units(text: Any) -> None:
+def test_duration_rejects_wrong_values(text: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         Duration.parse(text, unit="ba", name="save_steps")
     message = str(caught.value)
@@ -75,20 +75,20 @@ def test_what_is_no_duration_is_refused_with_its_value_its_name_and_the_units(te
 @pytest.mark.parametrize(
     ("text", "word"), [("0.5ba", "steps"), (0.5, "steps"), ("0.5sp", "samples"), ("1.5tok", "tok")]
 )
-def test_what_cannot_be_divided_must_be_whole(text: Any, word: str) -> None:
+def test_duration_rejects_fractions_of_whole_units(text: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=f"whole number of {word}.*got {re.escape(repr(text))}"):
         Duration.parse(text, unit="ba", name="save_steps")
 
 
 @pytest.mark.parametrize(("value", "unit"), [(-1, "ep"), (1, "st"), (0.5, "ba"), (True, "ep")])
-def test_a_duration_made_directly_is_checked_too(value: Any, unit: str) -> None:
+def test_duration_constructor_validates(value: Any, unit: str) -> None:
     with pytest.raises(ConfigError):
         Duration(value, unit)
 
 
 @given(st.sampled_from(["ep", "ba", "sp", "tok", "s", "dur"]), st.floats(1e-6, 1e9), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_what_is_printed_is_read_back(unit: str, value: float, whole: bool) -> None:
+def test_duration_round_trips_through_str(unit: str, value: float, whole: bool) -> None:
     value = min(value, 1.0) if unit == "dur" else value
     if whole or unit in ("ba", "sp", "tok"):
         value = math.ceil(value)
@@ -97,24 +97,24 @@ def test_what_is_printed_is_read_back(unit: str, value: float, whole: bool) -> N
 
 
 @pytest.mark.parametrize("text", ["10ep", "0.5ep", "500ba", "30000tok", "2h30m", "1m30s", "1d", "0.1s", "0.3dur"])
-def test_a_duration_prints_as_it_is_written(text: str) -> None:
+def test_duration_str(text: str) -> None:
     assert str(Duration.parse(text, unit="ep", name="epochs")) == text
 
 
 @pytest.mark.parametrize(("unit", "amount"), [("ep", 1.5), ("ba", 7), ("sp", 90), ("tok", 1000), ("s", 12.5)])
-def test_amount_and_due_read_the_counter_of_the_unit(unit: str, amount: float) -> None:
+def test_amount_and_due_read_counter_of_unit(unit: str, amount: float) -> None:
     progress = Progress(epoch=1, step=7, samples_in_epoch=30, samples=90, tokens=1000, seconds=12.5, epoch_size=60)
     assert Duration(1, unit).amount(progress) == amount
     assert Duration(math.floor(amount), unit).due(progress)
     assert not Duration(math.floor(amount) + 1, unit).due(progress)
 
 
-def test_a_share_of_the_run_has_no_amount_of_its_own() -> None:
+def test_amount_of_share_of_run() -> None:
     with pytest.raises(ConfigError, match=r"0\.3dur"):
         Duration(0.3, "dur").amount(Progress())
 
 
-def test_a_whole_epoch_is_due_when_it_is_closed_and_not_before() -> None:
+def test_due_after_epoch_is_closed() -> None:
     progress = Progress(epoch_size=8)
     due = [(at, Duration(2, "ep").due(progress)) for at in walk(progress, batch_size=4, epochs=2)]
     assert due == [
@@ -139,7 +139,7 @@ def test_every_fires_once_per_multiple(n: int, total: int, unit: str) -> None:
 
 @given(n=st.integers(1, 20), strides=st.lists(st.integers(0, 50), max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_every_fires_at_each_look_by_which_a_multiple_was_crossed(n: int, strides: list[int]) -> None:
+def test_every_fires_when_multiple_is_crossed(n: int, strides: list[int]) -> None:
     every, progress = Every(Duration(n, "sp")), Progress()
     for stride in strides:
         before = progress.samples // n
@@ -149,7 +149,7 @@ def test_every_fires_at_each_look_by_which_a_multiple_was_crossed(n: int, stride
 
 @given(tenths=st.integers(1, 40), size=st.integers(1, 30), batch_size=st.integers(1, 30))
 @settings(max_examples=100, deadline=None)
-def test_every_fraction_of_an_epoch_fires_where_exact_arithmetic_says(tenths: int, size: int, batch_size: int) -> None:
+def test_every_fraction_of_epoch_is_exact(tenths: int, size: int, batch_size: int) -> None:
     every, progress = Every(Duration.parse(f"{tenths / 10}ep", "ep", "eval_steps")), Progress(epoch_size=size)
     seen = 0
     for at in walk(progress, batch_size, epochs=5):
@@ -162,19 +162,19 @@ def test_every_fraction_of_an_epoch_fires_where_exact_arithmetic_says(tenths: in
     assert seen == 50 // tenths
 
 
-def test_a_tenth_of_an_epoch_fires_ten_times_an_epoch_the_tenth_after_it_closed() -> None:
+def test_every_tenth_of_epoch_fires_ten_times() -> None:
     every, progress = Every(Duration(0.1, "ep")), Progress(epoch_size=10)
     fired = [at for at in walk(progress, batch_size=1, epochs=3) if every.due(progress)]
     assert fired == (["step"] * 9 + ["epoch"]) * 3
 
 
-def test_a_third_written_as_a_float_is_a_third() -> None:
+def test_duration_of_third_is_exact() -> None:
     every, progress = Every(Duration(1 / 3, "ep")), Progress(epoch_size=3)
     fired = [at for at in walk(progress, batch_size=1, epochs=2) if every.due(progress)]
     assert fired == ["step", "step", "epoch"] * 2
 
 
-def test_an_epoch_of_a_stream_without_length_fires_when_it_is_closed() -> None:
+def test_every_epoch_of_stream_fires_when_closed() -> None:
     every, progress = Every(Duration(1, "ep")), Progress()
     progress.advance(8)
     assert not every.due(progress)
@@ -191,7 +191,7 @@ def test_an_epoch_of_a_stream_without_length_fires_when_it_is_closed() -> None:
         (0.5, Limits(epochs=100, max_steps=8, max_duration="20sp"), [3, 5]),
     ],
 )
-def test_a_share_of_the_run_fires_by_the_limit_that_is_nearest(share: float, limits: Limits, fired: list[int]) -> None:
+def test_every_share_of_run_follows_nearest_limit(share: float, limits: Limits, fired: list[int]) -> None:
     every, progress, steps = Every(Duration(share, "dur"), limits), Progress(epoch_size=1000), []
     while not limits.reached(progress):
         progress.advance(4)
@@ -200,18 +200,18 @@ def test_a_share_of_the_run_fires_by_the_limit_that_is_nearest(share: float, lim
     assert steps == fired
 
 
-def test_a_share_that_falls_on_an_epochs_end_fires_after_it_closed() -> None:
+def test_every_share_at_epoch_end_fires_after_it() -> None:
     every, progress = Every(Duration(0.1, "dur"), Limits(epochs=10)), Progress(epoch_size=7)
     assert [at for at in walk(progress, batch_size=2, epochs=10) if every.due(progress)] == ["epoch"] * 10
 
 
-def test_a_share_of_the_run_needs_to_know_the_run() -> None:
+def test_every_share_of_run_needs_length() -> None:
     with pytest.raises(ConfigError, match=r"0\.3dur"):
         Every(Duration(0.3, "dur"))
 
 
 @pytest.mark.parametrize("text", ["4ba", "8sp", "1ep", "0.25ep", "0.1dur"])
-def test_nothing_fires_twice_or_is_left_out_across_a_resume(text: str) -> None:
+def test_every_across_resume(text: str) -> None:
     limits, duration = Limits(epochs=4), Duration.parse(text, "ep", "save_steps")
     looks = 4 * (3 + 1)
     straight = Every(duration, limits)
@@ -227,7 +227,7 @@ def test_nothing_fires_twice_or_is_left_out_across_a_resume(text: str) -> None:
         assert seen == expected
 
 
-def test_the_first_limit_that_is_reached_ends_the_run() -> None:
+def test_limits_stop_at_first_reached() -> None:
     limits = Limits(epochs=3, max_steps=100, max_duration="1h")
     assert limits.reached(Progress(epoch=2, step=99, seconds=3599.0)) == ""
     assert limits.reached(Progress(epoch=2, step=100, seconds=3599.0)) == "max_steps"
@@ -235,20 +235,20 @@ def test_the_first_limit_that_is_reached_ends_the_run() -> None:
     assert limits.reached(Progress(epoch=3, step=99)) == "epochs"
 
 
-def test_ties_between_limits_go_to_epochs_then_steps() -> None:
+def test_limits_ties_go_to_epochs_then_steps() -> None:
     limits = Limits(epochs=1, max_steps=1, max_duration=1)
     assert limits.reached(Progress(epoch=1, step=1)) == "epochs"
     assert Limits(max_steps=1, max_duration="1ba").reached(Progress(step=1)) == "max_steps"
 
 
-def test_an_int_as_max_duration_counts_epochs() -> None:
+def test_limits_take_int_as_epochs() -> None:
     assert Limits(max_duration=2).reached(Progress(epoch=2)) == "max_duration"
 
 
 @given(hundredths=st.integers(1, 500), size=st.integers(1, 40))
 @example(hundredths=136, size=25)  # in floats, 1 + 9/25 is less than 1.36
 @settings(max_examples=60, deadline=None)
-def test_a_run_of_fractional_epochs_takes_the_number_of_steps_foretold(hundredths: int, size: int) -> None:
+def test_limits_of_fractional_epochs(hundredths: int, size: int) -> None:
     limits, progress = Limits(epochs=hundredths / 100), Progress(epoch_size=size)
     for _ in walk(progress, batch_size=1, epochs=6):
         if limits.reached(progress):
@@ -277,12 +277,12 @@ def test_a_run_of_fractional_epochs_takes_the_number_of_steps_foretold(hundredth
         ({}, "max_duration"),
     ],
 )
-def test_a_limit_that_cannot_be_is_refused_by_name(arguments: dict[str, Any], name: str) -> None:
+def test_limits_reject_wrong_values(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}`"):
         Limits(**arguments)
 
 
-def test_fraction_follows_the_limit_that_is_nearest_and_stays_within_one() -> None:
+def test_fraction_follows_nearest_limit() -> None:
     limits = Limits(epochs=4, max_steps=10)
     assert limits.fraction(Progress()) == 0.0
     assert limits.fraction(Progress(epoch=1, step=2)) == 0.25
@@ -306,11 +306,11 @@ def test_fraction_follows_the_limit_that_is_nearest_and_stays_within_one() -> No
         (Limits(max_duration="5tok"), None),
     ],
 )
-def test_total_steps_is_that_of_the_first_limit_that_can_tell(limits: Limits, total: int | None) -> None:
+def test_total_steps_of_first_known_limit(limits: Limits, total: int | None) -> None:
     assert limits.total_steps(steps_per_epoch=10, samples_per_epoch=80) == total
 
 
-def test_a_stream_of_unknown_length_has_a_total_only_by_steps() -> None:
+def test_total_steps_of_stream() -> None:
     assert Limits(epochs=3).total_steps(None, None) is None
     assert Limits(max_duration="80sp").total_steps(None, None) is None
     assert Limits(epochs=3, max_steps=7).total_steps(None, None) == 7

@@ -40,7 +40,7 @@ def drawn(rows: int = 12, time: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("weight", [None, WEIGHTS], ids=["", "weights"])
 @pytest.mark.parametrize(("ignored", "smoothing"), [(-100, 0.0), (3, 0.1)])
-def test_without_a_z_loss_it_is_pytorchs_to_the_bit(weight: Tensor | None, ignored: int, smoothing: float) -> None:
+def test_cross_entropy_equals_pytorch(weight: Tensor | None, ignored: int, smoothing: float) -> None:
     scores, labels = drawn()
     weight = weight if weight is None else weight + 0.2
     labels = labels.where(labels >= 0, 3) if ignored == 3 else labels
@@ -55,7 +55,7 @@ def test_without_a_z_loss_it_is_pytorchs_to_the_bit(weight: Tensor | None, ignor
     assert torch.equal(total_of(loss), theirs(scores.flatten(0, 1), probabilities.flatten(0, 1)))
 
 
-def test_the_z_loss_is_the_mean_square_of_the_logarithm_of_the_sum() -> None:
+def test_cross_entropy_z_loss() -> None:
     scores, labels = drawn()
     kept = labels != -100
     squares = scores.logsumexp(-1) ** 2
@@ -69,14 +69,14 @@ def test_the_z_loss_is_the_mean_square_of_the_logarithm_of_the_sum() -> None:
     torch.testing.assert_close(parts["z"], 0.01 * squares.mean())
 
 
-def test_shifted_scores_are_compared_with_the_next_label() -> None:
+def test_cross_entropy_shift() -> None:
     scores, labels = drawn()
     shifted, plain = CrossEntropy(shift=True), CrossEntropy()
     assert torch.equal(total_of(shifted(scores, labels)), total_of(plain(scores[:, :-1], labels[:, 1:])))
     assert shifted.mean_over(labels) == plain.mean_over(labels[:, 1:]) != plain.mean_over(labels)
 
 
-def test_scores_in_half_precision_are_summed_in_single() -> None:
+def test_cross_entropy_sums_half_precision_in_fp32() -> None:
     scores, labels = drawn()
     for dtype in (torch.float16, torch.bfloat16):
         loss = total_of(CrossEntropy(WEIGHTS, z_loss=1e-3)(scores.detach().to(dtype), labels.int()))
@@ -98,9 +98,7 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(st.integers(0, 99), st.lists(st.integers(1, 6), min_size=1, max_size=6))
-def test_weighted_by_what_they_are_a_mean_over_they_are_right_in_every_split(
-    name: str, seed: int, sizes: list[int]
-) -> None:
+def test_cross_entropy_is_right_in_every_split(name: str, seed: int, sizes: list[int]) -> None:
     loss = LOSSES[name]
     scores, labels = drawn(sum(sizes), 4, seed)
     labels = labels.where(labels >= 0, 3) if name in ("smoothed", "everything") else labels
@@ -119,7 +117,7 @@ def test_weighted_by_what_they_are_a_mean_over_they_are_right_in_every_split(
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(ignore_index=3), nn.CrossEntropyLoss()], ids=["3", "-100"])
-def test_labels_of_one_dimension_that_are_ignored_count_nothing(loss: Any) -> None:
+def test_cross_entropy_ignores_labels_of_one_dimension(loss: Any) -> None:
     labels = torch.tensor([0, 3, -100, 3])
     assert divisor_of(loss, labels) == (2 if loss.ignore_index == 3 else 3)
     assert divisor_of(loss, labels.double()) is None and divisor_of(loss, None) is None
@@ -141,7 +139,7 @@ def test_labels_of_one_dimension_that_are_ignored_count_nothing(loss: Any) -> No
     ],
     ids=str,
 )
-def test_options_out_of_range_are_refused(options: Any, word: str) -> None:
+def test_cross_entropy_rejects_wrong_options(options: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         CrossEntropy(**options)
 
@@ -157,12 +155,12 @@ def test_options_out_of_range_are_refused(options: Any, word: str) -> None:
         ({"loss": 1.0}, torch.ones(2).long(), "got a dict"),
     ],
 )
-def test_scores_and_labels_that_do_not_fit_are_refused_with_their_shapes(outputs: Any, labels: Any, word: str) -> None:
+def test_cross_entropy_rejects_wrong_shapes(outputs: Any, labels: Any, word: str) -> None:
     with pytest.raises(DataError, match=word):
         CrossEntropy()(outputs, labels)
 
 
-def test_a_model_that_predicts_the_next_label_needs_a_loss_that_does() -> None:
+def test_unshifted_loss_for_causal_model_warns() -> None:
     options: dict[str, Any] = {"train_dataset": Tokens(4), "device": "cpu"}
     for loss in (CrossEntropy(), WeightedLosses({"ce": CrossEntropy()})):
         with pytest.raises(ConfigError, match=r"GPT2LMHeadModel predicts.*shift=True"):
@@ -176,7 +174,7 @@ def test_a_model_that_predicts_the_next_label_needs_a_loss_that_does() -> None:
 # WeightedLosses
 
 
-def test_losses_are_added_up_with_weights_and_shown_without() -> None:
+def test_weighted_losses_are_summed_and_logged() -> None:
     x, y = torch.tensor([3.0, 1.0]), torch.tensor([0.0, 0.0])
     found = WeightedLosses({"mse": F.mse_loss, "l1": nn.L1Loss()}, {"l1": 0.25})(x, y)
     assert {name: float(value) for name, value in found.items()} == {"mse": 5.0, "l1": 2.0, "total": 5.5}
@@ -186,7 +184,7 @@ def test_losses_are_added_up_with_weights_and_shown_without() -> None:
     assert torch.equal(found["total"], 2 * (found["lm_ce"] + found["lm_z"]))
 
 
-def test_losses_that_are_means_over_different_things_are_refused() -> None:
+def test_weighted_losses_reject_other_denominators() -> None:
     _, labels = drawn()
     both = WeightedLosses({"ce": CrossEntropy(WEIGHTS), "other": nn.CrossEntropyLoss()})
     with pytest.raises(DataError, match=r"over .*\(ce\), 40 \(other\)"):
@@ -207,12 +205,12 @@ def test_losses_that_are_means_over_different_things_are_refused() -> None:
         ({"kl": F.mse_loss}, {"kl": "1"}, "'kl'.*got '1'"),
     ],
 )
-def test_weighted_losses_that_are_none_are_refused(losses: Any, weights: Any, word: str) -> None:
+def test_weighted_losses_reject_wrong_values(losses: Any, weights: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         WeightedLosses(losses, weights)
 
 
-def test_a_resume_with_another_loss_would_be_noticed() -> None:
+def test_resume_reports_other_loss() -> None:
     def make(**options: Any) -> str | None:
         return code_of(WeightedLosses({"ce": CrossEntropy(**options)}))
 
@@ -239,7 +237,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
-def test_chunks_have_the_loss_and_gradients_of_the_whole(chunk: int, smoothing: float, z_loss: float) -> None:
+def test_chunked_cross_entropy_equals_full(chunk: int, smoothing: float, z_loss: float) -> None:
     torch.manual_seed(0)
     rows, features, classes = (3, 7), 6, 50
     head = nn.Linear(features, classes, dtype=torch.float64)
@@ -261,14 +259,14 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(chunk: int, smoothing: 
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_without_labels_there_is_no_loss_and_no_gradient() -> None:
+def test_chunked_cross_entropy_without_labels() -> None:
     hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(9, 3)
     loss = total_of(chunked_cross_entropy(hidden, weight, torch.full((4,), -100), z_loss=1e-3))
     loss.backward()
     assert loss == 0 and not hidden.grad.any()  # type: ignore[union-attr]
 
 
-def test_autocast_is_that_of_the_forward_pass_in_the_backward_pass_too() -> None:
+def test_chunked_cross_entropy_keeps_autocast() -> None:
     hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     labels = torch.randint(0, 30, (8,))
     with torch.autocast("cpu", torch.bfloat16):
@@ -292,7 +290,7 @@ def test_autocast_is_that_of_the_forward_pass_in_the_backward_pass_too() -> None
     ],
     ids=str,
 )
-def test_chunks_of_the_wrong_shape_are_refused(changed: Any, error: Any, word: str) -> None:
+def test_chunked_cross_entropy_rejects_wrong_shapes(changed: Any, error: Any, word: str) -> None:
     given = {"hidden": torch.ones(4, 3), "weight": torch.ones(9, 3), "labels": torch.ones(4).long(), **changed}
     with pytest.raises(error, match=word):
         chunked_cross_entropy(**given)
@@ -309,7 +307,7 @@ class ChunkedLlama(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("split", [(8, 1), (2, 4), (1, 8)], ids=str)
-def test_a_causal_language_model_trains_in_chunks_as_without(split: tuple[int, int]) -> None:
+def test_chunked_cross_entropy_trains_causal_lm(split: tuple[int, int]) -> None:
     def trained(kind: Any, batch_size: int, accumulation: int) -> dict[str, Tensor]:
         model = llama()
         if kind is not None:
@@ -330,7 +328,7 @@ def test_a_causal_language_model_trains_in_chunks_as_without(split: tuple[int, i
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)  # transformers takes its scores to float32
 
 
-def test_the_options_of_both_are_named_and_meant_alike() -> None:
+def test_chunked_cross_entropy_has_same_options() -> None:
     ours, chunked = (inspect.signature(one).parameters for one in (CrossEntropy, chunked_cross_entropy))
     for name in ("ignore_index", "label_smoothing", "z_loss"):
         assert ours[name].default == chunked[name].default

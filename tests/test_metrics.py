@@ -34,38 +34,38 @@ def history(epochs: int = 3) -> MetricsDict:
 
 
 @pytest.mark.parametrize("stored", ["eval_accuracy", "test_accuracy", "train_accuracy", "accuracy"])
-def test_a_metric_is_found_without_its_prefix(stored: str) -> None:
+def test_metrics_lookup_without_prefix(stored: str) -> None:
     row = MetricRow({stored: 0.5})
     assert row["accuracy"] == row.get("accuracy") == 0.5 and "accuracy" in row
 
 
-def test_a_metric_is_found_with_a_prefix_it_is_stored_without_but_not_under_another() -> None:
+def test_metrics_lookup_with_prefix() -> None:
     row = MetricRow(accuracy=0.5, test_f1=0.25)
     assert row["eval_accuracy"] == row.get("eval_accuracy") == 0.5 and "eval_accuracy" in row
     assert "eval_f1" not in row and row.get("eval_f1", -1) == -1
 
 
-def test_the_exact_spelling_goes_first() -> None:
+def test_metrics_lookup_prefers_exact_name() -> None:
     row = MetricRow(eval_loss=1.0, loss=2.0, train_loss=3.0)
     assert (row["loss"], row["eval_loss"], row["train_loss"]) == (2.0, 1.0, 3.0)
 
 
 @pytest.mark.parametrize("name", ["acc", "accuracu"])
-def test_a_metric_that_is_not_there_is_a_key_error_that_lists_those_that_are(name: str) -> None:
+def test_metrics_missing_key_lists_names(name: str) -> None:
     with pytest.raises(
         KeyError, match=f"no metric '{name}' here.*'eval_loss', 'eval_accuracy'.*mean '(eval_)?accuracy'"
     ):
         MetricRow(eval_loss=1.0, eval_accuracy=0.5)[name]
 
 
-def test_a_key_that_is_no_name_is_a_plain_key_error() -> None:
+def test_metrics_lookup_rejects_non_names() -> None:
     row, key = MetricRow(eval_loss=1.0), cast(Any, 3)
     assert key not in row
     with pytest.raises(KeyError):
         row[key]
 
 
-def test_an_empty_history_has_the_structure_and_nothing_made_up() -> None:
+def test_metrics_empty_history() -> None:
     metrics = MetricsDict()
     assert metrics == {"train_metrics_history": [], "valid": [], "test": [], "best_valid": {}}
     assert metrics.get("stop_reason") is None and "best_step" not in metrics
@@ -74,29 +74,29 @@ def test_an_empty_history_has_the_structure_and_nothing_made_up() -> None:
 @pytest.mark.parametrize(
     ("key", "why"), [("best_step", "no evaluation"), ("stop_reason", "not over"), ("vald", "valid")]
 )
-def test_a_key_that_is_not_there_says_why(key: str, why: str) -> None:
+def test_metrics_missing_section_reports_reason(key: str, why: str) -> None:
     with pytest.raises(KeyError, match=why):
         MetricsDict()[key]
 
 
-def test_a_key_the_contract_does_not_know_cannot_be_stored() -> None:
+def test_metrics_rejects_unknown_section() -> None:
     with pytest.raises(ConfigError, match=r"no place for 'stop_reson'.*mean 'stop_reason'"):
         MetricsDict()["stop_reson"] = "epochs"
 
 
-def test_the_best_evaluation_and_its_step_are_kept() -> None:
+def test_metrics_best_valid_and_step() -> None:
     metrics = history()
     assert metrics["best_valid"]["accuracy"] == metrics["best_valid"]["eval_accuracy"] == 0.5
     assert metrics["best_step"] == 20
     assert len(metrics["valid"]) == 6
 
 
-def test_the_best_evaluation_has_to_say_its_step() -> None:
+def test_metrics_best_needs_step() -> None:
     with pytest.raises(KeyError, match="no metric 'step'"):
         MetricsDict().add_valid({"eval_loss": 1.0}, best=True)
 
 
-def test_rows_are_copies_of_the_callers() -> None:
+def test_metrics_rows_are_copies() -> None:
     metrics, row = MetricsDict(), {"epoch": 1, "step": 1, "eval_loss": 1.0}
     metrics.add_train(row)
     metrics.add_valid(row, best=True)
@@ -126,14 +126,14 @@ def test_rows_are_copies_of_the_callers() -> None:
         (-math.inf, -math.inf),
     ],
 )
-def test_values_become_plain_at_once(value: Any, plain: Any) -> None:
+def test_metrics_values_become_plain(value: Any, plain: Any) -> None:
     metrics = MetricsDict()
     metrics.add_test({"step": 1, "value": value})
     stored = metrics["test"][0]["value"]
     assert stored == plain and type(stored) is type(plain)
 
 
-def test_neither_a_tensor_nor_its_graph_is_kept() -> None:
+def test_metrics_keep_no_tensor() -> None:
     torch = pytest.importorskip("torch")
     weight = torch.ones((), requires_grad=True)
     loss = weight * 2
@@ -147,7 +147,7 @@ def test_neither_a_tensor_nor_its_graph_is_kept() -> None:
 
 
 @pytest.mark.parametrize("value", [np.ones((3, 3)), {"a": 1.0}, [1.0], None, 1j])
-def test_what_is_no_number_is_refused_by_the_name_of_the_metric(value: Any) -> None:
+def test_metrics_rejects_non_numbers(value: Any) -> None:
     with pytest.raises(ConfigError, match="'eval_confusion' must be a number or a string, got a"):
         MetricsDict().add_valid({"step": 1, "eval_confusion": value}, best=False)
     with pytest.raises(ConfigError, match="stop_reason"):
@@ -160,7 +160,7 @@ rows = st.lists(st.dictionaries(st.text(max_size=8), numbers, max_size=4), max_s
 
 @given(train=rows, valid=rows, test=rows, facts=st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_a_history_goes_through_json_and_back_unchanged(train: Any, valid: Any, test: Any, facts: bool) -> None:
+def test_metrics_json_round_trip(train: Any, valid: Any, test: Any, facts: bool) -> None:
     metrics = MetricsDict()
     for row in train:
         metrics.add_train(row)
@@ -174,7 +174,7 @@ def test_a_history_goes_through_json_and_back_unchanged(train: Any, valid: Any, 
     assert MetricsDict.from_dict(json.loads(json.dumps(metrics.to_dict(), allow_nan=False))) == metrics
 
 
-def test_a_file_is_strict_json_and_reads_back_with_both_spellings(tmp_path: Path) -> None:
+def test_metrics_json_is_strict(tmp_path: Path) -> None:
     metrics = history()
     metrics.add_valid({"epoch": 4, "step": 40, "eval_loss": math.nan, "eval_ppl": math.inf}, best=False)
     path = metrics.to_json(tmp_path / "new" / "metrics.json")
@@ -188,14 +188,14 @@ def test_a_file_is_strict_json_and_reads_back_with_both_spellings(tmp_path: Path
     assert back["best_valid"]["accuracy"] == 0.5 and math.isnan(back["valid"][-1]["loss"])
 
 
-def test_copies_and_pickles_stay_what_they_are() -> None:
+def test_metrics_copy_and_pickle() -> None:
     metrics = history()
     for other in (copy.deepcopy(metrics), pickle.loads(pickle.dumps(metrics))):
         assert other == metrics and type(other) is MetricsDict
         assert other["valid"][1]["accuracy"] == 0.25
 
 
-def test_the_table_joins_training_and_evaluation_of_the_same_step() -> None:
+def test_metrics_table_joins_training_and_evaluation() -> None:
     metrics = history()
     metrics["stop_reason"] = "epochs"
     metrics.add_test({"epoch": 2, "step": 20, "test_loss": 0.75, "test_accuracy": 0.5})
@@ -212,14 +212,14 @@ def test_the_table_joins_training_and_evaluation_of_the_same_step() -> None:
     )
 
 
-def test_the_middle_of_a_long_table_is_left_out() -> None:
+def test_metrics_table_is_truncated() -> None:
     lines = str(history(epochs=30)).splitlines()
     assert len(lines) == 2 + 5 + 1 + 15
     assert lines[7] == "… 40 rows …"
     assert [line.split()[1] for line in (lines[2], lines[6], lines[8], lines[-1])] == ["5", "25", "230", "300"]
 
 
-def test_a_table_is_cut_only_if_that_saves_a_line() -> None:
+def test_metrics_table_is_truncated_only_if_shorter() -> None:
     metrics = MetricsDict()
     for step in range(1, 22):
         metrics.add_train({"epoch": step, "step": step, "train_loss": 1.0})
@@ -228,7 +228,7 @@ def test_a_table_is_cut_only_if_that_saves_a_line() -> None:
     assert "… 2 rows …" in str(metrics)
 
 
-def test_an_empty_history_prints_as_such() -> None:
+def test_metrics_print_empty_history() -> None:
     assert str(MetricsDict()) == "no metrics yet"
 
 
@@ -240,7 +240,7 @@ def open_figures() -> list[int]:
 @pytest.mark.parametrize(
     ("name", "start"), [("curves.png", b"\x89PNG"), ("curves.svg", b"<?xml"), ("curves", b"\x89PNG")]
 )
-def test_the_plot_is_written_where_it_was_asked_for(tmp_path: Path, name: str, start: bytes) -> None:
+def test_metrics_plot_writes_file(tmp_path: Path, name: str, start: bytes) -> None:
     pytest.importorskip("matplotlib")
     metrics, figures = history(), open_figures()
     metrics.add_valid(
@@ -251,9 +251,7 @@ def test_the_plot_is_written_where_it_was_asked_for(tmp_path: Path, name: str, s
     assert open_figures() == figures
 
 
-def test_the_plot_shows_the_losses_together_and_each_metric_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_plot_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = pytest.importorskip("matplotlib.figure")
     drawn: list[list[str]] = []
 
@@ -269,12 +267,12 @@ def test_the_plot_shows_the_losses_together_and_each_metric_alone(
     ]
 
 
-def test_a_plot_without_a_path_is_a_figure_that_a_notebook_shows() -> None:
+def test_metrics_plot_returns_figure() -> None:
     pytest.importorskip("matplotlib")
     assert history().plot()._repr_png_().startswith(b"\x89PNG")
 
 
-def test_a_notebook_shows_the_table_with_names_escaped_and_the_best_in_bold() -> None:
+def test_metrics_html_escapes_names() -> None:
     metrics = MetricsDict()
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
         metrics.add_valid({"step": step, "eval_loss": loss, "eval_<b>": 1.0}, best=step == 2)
@@ -287,22 +285,22 @@ def test_a_notebook_shows_the_table_with_names_escaped_and_the_best_in_bold() ->
     assert "… 9 rows …" in metrics._repr_html_() and metrics._repr_html_().count("<tr>") == 22
 
 
-def test_an_empty_history_can_be_plotted(tmp_path: Path) -> None:
+def test_metrics_plot_empty_history(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert MetricsDict().plot(tmp_path / "curves.png").exists()
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '.\[plot\]'"):
         MetricsDict().plot(tmp_path / "curves.png")
 
 
-def test_the_mean_of_nothing_is_nan() -> None:
+def test_mean_of_nothing_is_nan() -> None:
     assert math.isnan(WeightedMean().value)
 
 
-def test_what_weighs_nothing_does_not_count_though_it_be_nan() -> None:
+def test_mean_skips_weight_zero() -> None:
     mean = WeightedMean()
     mean.add(math.nan, weight=0)
     mean.add(2.0, weight=3)
@@ -314,7 +312,7 @@ parts = st.lists(st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 9))
 
 @given(parts=parts)
 @settings(max_examples=60, deadline=None)
-def test_a_mean_over_uneven_parts_is_the_mean_of_all(parts: list[list[tuple[int, int]]]) -> None:
+def test_mean_over_uneven_parts(parts: list[list[tuple[int, int]]]) -> None:
     total = WeightedMean()
     for part in parts:
         mean = WeightedMean()
@@ -327,13 +325,13 @@ def test_a_mean_over_uneven_parts_is_the_mean_of_all(parts: list[list[tuple[int,
     assert total.value == expected or (weight == 0 and math.isnan(total.value))
 
 
-def test_a_notebook_shows_the_table() -> None:
+def test_metrics_html_has_table() -> None:
     shown: list[str] = []
     metrics = MetricsDict()
     metrics._repr_pretty_(type("Printer", (), {"text": lambda self, text: shown.append(text)})(), False)
     assert shown == [str(metrics)]
 
 
-def test_a_metric_of_nothing_says_that_nothing_was_evaluated() -> None:
+def test_metrics_missing_evaluation_reports_reason() -> None:
     with pytest.raises(KeyError, match="no metric 'accuracy' here: nothing has been evaluated"):
         MetricsDict()["best_valid"]["accuracy"]

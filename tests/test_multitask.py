@@ -86,9 +86,7 @@ def is_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4), epoch_size=st.none() | st.integers(1, 90),
     mixing=st.sampled_from(["proportional", "uniform", "round_robin"]), seed=st.integers(0, 2**63),
 )  # fmt: skip
-def test_over_the_epochs_each_task_has_its_share_and_all_its_samples_are_used_equally_often(
-    sizes: list[int], epoch_size: int | None, mixing: Any, seed: int
-) -> None:
+def test_multitask_samples_each_task_by_share(sizes: list[int], epoch_size: int | None, mixing: Any, seed: int) -> None:
     tasks = MultiTask({f"t{i}": list(range(size)) for i, size in enumerate(sizes)}, mixing, epoch_size=epoch_size)
     used: Counter[tuple[str, int]] = Counter()
     shares = [size / sum(sizes) if mixing == "proportional" else 1 / len(sizes) for size in sizes]
@@ -105,7 +103,7 @@ def test_over_the_epochs_each_task_has_its_share_and_all_its_samples_are_used_eq
         assert max(counts) - min(counts) <= 1
 
 
-def test_shares_follow_the_temperature_and_a_dict() -> None:
+def test_multitask_shares_by_temperature_and_dict() -> None:
     def counts(**options: Any) -> list[int]:
         tasks = MultiTask({"a": list(range(900)), "b": list(range(100))}, **options)
         return [int(np.sum(tasks.epoch_order(0, 1) < 900)), int(np.sum(tasks.epoch_order(0, 1) >= 900))]
@@ -116,7 +114,7 @@ def test_shares_follow_the_temperature_and_a_dict() -> None:
     assert counts(mixing={"a": 1, "b": 3}, epoch_size=40) == [10, 30]
 
 
-def test_tasks_take_turns_in_round_robin_and_come_at_random_otherwise() -> None:
+def test_multitask_round_robin_and_random() -> None:
     tasks = {"a": list(range(50)), "b": list(range(50)), "c": list(range(50))}
     turns = [MultiTask(tasks)[i][0] for i in MultiTask(tasks, "round_robin").epoch_order(3, 7)]
     assert turns == ["a", "b", "c"] * 50
@@ -149,7 +147,7 @@ def test_tasks_take_turns_in_round_robin_and_come_at_random_otherwise() -> None:
         (lambda: build(Trainer, eval_dataset=numbers(4, "kind")), None, ""),
     ],
 )
-def test_wrong_arguments_are_refused(make: Any, error: Any, told: str) -> None:
+def test_multitask_rejects_wrong_arguments(make: Any, error: Any, told: str) -> None:
     if error is None:
         with pytest.raises(DataError, match=r"MultiTask.evaluation"):
             make().train()
@@ -161,7 +159,7 @@ def test_wrong_arguments_are_refused(make: Any, error: Any, told: str) -> None:
 # Training
 
 
-def test_logs_and_history_have_the_loss_of_each_task_over_its_own_samples(trainer_class: Any) -> None:
+def test_multitask_logs_loss_of_each_task(trainer_class: Any) -> None:
     found = []
     for batch, accumulation in [(8, 1), (2, 4)]:
         trace = Trace()
@@ -178,7 +176,7 @@ def test_logs_and_history_have_the_loss_of_each_task_over_its_own_samples(traine
         assert one == pytest.approx(other, rel=1e-12)
 
 
-def test_both_tasks_learn_and_each_has_its_own_metrics(trainer_class: Any) -> None:
+def test_multitask_learns_all_tasks(trainer_class: Any) -> None:
     tasks = MultiTask({"kind": numbers(400, "kind"), "size": numbers(100, "size")}, mixing="uniform")
     sets = tasks.evaluation(
         {"kind": numbers(50, "kind", 1), "size": numbers(50, "size", 1)}, {"kind": "accuracy", "size": "r2"}
@@ -189,7 +187,7 @@ def test_both_tasks_learn_and_each_has_its_own_metrics(trainer_class: Any) -> No
     assert best["eval_loss"] == pytest.approx((best["eval_kind_loss"] + best["eval_size_loss"]) / 2)
 
 
-def test_the_loss_is_the_weighted_mean_over_the_targets_of_a_step() -> None:
+def test_multitask_loss_is_weighted_mean() -> None:
     trainer = build(Trainer, mixed(epoch_size=10), epochs=1, batch_size=10, log_steps=1)
     before = Heads()
     before.load_state_dict(weights_of(trainer))
@@ -203,7 +201,7 @@ def test_the_loss_is_the_weighted_mean_over_the_targets_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("mixing", ["proportional", "round_robin"])
-def test_any_split_of_a_step_gives_the_same_weights(trainer_class: Any, mixing: Any) -> None:
+def test_multitask_split_invariance(trainer_class: Any, mixing: Any) -> None:
     found = []
     for batch, accumulation in [(8, 1), (4, 2), (1, 8)]:
         trainer = build(trainer_class, mixed(mixing=mixing), batch_size=batch, gradient_accumulation_steps=accumulation)
@@ -215,7 +213,7 @@ def test_any_split_of_a_step_gives_the_same_weights(trainer_class: Any, mixing: 
 
 
 @pytest.mark.parametrize("mixing", ["proportional", "uniform", "round_robin", {"kind": 1, "size": 2}])
-def test_a_run_stopped_in_mid_epoch_resumes_bit_for_bit(trainer_class: Any, mixing: Any, tmp_path: Path) -> None:
+def test_multitask_resumes_bit_for_bit(trainer_class: Any, mixing: Any, tmp_path: Path) -> None:
     straight = build(trainer_class, mixed(mixing=mixing))
     straight.train()
     build(trainer_class, mixed(mixing=mixing), save_dir=tmp_path, epochs=None, max_steps=6).train()
@@ -224,13 +222,14 @@ def test_a_run_stopped_in_mid_epoch_resumes_bit_for_bit(trainer_class: Any, mixi
     assert is_same(weights_of(resumed), weights_of(straight))
 
 
-def test_a_resume_with_another_mix_is_refused_with_both(tmp_path: Path) -> None:
+def test_multitask_rejects_other_mix_on_resume(tmp_path: Path) -> None:
     build(Trainer, save_dir=tmp_path, epochs=None, max_steps=6).train()
     with pytest.raises(CheckpointError, match=r"training set has mixing='uniform' now, and had 'proportional'"):
         build(Trainer, mixed(mixing="uniform"), save_dir=tmp_path).train(resume_from="auto")
 
 
-def test_workers_and_token_labels_and_models_that_return_their_loss() -> None:
+@pytest.mark.processes
+def test_multitask_takes_workers_tokens_and_model_losses() -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -263,7 +262,7 @@ def test_workers_and_token_labels_and_models_that_return_their_loss() -> None:
         assert torch.allclose(one, found[1][name], rtol=0, atol=1e-12), name
 
 
-def test_an_order_of_its_own_that_is_none_is_refused() -> None:
+def test_multitask_rejects_wrong_order() -> None:
     class Odd(MultiTask):
         def epoch_order(self, epoch: int, seed: int) -> np.ndarray:
             return super().epoch_order(epoch, seed) + 20
@@ -272,7 +271,7 @@ def test_an_order_of_its_own_that_is_none_is_refused() -> None:
         build(Trainer, Odd({"kind": numbers(20, "kind"), "size": numbers(9, "size")})).train()
 
 
-def test_streams_and_batches_of_another_kind_are_refused() -> None:
+def test_multitask_rejects_streams() -> None:
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter([])

@@ -51,7 +51,7 @@ def matrices_of(model: nn.Module) -> set[str]:
     return {names[id(one)] for group in optimizer.param_groups if "ns_steps" in group for one in group["params"]}
 
 
-def test_a_step_is_that_of_the_two_optimizers_of_torch() -> None:
+def test_muon_step_equals_torch_optimizers() -> None:
     ours, theirs = deep(), deep()
     held = [theirs[0].weight, theirs[2].weight]  # type: ignore[index]
     rest = [one for one in theirs.parameters() if not any(one is other for other in held)]
@@ -70,7 +70,7 @@ def test_a_step_is_that_of_the_two_optimizers_of_torch() -> None:
     assert isinstance(again, Muon) and len(again.state) == len(one.state) == 6
 
 
-def test_embeddings_and_the_output_layer_are_no_matrices_of_muon() -> None:
+def test_muon_skips_embeddings_and_output_layer() -> None:
     assert matrices_of(deep()) == {"0.weight", "2.weight"}
     assert not any("wte" in name or "lm_head" in name for name in matrices_of(gpt()))
     assert matrices_of(bert()) >= {"bert.encoder.layer.0.output.dense.weight", "bert.pooler.dense.weight"}
@@ -79,9 +79,7 @@ def test_embeddings_and_the_output_layer_are_no_matrices_of_muon() -> None:
         build_optimizer("muon", nn.Linear(4, 2), 1e-3, 0.0)
 
 
-def test_every_trainer_takes_the_same_steps_with_muon_and_goes_on_bit_for_bit(
-    trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_muon_resumes_on_every_trainer(trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "omnitrain"):
         straight = run(trainer_class)
     assert "Muon updates 2 matrices, and AdamW the 4 other parameters: vectors, and 4.weight" in caplog.text
@@ -95,7 +93,7 @@ def test_every_trainer_takes_the_same_steps_with_muon_and_goes_on_bit_for_bit(
     assert distance(weights(ended.model), weights(straight.model)) == 0  # pyright: ignore[reportPossiblyUnbound]
 
 
-def test_a_run_in_fp16_scales_and_skips_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_with_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = deep(), rows(8)
     optimizer = build_optimizer("muon", model, 0.05, 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -107,7 +105,7 @@ def test_a_run_in_fp16_scales_and_skips_with_muon(monkeypatch: pytest.MonkeyPatc
     assert distance(weights(model), before) == 0 and scaler.get_scale() == 2.0**9
 
 
-def test_groups_of_muon_take_the_options_of_their_own_optimizer() -> None:
+def test_muon_groups_take_options() -> None:
     given: dict[str, Any] = {"max_steps": 1, "epochs": None}
     trainer = run(param_groups=[{"match": r"^4\.", "betas": (0.8, 0.9)}, {"match": r"^2\.w", "momentum": 0.9}], **given)
     assert [group.get("momentum", group.get("betas")) for group in trainer.optimizer.param_groups] == [
@@ -119,7 +117,7 @@ def test_groups_of_muon_take_the_options_of_their_own_optimizer() -> None:
         run(param_groups=[{"match": r"^2\.w", "momentum": -1.0}], **given)
 
 
-def test_moments_of_another_shape_are_refused_before_a_fused_kernel_reads_them() -> None:
+def test_muon_rejects_moments_of_other_shape() -> None:
     model = deep()
     optimizer = build_optimizer("muon", model, 0.1, 0.0)
     model(rows(2).tensors[0]).sum().backward()
@@ -140,9 +138,7 @@ def test_moments_of_another_shape_are_refused_before_a_fused_kernel_reads_them()
     [("lion", "lion_pytorch", "Lion"), ("Lion", "timm.optim", "Lion"),
      ("paged_adamw_8bit", "bitsandbytes.optim", "PagedAdamW8bit"), ("adamw_torch_8bit", "torchao.optim", "AdamW8bit")],
 )  # fmt: skip
-def test_a_name_of_another_package_is_its_class(
-    name: str, package: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizer_name_of_other_package(name: str, package: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     top = package.partition(".")[0]
     for place in {top, package}:
         monkeypatch.setitem(sys.modules, place, ModuleType(place))
@@ -153,18 +149,18 @@ def test_a_name_of_another_package_is_its_class(
 
 
 @pytest.mark.parametrize(("name", "package"), [("lion", "lion_pytorch"), ("adamw_bnb_8bit", "bitsandbytes")])
-def test_a_package_that_is_missing_is_named(name: str, package: str) -> None:
+def test_optimizer_name_of_missing_package(name: str, package: str) -> None:
     with pytest.raises(MissingExtraError, match=f"optimizer='{name}' needs {package}, which is not installed"):
         build_optimizer(name, deep(), 0.1, 0.0)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw_torch", "AdamW"), ("adafactor", "Adafactor"), ("NAdam", "NAdam")])
-def test_names_of_transformers_and_of_torch_are_classes_of_torch(name: str, kind: str) -> None:
+def test_optimizer_names_are_torch_classes(name: str, kind: str) -> None:
     assert type(build_optimizer(name, deep(), 0.1, 0.0)) is getattr(torch.optim, kind)
     assert build_optimizer("adamw_torch_fused", deep(), 0.1, 0.0).defaults["fused"]
 
 
-def test_muon_trains_a_model_of_transformers() -> None:
+def test_muon_trains_transformers_model() -> None:
     trainer = HFTrainer(gpt(), None, Tokens(8), optimizer="muon", max_steps=2, progress_bar=False, learning_rate=1e-3)
     trainer.train()
     assert trainer.progress.step == 2

@@ -54,17 +54,17 @@ PREFIXES = [
 
 
 @pytest.mark.parametrize("metric", HIGHER.split())
-def test_higher_is_better_whatever_stands_before_the_name(metric: str) -> None:
+def test_direction_is_max(metric: str) -> None:
     assert {prefix: infer_direction(prefix + metric)[0] for prefix in PREFIXES} == dict.fromkeys(PREFIXES, "max")
 
 
 @pytest.mark.parametrize("metric", LOWER.split())
-def test_lower_is_better_whatever_stands_before_the_name(metric: str) -> None:
+def test_direction_is_min(metric: str) -> None:
     assert {prefix: infer_direction(prefix + metric)[0] for prefix in PREFIXES} == dict.fromkeys(PREFIXES, "min")
 
 
 @pytest.mark.parametrize("metric", UNCLEAR.split())
-def test_a_name_that_does_not_tell_is_refused(metric: str) -> None:
+def test_direction_rejects_unclear_name(metric: str) -> None:
     for name in (metric, f"eval_{metric}"):
         with pytest.raises(ObjectiveError) as caught:
             infer_direction(name)
@@ -73,12 +73,12 @@ def test_a_name_that_does_not_tell_is_refused(metric: str) -> None:
         )
 
 
-def test_the_negative_of_a_metric_is_the_other_direction_of_it() -> None:
+def test_direction_of_negative() -> None:
     for metric in ("mse", "log_loss", "accuracy", "mean_poisson_deviance", "neg_mae"):
         assert infer_direction(f"neg_{metric}")[0] != infer_direction(metric)[0]
 
 
-def test_every_scorer_of_scikit_learn_is_higher_is_better() -> None:
+def test_direction_of_scikit_learn_scorers() -> None:
     names = pytest.importorskip("sklearn.metrics").get_scorer_names()
     assert {name: infer_direction(name)[0] for name in names} == dict.fromkeys(names, "max")
 
@@ -97,11 +97,11 @@ def test_every_scorer_of_scikit_learn_is_higher_is_better() -> None:
         ("neg_coverage_error", None, "scikit-learn's suffix rule, turned around by 'neg_'"),
     ],
 )
-def test_the_source_of_a_direction_is_named(metric: str, higher_is_better: bool | None, source: str) -> None:
+def test_direction_reports_source(metric: str, higher_is_better: bool | None, source: str) -> None:
     assert infer_direction(metric, higher_is_better)[1] == source
 
 
-def test_the_metrics_own_word_goes_before_its_name_and_the_users_before_both() -> None:
+def test_direction_precedence() -> None:
     assert infer_direction("accuracy", higher_is_better=False)[0] == "min"
     objective = Objective("accuracy", direction="max", higher_is_better=False)
     assert (objective.direction, objective.source) == ("max", "optimization_direction")
@@ -121,12 +121,12 @@ def test_the_metrics_own_word_goes_before_its_name_and_the_users_before_both() -
         ({"metric": None}, "optimization_metric"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_name_and_value(arguments: dict[str, Any], name: str) -> None:
+def test_objective_rejects_wrong_arguments(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}`.*{next(iter(arguments.values()))!r}"):
         Objective(**arguments)
 
 
-def test_the_metric_is_found_with_and_without_its_prefix() -> None:
+def test_objective_finds_metric_by_prefix() -> None:
     for metric in ("dev_wer", "eval_dev_wer"):
         assert Objective(metric).key({"step": 1, "eval_dev_wer": 0.1}) == "eval_dev_wer"
         assert Objective(metric).key({"dev_wer": 0.1}) == "dev_wer"
@@ -134,7 +134,7 @@ def test_the_metric_is_found_with_and_without_its_prefix() -> None:
     assert row[Objective("loss").key(row)] == 0.5
 
 
-def test_a_metric_that_is_not_there_is_an_error_that_lists_those_that_are() -> None:
+def test_objective_missing_metric_lists_names() -> None:
     with pytest.raises(ObjectiveError) as caught:
         Objective("acc").key({"epoch": 1, "step": 2, "eval_loss": 0.5, "eval_accuracy": 0.5})
     assert str(caught.value) == (
@@ -144,7 +144,7 @@ def test_a_metric_that_is_not_there_is_an_error_that_lists_those_that_are() -> N
         Objective("acc").key({})
 
 
-def test_better_is_strict_and_what_is_not_finite_never_wins() -> None:
+def test_objective_ignores_non_finite() -> None:
     lower, higher = Objective("loss"), Objective("accuracy")
     assert lower.is_better(0.4, 0.5) and not lower.is_better(0.5, 0.5) and not lower.is_better(0.6, 0.5)
     assert higher.is_better(0.6, 0.5) and not higher.is_better(0.5, 0.5) and not higher.is_better(0.4, 0.5)
@@ -154,13 +154,13 @@ def test_better_is_strict_and_what_is_not_finite_never_wins() -> None:
     assert lower.is_better(9.0, None)
 
 
-def test_a_tie_stays_with_the_first() -> None:
+def test_objective_keeps_first_of_ties() -> None:
     objective = Objective("accuracy")
     assert [objective.update(0.5, 1), objective.update(0.5, 2)] == [True, False]
     assert objective.best_step == 1
 
 
-def test_small_gains_add_up_for_patience_while_each_of_them_is_a_new_best() -> None:
+def test_objective_adds_up_small_gains() -> None:
     objective, counts = Objective("accuracy", delta=0.1), []
     for step, value in enumerate([0.5, 0.56, 0.59, 0.62, 0.62], start=1):
         objective.update(value, step)
@@ -170,14 +170,14 @@ def test_small_gains_add_up_for_patience_while_each_of_them_is_a_new_best() -> N
 
 
 @pytest.mark.parametrize(("first", "second", "delta"), [(0.7, 0.8, 0.1), (0.5, 0.6, 0.1), (0.5, 0.501, 0.001)])
-def test_a_gain_of_exactly_delta_is_none_whatever_the_rounding(first: float, second: float, delta: float) -> None:
+def test_objective_gain_of_delta_is_none(first: float, second: float, delta: float) -> None:
     for metric, values in (("accuracy", (first, second)), ("loss", (second, first))):
         objective = Objective(metric, delta=delta)
         assert [objective.update(value, step) for step, value in enumerate(values)] == [True, True]
         assert objective.evaluations_without_gain == 1
 
 
-def test_the_evaluation_before_training_sets_the_best_but_uses_up_no_patience() -> None:
+def test_objective_before_training_uses_no_patience() -> None:
     objective = Objective("loss")
     assert objective.update(0.5, 0, counts=False)
     objective.update(math.nan, 0, counts=False)
@@ -186,7 +186,7 @@ def test_the_evaluation_before_training_sets_the_best_but_uses_up_no_patience() 
     assert (objective.best, objective.best_step, objective.evaluations_without_gain) == (0.5, 0, 1)
 
 
-def test_a_value_that_is_not_finite_uses_up_no_patience() -> None:
+def test_objective_non_finite_uses_no_patience() -> None:
     objective = Objective("loss")
     for step, value in enumerate([0.5, math.nan, math.inf, 0.6], start=1):
         objective.update(value, step)
@@ -200,9 +200,7 @@ values = st.lists(
 
 @given(values=values, delta=st.integers(0, 3), direction=st.sampled_from(["max", "min"]), resume_at=st.integers(0, 20))
 @settings(max_examples=150, deadline=None)
-def test_best_and_patience_agree_with_the_naive_model_also_across_a_resume(
-    values: list[float], delta: int, direction: Any, resume_at: int
-) -> None:
+def test_objective_equals_naive_model(values: list[float], delta: int, direction: Any, resume_at: int) -> None:
     objective = Objective("foo", direction, delta)
     sign = 1 if direction == "max" else -1
     reference, counter = -math.inf, 0
@@ -224,14 +222,14 @@ def test_best_and_patience_agree_with_the_naive_model_also_across_a_resume(
     assert objective.best_step == (values.index(sign * max(finite)) if finite else None)
 
 
-def test_a_checkpoint_with_another_objective_is_refused() -> None:
+def test_objective_rejects_other_objective_of_checkpoint() -> None:
     state = Objective("loss").state_dict()
     for other in (Objective("accuracy"), Objective("loss", direction="max")):
         with pytest.raises(CheckpointError, match="`optimization_metric='loss'` \\(min\\)"):
             other.load_state_dict(state)
 
 
-def test_delta_may_change_on_a_resume() -> None:
+def test_objective_delta_may_change() -> None:
     state = Objective("loss", delta=0.1).state_dict()
     objective = Objective("loss", delta=0.2)
     objective.load_state_dict(state)

@@ -56,7 +56,7 @@ def optimizer_for(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
 # Optimizers
 
 
-def test_without_a_word_the_optimizer_is_adamw_in_one_kernel(model: nn.Module) -> None:
+def test_optimizer_defaults_to_fused_adamw(model: nn.Module) -> None:
     optimizer = build_optimizer(None, model, 3e-4, 0.1)
     assert type(optimizer) is torch.optim.AdamW
     assert {key: optimizer.defaults[key] for key in ("lr", "weight_decay", "fused")} == {
@@ -66,7 +66,7 @@ def test_without_a_word_the_optimizer_is_adamw_in_one_kernel(model: nn.Module) -
     }
 
 
-def test_where_there_is_no_fused_kernel_the_ordinary_one_is_taken() -> None:
+def test_optimizer_without_fused_kernel() -> None:
     model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     optimizer = build_optimizer(None, model, 1e-3, 0.0)
     assert not optimizer.defaults["fused"]
@@ -74,7 +74,7 @@ def test_where_there_is_no_fused_kernel_the_ordinary_one_is_taken() -> None:
     optimizer.step()
 
 
-def test_an_instance_is_taken_as_it_is(model: nn.Module) -> None:
+def test_optimizer_instance_is_kept(model: nn.Module) -> None:
     optimizer = optimizer_for(model)
     assert build_optimizer(optimizer, model, 1e-3, 0.0) is optimizer
 
@@ -84,12 +84,12 @@ def test_an_instance_is_taken_as_it_is(model: nn.Module) -> None:
     ["torch.optim.AdamW", "torch.optim.adamw.AdamW", torch.optim.AdamW, AnyOptions],
     ids=str,
 )
-def test_a_class_or_its_path_gets_learning_rate_and_weight_decay(spec: Any, model: nn.Module) -> None:
+def test_optimizer_class_gets_rate_and_decay(spec: Any, model: nn.Module) -> None:
     group = build_optimizer(spec, model, 0.25, 0.5).param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.25, 0.5)
 
 
-def test_a_class_gets_only_what_it_takes(model: nn.Module) -> None:
+def test_optimizer_class_gets_known_options(model: nn.Module) -> None:
     assert build_optimizer(torch.optim.Rprop, model, 0.25, 0.0).param_groups[0]["lr"] == 0.25
     assert build_optimizer(NoOptions, model, 2e-5, 0.0).param_groups[0]["lr"] == 0.7
     with pytest.raises(ConfigError, match=r"`weight_decay=0.5` has no effect: Rprop takes no argument"):
@@ -106,13 +106,13 @@ def test_a_class_gets_only_what_it_takes(model: nn.Module) -> None:
         functools.partial(optimizer_for, lr=0.9),
     ],
 )
-def test_any_other_callable_gets_the_parameters_alone(spec: Any, model: nn.Module) -> None:
+def test_optimizer_callable_gets_parameters(spec: Any, model: nn.Module) -> None:
     if getattr(spec, "func", None) is optimizer_for:
         spec = lambda parameters: optimizer_for(model, 0.9)  # noqa: E731
     assert build_optimizer(spec, model, 0.25, 0.0).param_groups[0]["lr"] == 0.9
 
 
-def test_only_parameters_that_require_gradients_are_given() -> None:
+def test_optimizer_gets_trainable_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     for spec in (None, "torch.optim.SGD"):
@@ -120,7 +120,7 @@ def test_only_parameters_that_require_gradients_are_given() -> None:
         assert [id(parameter) for parameter in given_] == [id(parameter) for parameter in model[1].parameters()]
 
 
-def test_an_optimizer_of_part_of_the_model_is_taken() -> None:
+def test_optimizer_of_part_of_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=1.0)
     assert build_optimizer(optimizer, model, 1e-3, 0.0) is optimizer
@@ -138,18 +138,18 @@ def test_an_optimizer_of_part_of_the_model_is_taken() -> None:
         (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "SGD.*holds none of the model's parameters"),
     ],
 )
-def test_what_is_no_optimizer_for_the_model_is_refused_with_the_reason(spec: Any, words: str, model: nn.Module) -> None:
+def test_optimizer_rejects_wrong_values(spec: Any, words: str, model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=words):
         build_optimizer(spec, model, 1e-3, 0.0)
 
 
-def test_a_model_with_nothing_to_train_is_refused(model: nn.Module) -> None:
+def test_optimizer_rejects_frozen_model(model: nn.Module) -> None:
     for frozen in (model.requires_grad_(False), nn.ReLU()):
         with pytest.raises(ConfigError, match="nothing to train"):
             build_optimizer(None, frozen, 1e-3, 0.0)
 
 
-def test_a_path_may_lead_to_any_object() -> None:
+def test_optimizer_path_to_any_object() -> None:
     assert import_class("torch.nn.Linear", nn.Module, "model") is nn.Linear
 
 
@@ -180,19 +180,19 @@ def ours_and_theirs(name: str, warmup: int, total: int) -> tuple[list[float], li
 
 @settings(max_examples=40)
 @given(st.sampled_from(["constant_with_warmup", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 40))
-def test_named_schedules_are_those_of_transformers(name: str, warmup: int, more: int) -> None:
+def test_schedule_names_equal_transformers(name: str, warmup: int, more: int) -> None:
     ours, theirs = ours_and_theirs(name, warmup, warmup + more)
     assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", ["cosine_with_restarts", "inverse_sqrt", "polynomial"])
-def test_the_rarer_ones_have_the_bits_of_transformers(name: str) -> None:
+def test_schedule_rare_names_equal_transformers(name: str) -> None:
     ours, theirs = ours_and_theirs(name, 2, 10)
     assert ours == theirs
     assert len(set(ours)) > 5
 
 
-def test_a_constant_schedule_is_constant_but_warms_up_if_asked_to() -> None:
+def test_schedule_constant_with_warmup() -> None:
     ours, theirs = ours_and_theirs("constant", 0, 10)
     assert ours == theirs == [0.1] * 11
     optimizer = optimizer_for(nn.Linear(1, 1))
@@ -200,7 +200,7 @@ def test_a_constant_schedule_is_constant_but_warms_up_if_asked_to() -> None:
     assert rates(scheduler, optimizer, 3) == [0.0, 0.5, 1.0, 1.0]
 
 
-def test_warm_up_alone_makes_a_schedule(model: nn.Module) -> None:
+def test_schedule_of_warmup_only(model: nn.Module) -> None:
     optimizer = optimizer_for(model)
     assert build_scheduler(None, optimizer, warmup_steps=0, total_steps=10) is None
     scheduler = build_scheduler(None, optimizer, warmup_steps=4, total_steps=None)
@@ -208,13 +208,13 @@ def test_warm_up_alone_makes_a_schedule(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_after_the_end_the_learning_rate_stays_where_it_ended(name: str, model: nn.Module) -> None:
+def test_schedule_stays_after_end(name: str, model: nn.Module) -> None:
     optimizer = optimizer_for(model)
     scheduler = build_scheduler(name, optimizer, warmup_steps=0, total_steps=3)
     assert rates(scheduler, optimizer, 8)[3:] == [0.0] * 6
 
 
-def test_every_group_keeps_its_own_learning_rate(model: nn.Module) -> None:
+def test_schedule_scales_every_group(model: nn.Module) -> None:
     groups = [{"params": [parameter], "lr": lr} for parameter, lr in zip(model.parameters(), (1.0, 0.5), strict=True)]
     optimizer = torch.optim.SGD(groups)
     scheduler = build_scheduler("linear", optimizer, warmup_steps=0, total_steps=2)
@@ -233,7 +233,7 @@ INSTANCES: list[Callable[[torch.optim.Optimizer], Any]] = [
 
 
 @pytest.mark.parametrize("make", INSTANCES)
-def test_an_instance_or_a_callable_of_the_optimizer_is_taken(make: Any, model: nn.Module) -> None:
+def test_schedule_instance_or_callable(make: Any, model: nn.Module) -> None:
     optimizer = optimizer_for(model)
     instance = make(optimizer)
     assert build_scheduler(instance, optimizer, warmup_steps=0, total_steps=None) is instance
@@ -241,7 +241,7 @@ def test_an_instance_or_a_callable_of_the_optimizer_is_taken(make: Any, model: n
     assert type(built) is type(instance) and built.optimizer is optimizer
 
 
-def test_a_class_is_a_callable_of_the_optimizer(model: nn.Module) -> None:
+def test_schedule_class(model: nn.Module) -> None:
     optimizer = optimizer_for(model)
     assert isinstance(build_scheduler(LinearLR, optimizer, warmup_steps=0, total_steps=None), LinearLR)
 
@@ -251,49 +251,47 @@ def refuse(spec: Any, words: str, *, warmup: int = 0, total: int | None = 10) ->
         build_scheduler(spec, optimizer_for(nn.Linear(1, 1)), warmup_steps=warmup, total_steps=total)
 
 
-def test_a_schedule_of_another_optimizer_is_refused() -> None:
+def test_schedule_rejects_other_optimizer() -> None:
     refuse(StepLR(optimizer_for(nn.Linear(1, 1)), 2), "belongs to another optimizer")
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_schedule_unknown_name_suggests_nearest() -> None:
     refuse("cosin", r"`lr_scheduler` must be one of 'constant'.* got 'cosin'. Did you mean 'cosine'\?")
 
 
-def test_what_is_no_schedule_is_refused_with_its_value() -> None:
+def test_schedule_rejects_wrong_values() -> None:
     refuse(5, "`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got 5")
 
 
-def test_warm_up_of_a_schedule_that_has_no_room_for_it_is_refused() -> None:
+def test_schedule_rejects_warmup_without_room() -> None:
     refuse(lambda optimizer: StepLR(optimizer, 2), "`warmup_steps=3` has no effect", warmup=3)
     refuse("linear", "`warmup_steps=10` leaves nothing of the run's 10 steps", warmup=10)
     refuse("cosine", "`warmup_steps=11` leaves nothing", warmup=11)
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "cosine_with_restarts"])
-def test_a_schedule_over_the_whole_run_needs_its_length(name: str) -> None:
+def test_schedule_needs_length(name: str) -> None:
     refuse(name, f"`lr_scheduler='{name}'` needs the number of steps.*Set `max_steps`", total=None)
 
 
 @pytest.mark.parametrize("name", ["constant", "constant_with_warmup", "inverse_sqrt"])
-def test_a_schedule_without_an_end_needs_no_length(name: str, model: nn.Module) -> None:
+def test_schedule_without_end(name: str, model: nn.Module) -> None:
     assert build_scheduler(name, optimizer_for(model), warmup_steps=1, total_steps=None) is not None
 
 
-def test_a_rarer_schedule_without_transformers_says_what_to_install(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schedule_rare_name_without_transformers(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"lr_scheduler='warmup_stable_decay' needs transformers.*-e .*\[hf\]"):
         build_scheduler("warmup_stable_decay", optimizer_for(model), warmup_steps=0, total_steps=10)
 
 
-def test_the_common_schedules_need_no_transformers(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_common_names_without_transformers(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in NAMED.keys() - {"cosine_with_min_lr", "step", "multistep", "exponential"}:
         assert build_scheduler(name, optimizer_for(model), warmup_steps=0, total_steps=10) is not None
 
 
-def test_the_signature_of_a_stepped_optimizer_is_still_known(model: nn.Module) -> None:
+def test_optimizer_signature_after_step(model: nn.Module) -> None:
     optimizer = optimizer_for(model)
     StepLR(optimizer, 1)  # replaces optimizer.step
     assert "closure" in inspect.signature(optimizer.step).parameters
@@ -304,20 +302,20 @@ def test_the_signature_of_a_stepped_optimizer_is_still_known(model: nn.Module) -
     ("name", "kind"),
     [("adamw", "AdamW"), ("AdamW", "AdamW"), ("sgd", "SGD"), ("rmsprop", "RMSprop"), ("adagrad", "Adagrad")],
 )
-def test_a_short_name_is_the_class_of_torch(model: nn.Module, name: str, kind: str) -> None:
+def test_optimizer_short_names(model: nn.Module, name: str, kind: str) -> None:
     optimizer = build_optimizer(name, model, 0.25, 0.5)
     assert type(optimizer) is getattr(torch.optim, kind)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.25, 0.5)
 
 
-def test_a_path_is_not_called_unless_it_is_an_optimizer(model: nn.Module) -> None:
+def test_optimizer_path_is_not_called(model: nn.Module) -> None:
     for path in ("os.system", "os.path.join", "subprocess.Popen", "builtins.eval"):
         with pytest.raises(ConfigError, match="not a subclass of"):
             build_optimizer(path, model, 0.25, 0.0)
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
-def test_every_schedule_that_an_editor_offers_is_taken(name: str) -> None:
+def test_schedule_literals_are_accepted(name: str) -> None:
     options: dict[str, Any] = {
         "cosine_with_min_lr": {"min_lr": 1e-6}, "cosine_warmup_with_min_lr": {"min_lr": 1e-6},
         "warmup_stable_decay": {"num_decay_steps": 2}, "step": {"step_size": "2ba"}, "exponential": {"gamma": 0.5},

@@ -65,7 +65,7 @@ def groups_of(trainer: Any) -> list[tuple[list[str], float, float]]:
 # --- groups
 
 
-def test_groups_and_frozen_parts_train_as_groups_made_by_hand(trainer_class: Any) -> None:
+def test_param_groups_equal_groups_by_hand(trainer_class: Any) -> None:
     def by_hand(parameters: Any) -> torch.optim.Optimizer:
         first, *_, last, bias = model.parameters()
         groups: list[dict[str, Any]] = [
@@ -87,7 +87,7 @@ def test_groups_and_frozen_parts_train_as_groups_made_by_hand(trainer_class: Any
         assert torch.equal(trainer.model[0].bias, t16()[0].bias)  # type: ignore[index]
 
 
-def test_groups_are_divided_whoever_made_the_optimizer(tmp_path: Path) -> None:
+def test_param_groups_for_every_optimizer(tmp_path: Path) -> None:
     args = TrainingArguments(
         str(tmp_path), learning_rate=0.05, weight_decay=0.1, report_to="none", use_cpu=True, optim="adafactor"
     )
@@ -105,14 +105,14 @@ def test_groups_are_divided_whoever_made_the_optimizer(tmp_path: Path) -> None:
     assert [group["momentum"] for group in by_function.optimizer.param_groups] == [0.5, 0.9]
 
 
-def test_a_tied_parameter_goes_by_each_of_its_names() -> None:
+def test_param_groups_match_tied_names() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
     model[2].weight = model[0].weight  # type: ignore[union-attr]
     trainer = make(model=model.double(), param_groups=[{"match": r"2\.weight", "lr": 0.5}])
     assert groups_of(trainer)[0] == (["0.weight"], 0.5, 0.1)
 
 
-def test_names_are_those_of_the_users_module_under_torch_compile() -> None:
+def test_param_groups_under_compile() -> None:
     trainer = make(model=torch.compile(t16()), param_groups=[{"match": r"^3\.", "lr": 0.5}], freeze=["^0.bias$"])
     assert groups_of(trainer)[0][1] == 0.5 and not trainer.get_model()[0].bias.requires_grad
 
@@ -133,12 +133,12 @@ def test_names_are_those_of_the_users_module_under_torch_compile() -> None:
         ([], "`param_groups` must be a list of dicts"),
     ],
 )
-def test_groups_that_mean_nothing_are_refused(wanted: Any, words: str) -> None:
+def test_param_groups_reject_wrong_values(wanted: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make(optimizer="adamw", param_groups=wanted)
 
 
-def test_groups_beside_an_optimizer_that_is_made_are_refused() -> None:
+def test_param_groups_reject_built_optimizer() -> None:
     model = t16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="`param_groups` has no effect with an `optimizer` that is made already"):
@@ -150,7 +150,7 @@ def test_groups_beside_an_optimizer_that_is_made_are_refused() -> None:
 # --- freezing
 
 
-def test_frozen_parts_stay_so_and_a_group_of_them_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_freeze_keeps_parameters(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "omnitrain"):
         trainer = run(freeze=["bias"], param_groups=[{"match": "bias", "lr": 1.0}, {"match": r"^0\.", "lr": 0.5}])
     assert [one.requires_grad for one in trainer.model.parameters()] == [True, False, True, False]
@@ -167,7 +167,7 @@ def test_frozen_parts_stay_so_and_a_group_of_them_alone_is_told(caplog: pytest.L
         ([], "`freeze` must be a list of regular expressions"),
     ],
 )
-def test_freezing_nothing_or_everything_is_refused(patterns: Any, words: str) -> None:
+def test_freeze_rejects_nothing_or_everything(patterns: Any, words: str) -> None:
     model = t16()
     with pytest.raises(ConfigError, match=words):
         make(model=model, freeze=patterns)
@@ -181,7 +181,7 @@ def options_of_resume(kind: Any, folder: Path, **options: Any) -> dict[str, Any]
     return {"kind": kind, "save_dir": folder, "save_steps": 2, **options}
 
 
-def test_a_run_with_groups_is_resumed_bit_for_bit(trainer_class: Any, tmp_path: Path) -> None:
+def test_param_groups_resume_bit_for_bit(trainer_class: Any, tmp_path: Path) -> None:
     given = {"param_groups": GROUPS, "freeze": [r"^0\.bias"]}
     straight = run(trainer_class, **given)
     cut = options_of_resume(trainer_class, tmp_path, **given)
@@ -189,9 +189,7 @@ def test_a_run_with_groups_is_resumed_bit_for_bit(trainer_class: Any, tmp_path: 
     assert distance(weights(run(**cut, resume="auto").model), weights(straight.model)) == 0
 
 
-def test_other_groups_and_frozen_parts_on_a_resume_are_refused_unless_they_are_allowed(
-    trainer_class: Any, tmp_path: Path
-) -> None:
+def test_param_groups_reject_changes_on_resume(trainer_class: Any, tmp_path: Path) -> None:
     given = options_of_resume(trainer_class, tmp_path, lr_scheduler="linear")
     run(**given, callbacks=[StopAt(3)], freeze=[r"^0\."])
     with pytest.raises(CheckpointError, match=r"freeze: \['\^0.*'\] -> None; .*|freeze: \['\^0.*'\] -> None"):
@@ -209,7 +207,7 @@ def test_other_groups_and_frozen_parts_on_a_resume_are_refused_unless_they_are_a
     assert trainer.progress.step == 6
 
 
-def test_parts_that_a_resume_freezes_leave_their_moments_behind(tmp_path: Path) -> None:
+def test_freeze_on_resume_drops_moments(tmp_path: Path) -> None:
     given = options_of_resume(Trainer, tmp_path)
     run(**given, callbacks=[StopAt(2)])
     trainer = run(**given, freeze=[r"^0\."], resume="auto", allow={"freeze"})
@@ -232,14 +230,14 @@ class Look(StopAt):
 
 
 @pytest.mark.parametrize("schedule", [lambda one: torch.optim.lr_scheduler.StepLR(one, 2), "reduce_lr_on_plateau"])
-def test_other_groups_under_a_schedule_that_keeps_something_of_each_are_refused(schedule: Any, tmp_path: Path) -> None:
+def test_param_groups_reject_changes_under_schedule(schedule: Any, tmp_path: Path) -> None:
     given = options_of_resume(Trainer, tmp_path, lr_scheduler=schedule, eval_dataset=rows(4))
     run(**given, callbacks=[StopAt(2)])
     with pytest.raises(CheckpointError, match="another number of parameter groups, and `lr_scheduler` is a schedule"):
         run(**given, param_groups=GROUPS, resume="auto", allow={"param_groups"})
 
 
-def test_a_schedule_in_time_goes_on_with_other_groups(tmp_path: Path) -> None:
+def test_param_groups_change_under_schedule_in_time(tmp_path: Path) -> None:
     given = options_of_resume(Trainer, tmp_path, lr_scheduler=LinearScheduler())
     run(**given, callbacks=[StopAt(3)])
     look = Look()
@@ -247,7 +245,7 @@ def test_a_schedule_in_time_goes_on_with_other_groups(tmp_path: Path) -> None:
     assert look.rates == pytest.approx([0.025, 0.0125, 0.025])
 
 
-def test_settings_of_many_groups_are_kept_as_text() -> None:
+def test_param_groups_are_kept_as_text() -> None:
     wanted = [{"match": "bias", "betas": (0.8, 0.9)}, {"match": "0.weight", "lr": 1.0}]
     kept = make(param_groups=wanted, freeze=["3.bias"]).resolved_config()
     assert kept["param_groups"] == [{"match": "bias", "betas": [0.8, 0.9]}, {"match": "0.weight", "lr": 1.0}]
@@ -257,7 +255,7 @@ def test_settings_of_many_groups_are_kept_as_text() -> None:
 # --- layer-wise decay
 
 
-def test_each_block_has_less_of_the_rate_than_the_one_above() -> None:
+def test_layer_wise_decay_lowers_rates() -> None:
     model = bert()
     named = named_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -268,7 +266,7 @@ def test_each_block_has_less_of_the_rate_than_the_one_above() -> None:
         assert rate_of[id(one)] == 0.5 ** (3 - block), name
 
 
-def test_layer_wise_decay_goes_with_frozen_blocks_and_with_every_trainer(trainer_class: Any) -> None:
+def test_layer_wise_decay_on_every_trainer(trainer_class: Any) -> None:
     def deep() -> nn.Module:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
@@ -282,14 +280,14 @@ def test_layer_wise_decay_goes_with_frozen_blocks_and_with_every_trainer(trainer
     assert distance(weights(trainer.model), weights(native.model)) == 0
 
 
-def test_layer_wise_decay_of_a_model_without_blocks_is_refused() -> None:
+def test_layer_wise_decay_rejects_model_without_blocks() -> None:
     with pytest.raises(ConfigError, match=r"layerwise_decay\(\) finds no blocks in Sequential"):
         layerwise_decay(t16())
     with pytest.raises(ConfigError, match="`decay` must be above 0 and at most 1, got 1"):
         layerwise_decay(bert(), 1.5)
 
 
-def test_freezing_changes_nothing_where_it_is_refused() -> None:
+def test_freeze_error_changes_nothing() -> None:
     model = t16()
     with pytest.raises(ConfigError):
         freeze_parameters(named_parameters(model), ["0.weight", "nothing"])

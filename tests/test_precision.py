@@ -23,25 +23,25 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs n
         (("fp16", "float16", "half", torch.float16), "fp16"),
     ],
 )
-def test_every_spelling_means_one_precision(names: tuple[Any, ...], expected: str) -> None:
+def test_autocast_spellings(names: tuple[Any, ...], expected: str) -> None:
     assert {Precision.parse(name, CUDA) for name in names} == {Precision(expected, "cuda")}
 
 
 @pytest.mark.parametrize("name", ["fp16", "float16", "half", torch.float16])
-def test_fp16_on_a_cpu_is_refused_and_bf16_named(name: Any) -> None:
+def test_autocast_rejects_fp16_on_cpu(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"not available on a CPU. Use `autocast='bf16'`"):
         Precision.parse(name, CPU)
 
 
 @pytest.mark.parametrize("name", ["fp15", "amp", "fp4", "int8", "", True, False, 16, torch.float64])
-def test_an_unknown_precision_is_refused_with_all_that_are_known(name: Any) -> None:
+def test_autocast_rejects_unknown_precision(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"`autocast` must be one of 'fp32'.*'bfloat16'.* or None, got ") as caught:
         Precision.parse(name, CPU)
     assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0)])
-def test_fp8_is_refused_where_nothing_multiplies_in_it(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_rejects_fp8_without_hardware(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     device, words = (CPU, "the device is cpu") if capability is None else (CUDA, r"A100 has 8\.0")
@@ -49,13 +49,13 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(capability: Any, monkeypa
         Precision.parse("float8", device)
 
 
-def test_fp8_without_torchao_is_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_fp8_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match="autocast='fp8' needs torchao"):
         Precision("fp8", "cuda").convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
 
 
-def test_layers_are_converted_once_with_their_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     eighths.install(monkeypatch)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 3))
     before = dict(model.named_parameters())
@@ -65,13 +65,13 @@ def test_layers_are_converted_once_with_their_own_parameters(monkeypatch: pytest
     assert all(one is before[name] for name, one in model.named_parameters())
 
 
-def test_a_misspelt_precision_is_answered_with_the_nearest() -> None:
+def test_autocast_misspelt_suggests_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'bfloat16'"):
         Precision.parse("bfloat", CPU)
 
 
 @pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_forward_computes_in_the_precision_that_was_asked_for(name: str, dtype: torch.dtype) -> None:
+def test_forward_runs_in_autocast_dtype(name: str, dtype: torch.dtype) -> None:
     layer = torch.nn.Linear(2, 2)
     precision = Precision.parse(name, CPU)
     for _ in range(2):  # a context may be asked for in every step
@@ -81,12 +81,12 @@ def test_the_forward_computes_in_the_precision_that_was_asked_for(name: str, dty
     assert layer(torch.ones(1, 2)).dtype is torch.float32
 
 
-def test_fp32_leaves_an_autocast_of_the_users_own_in_force() -> None:
+def test_autocast_fp32_keeps_user_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), Precision.parse("fp32", CPU).autocast():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
 
 
-def test_only_fp16_scales_the_loss() -> None:
+def test_grad_scaler_only_for_fp16() -> None:
     assert not Precision("fp32", "cpu").grad_scaler((8.0, 1e-4)).is_enabled()
     assert not Precision("bf16", "cpu").grad_scaler((8.0, 1e-4)).is_enabled()
     scaler = Precision("fp16", "cpu").grad_scaler((8.0, 1e-4))
@@ -94,7 +94,7 @@ def test_only_fp16_scales_the_loss() -> None:
     assert scaler.scale(torch.tensor(2.0)).item() == 16.0
 
 
-def test_a_scaler_that_does_nothing_is_pytorchs_null_object() -> None:
+def test_grad_scaler_is_disabled_otherwise() -> None:
     scaler = Precision("fp32", "cpu").grad_scaler((8.0, 1e-4))
     loss = torch.tensor(2.0)
     assert scaler.scale(loss) is loss
@@ -102,7 +102,7 @@ def test_a_scaler_that_does_nothing_is_pytorchs_null_object() -> None:
 
 
 @pytest.mark.parametrize("before", ["tf32", "ieee"])
-def test_the_precision_of_products_is_put_back_though_the_program_has_used_the_newer_switches(before: str) -> None:
+def test_matmul_precision_is_restored(before: str) -> None:
     backends: Any = torch.backends
     if not hasattr(backends, "fp32_precision"):
         pytest.skip("this PyTorch has only one way")
@@ -117,6 +117,6 @@ def test_the_precision_of_products_is_put_back_though_the_program_has_used_the_n
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_device_that_is_not_there_is_refused_in_whole_sentences() -> None:
+def test_device_rejects_missing_device() -> None:
     with pytest.raises(ConfigError, match=r"`device='cuda:99'` cannot be used: [^.].*[^.]\. Leave it out"):
         choose_device("cuda:99")

@@ -68,7 +68,7 @@ def run(kind: Any, model: nn.Module, *args: Any, data: Any = None, **options: An
 
 
 @pytest.mark.parametrize("wanted", [True, [r"blocks\.\d+"]])
-def test_recomputing_changes_no_bit_of_a_plain_model(kind: Any, wanted: Any) -> None:
+def test_checkpointing_keeps_bits_of_plain_model(kind: Any, wanted: Any) -> None:
     found = []
     for recomputes in (False, wanted):
         Block.calls, model = 0, net()
@@ -79,7 +79,7 @@ def test_recomputing_changes_no_bit_of_a_plain_model(kind: Any, wanted: Any) -> 
     assert found[1][3] - found[0][3] == 5 * 2 * 3  # steps, micro-batches, blocks
 
 
-def test_recomputing_changes_no_bit_of_a_model_of_transformers(kind: Any) -> None:
+def test_checkpointing_keeps_bits_of_transformers_model(kind: Any) -> None:
     found = []
     for recomputes in (False, True):
         model = bert()
@@ -92,7 +92,7 @@ def test_recomputing_changes_no_bit_of_a_model_of_transformers(kind: Any) -> Non
     assert same(*found)
 
 
-def test_what_is_recomputed_is_not_kept() -> None:
+def test_checkpointing_frees_activations() -> None:
     kept = []
     for recomputes in (False, True):
         model, held = net(), 0
@@ -110,7 +110,7 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert kept[1] < kept[0] / 3
 
 
-def test_blocks_are_found_where_they_are() -> None:
+def test_checkpointing_finds_blocks() -> None:
     def layer() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
@@ -131,7 +131,7 @@ def test_blocks_are_found_where_they_are() -> None:
     assert not hasattr(model.end.forward.run, "run")  # once
 
 
-def test_a_model_without_blocks_is_refused(kind: Any) -> None:
+def test_checkpointing_rejects_model_without_blocks(kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"gradient_checkpointing=True.*no blocks in Sequential.*Name those"):
         run(kind, t16(), gradient_checkpointing=True)
     with pytest.raises(ConfigError, match=r"no module is called 'layer.*begin, end, blocks"):
@@ -141,14 +141,14 @@ def test_a_model_without_blocks_is_refused(kind: Any) -> None:
             run(kind, net(), gradient_checkpointing=wrong)
 
 
-def test_layers_by_name_may_be_of_any_kind(kind: Any) -> None:
+def test_checkpointing_takes_layer_names(kind: Any) -> None:
     models = t16(dropout=0.3), t16(dropout=0.3)
     run(kind, models[0])
     run(kind, models[1], gradient_checkpointing=["0", "2"])
     assert same(weights(models[0]), weights(models[1]))
 
 
-def test_a_model_of_transformers_that_cannot_do_it_is_recomputed_block_by_block() -> None:
+def test_checkpointing_falls_back_to_blocks() -> None:
     model = bert()
     type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
     try:
@@ -158,7 +158,7 @@ def test_a_model_of_transformers_that_cannot_do_it_is_recomputed_block_by_block(
     assert [name for name, one in model.named_modules() if "forward" in vars(one)] == ["bert.encoder.layer.0"]
 
 
-def test_copies_and_pickles_of_a_model_stand_for_themselves() -> None:
+def test_checkpointing_survives_copy_and_pickle() -> None:
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)))
     recompute_activations(model, True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -166,7 +166,7 @@ def test_copies_and_pickles_of_a_model_stand_for_themselves() -> None:
         assert other[0].forward.run.__self__ is other[0]
 
 
-def test_training_arguments_ask_for_it_of_any_model(tmp_path: Any) -> None:
+def test_checkpointing_by_training_arguments(tmp_path: Any) -> None:
     options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 5, "save_strategy": "no"}
     models = net(), net()
     run(HFTrainer, models[0], TrainingArguments(str(tmp_path), **options), max_steps=None, learning_rate=None)
@@ -179,7 +179,7 @@ def test_training_arguments_ask_for_it_of_any_model(tmp_path: Any) -> None:
         run(HFTrainer, net(), args, gradient_checkpointing=False, max_steps=None, learning_rate=None)
 
 
-def test_two_ways_at_once_are_refused() -> None:
+def test_checkpointing_rejects_two_ways() -> None:
     from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)

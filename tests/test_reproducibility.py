@@ -58,7 +58,7 @@ def states() -> list[Any]:
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("move", MOVES)
-def test_a_draw_is_noticed_and_undone(start: str, move: str) -> None:
+def test_draws_are_detected_and_undone(start: str, move: str) -> None:
     STARTS[start]()
     generator, draw = MOVES[move]
     before = states()
@@ -72,7 +72,7 @@ def test_a_draw_is_noticed_and_undone(start: str, move: str) -> None:
     assert not any(one.moved(mark) for one, mark in zip(GENERATORS, marks, strict=True))
 
 
-def test_a_normal_number_taken_from_the_store_is_a_draw_too() -> None:
+def test_draws_of_stored_normal_are_detected() -> None:
     np.random.randn()  # makes two, and keeps one for the next call, which then moves nothing else
     before, mark = states(), NUMPY.mark()
     np.random.randn()
@@ -81,7 +81,7 @@ def test_a_normal_number_taken_from_the_store_is_a_draw_too() -> None:
     assert states() == before
 
 
-def test_an_old_mark_is_not_taken_for_the_present_state() -> None:
+def test_mark_is_not_reused() -> None:
     np.random.randn()
     NUMPY.mark()
     np.random.randn()  # from the store
@@ -91,7 +91,7 @@ def test_an_old_mark_is_not_taken_for_the_present_state() -> None:
     assert states() == before
 
 
-def test_another_bit_generator_of_numpy_is_marked_and_restored() -> None:
+def test_draws_of_other_numpy_generators() -> None:
     own = np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
         np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def test_another_bit_generator_of_numpy_is_marked_and_restored() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(sorted(MOVES)), max_size=6), st.lists(st.sampled_from(sorted(MOVES)), max_size=6))
-def test_any_sequence_of_draws_is_undone(before: list[str], inside: list[str]) -> None:
+def test_draws_of_any_sequence_are_undone(before: list[str], inside: list[str]) -> None:
     for name in before:
         MOVES[name][1]()
     state = states()
@@ -124,7 +124,7 @@ def test_any_sequence_of_draws_is_undone(before: list[str], inside: list[str]) -
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_a_seeded_generator_draws_the_same_whatever_was_before(generator: Any) -> None:
+def test_seeded_generator_ignores_earlier_draws(generator: Any) -> None:
     draws = {TORCH: lambda: torch.randn(3).tolist(), NUMPY: lambda: np.random.randn(3).tolist()}
     draw = draws.get(generator, lambda: [random.gauss(0, 1) for _ in range(3)])
     generator.seed(derive_seed(1, 2))
@@ -136,7 +136,7 @@ def test_a_seeded_generator_draws_the_same_whatever_was_before(generator: Any) -
     assert draw() != first
 
 
-def test_one_seed_gives_the_generators_unrelated_numbers() -> None:
+def test_seeds_of_generators_are_unrelated() -> None:
     for generator in GENERATORS:
         generator.seed(derive_seed(42, 0, 7))
     drawn = [torch.randint(0, 256, (20,)).tolist(), np.random.randint(0, 256, 20).tolist()]
@@ -147,7 +147,7 @@ def test_one_seed_gives_the_generators_unrelated_numbers() -> None:
 
 
 @given(st.lists(st.integers(-(2**40), 2**70), max_size=4))
-def test_a_derived_seed_has_64_bits_and_every_generator_takes_it(parts: list[int]) -> None:
+def test_derive_seed_has_64_bits(parts: list[int]) -> None:
     seed = derive_seed(*parts)
     assert 0 <= seed < 2**64
     assert seed == derive_seed(*parts)
@@ -155,7 +155,7 @@ def test_a_derived_seed_has_64_bits_and_every_generator_takes_it(parts: list[int
         generator.seed(seed)
 
 
-def test_near_inputs_derive_different_seeds() -> None:
+def test_derive_seed_of_near_inputs() -> None:
     seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(50)}
     assert len(seeds) == 5000
     assert derive_seed(1, 2) != derive_seed(2, 1)
@@ -165,7 +165,7 @@ def test_near_inputs_derive_different_seeds() -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_snapshot_restores_every_generator(start: str) -> None:
+def test_snapshot_restores_every_generator(start: str) -> None:
     STARTS[start]()
     before, state = states(), snapshot_rng(torch.device("cpu"))
     assert set(state) == {"torch", "numpy", "python"}
@@ -177,7 +177,7 @@ def test_a_snapshot_restores_every_generator(start: str) -> None:
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("seed", [None, 5])
-def test_isolation_leaves_the_generators_as_they_were(start: str, seed: int | None) -> None:
+def test_isolation_preserves_generators(start: str, seed: int | None) -> None:
     STARTS[start]()
     before = states()
     with isolated_rng(torch.device("cpu"), seed):
@@ -186,7 +186,7 @@ def test_isolation_leaves_the_generators_as_they_were(start: str, seed: int | No
     assert states() == before
 
 
-def test_isolation_ends_with_an_exception_too() -> None:
+def test_isolation_ends_after_exception() -> None:
     before = states()
     with contextlib.suppress(KeyError), isolated_rng():
         np.random.rand(), torch.rand(1), random.random()
@@ -194,7 +194,7 @@ def test_isolation_ends_with_an_exception_too() -> None:
     assert states() == before
 
 
-def test_isolations_can_be_nested() -> None:
+def test_isolation_nests() -> None:
     with isolated_rng(seed=1):
         expected = torch.rand(1), np.random.rand(), random.random()
     before = states()
@@ -205,7 +205,7 @@ def test_isolations_can_be_nested() -> None:
     assert states() == before
 
 
-def test_isolation_with_a_seed_starts_the_same_every_time() -> None:
+def test_isolation_with_seed_repeats() -> None:
     drawn = []
     for _ in range(2):
         with isolated_rng(seed=9):
@@ -214,19 +214,19 @@ def test_isolation_with_a_seed_starts_the_same_every_time() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_seeding_everything_gives_what_each_library_gives_for_that_seed() -> None:
+def test_seed_everything_equals_each_library() -> None:
     seed_everything(7)
     drawn = torch.rand(1).item(), np.random.rand(), random.random()
     torch.manual_seed(7)
     assert drawn == (torch.rand(1).item(), np.random.RandomState(7).rand(), random.Random(7).random())
 
 
-def test_seeding_everything_takes_more_than_32_bits() -> None:
+def test_seed_everything_takes_64_bits() -> None:
     seed_everything(2**40 + 1)
     assert torch.initial_seed() == 2**40 + 1
 
 
-def test_nondeterministic_kernels_are_forbidden_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_ends_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     for wanted in (True, False):
         with contextlib.suppress(KeyError), deterministic(wanted):
@@ -236,7 +236,7 @@ def test_nondeterministic_kernels_are_forbidden_inside_only(monkeypatch: pytest.
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a setting of the user's own stays
 
 
-def test_a_normal_number_in_store_is_kept_though_the_words_were_seen_without_one() -> None:
+def test_snapshot_keeps_stored_normal() -> None:
     def state_after(seed: int, draw: Callable[[], Any]) -> dict[str, Any]:
         np.random.seed(seed)
         draw()

@@ -91,7 +91,7 @@ def over_steps(schedule: Any, total: int, rate: float = 0.1, **options: Any) -> 
         ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
     ]), st.integers(0, 20), st.integers(6, 40),
 )  # fmt: skip
-def test_names_with_options_have_the_rates_of_transformers(case: Any, warmup: int, more: int) -> None:
+def test_schedule_names_with_options_equal_transformers(case: Any, warmup: int, more: int) -> None:
     transformers = pytest.importorskip("transformers")
     name, options = case
     if name not in [one.value for one in transformers.SchedulerType]:
@@ -108,7 +108,7 @@ def test_names_with_options_have_the_rates_of_transformers(case: Any, warmup: in
 @given(
     st.integers(1, 12), st.floats(0.05, 1.5), st.lists(st.integers(1, 40), max_size=4, unique=True), st.integers(1, 9)
 )
-def test_step_schedules_are_those_of_torch(size: int, gamma: float, milestones: list[int], period: int) -> None:
+def test_schedule_steps_equal_torch(size: int, gamma: float, milestones: list[int], period: int) -> None:
     pairs: list[tuple[Schedule, Any]] = [
         (StepScheduler(f"{size}ba", gamma), lambda one: StepLR(one, size, gamma)),
         (MultiStepScheduler([f"{one}ba" for one in milestones], gamma),
@@ -123,7 +123,7 @@ def test_step_schedules_are_those_of_torch(size: int, gamma: float, milestones: 
 @pytest.mark.parametrize(
     ("kind", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5)), ("exponential", 0.0)]
 )
-def test_wsd_is_flat_up_to_its_decay_and_ends_at_the_least_rate(kind: Any, half: float) -> None:
+def test_schedule_wsd(kind: Any, half: float) -> None:
     found = over_steps(WSDScheduler("0.2dur", kind=kind, warmup=4, min_lr=0.001), 40, rate=0.1)
     assert found[:5] == pytest.approx([0, 0.025, 0.05, 0.075, 0.1])
     assert found[5:33] == [0.1] * 28 and found[33] < 0.1
@@ -132,7 +132,7 @@ def test_wsd_is_flat_up_to_its_decay_and_ends_at_the_least_rate(kind: Any, half:
     assert found[40:] == pytest.approx([0.001])
 
 
-def test_milestones_in_several_units_fall_where_they_are_said_to() -> None:
+def test_schedule_milestones_in_units() -> None:
     course = Course.of(Limits(epochs=10), steps_per_epoch=7, samples_per_epoch=50)
     schedule = MultiStepScheduler(["0.3dur", "8ep", "10ba", "175sp"], gamma=0.5)
     found = [schedule.factor(Place(course, step)) for step in range(71)]
@@ -140,7 +140,7 @@ def test_milestones_in_several_units_fall_where_they_are_said_to() -> None:
     assert drops == [10, 21, 25, 56]  # 175 of 50 samples an epoch are 24.5 steps
 
 
-def test_each_group_falls_to_the_least_rate_itself() -> None:
+def test_schedule_min_lr_per_group() -> None:
     optimizer = optimizer_of(0.1, 0.02, 0.0)
     scheduler = build_scheduler("cosine_with_min_lr", optimizer, options={"min_lr": 0.01}, total_steps=10)
     walked(scheduler, optimizer, 10)
@@ -148,7 +148,7 @@ def test_each_group_falls_to_the_least_rate_itself() -> None:
 
 
 @pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
-def test_a_scale_ratio_stretches_lengths_and_warm_up_but_no_shares(schedule: Schedule) -> None:
+def test_schedule_scale_ratio(schedule: Schedule) -> None:
     if len(schedule.parts) > 1:
         return
     whole = [schedule.factor(Place(Course("ba", 50), step), 0.1) for step in range(51)]
@@ -158,7 +158,7 @@ def test_a_scale_ratio_stretches_lengths_and_warm_up_but_no_shares(schedule: Sch
 
 
 @pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
-def test_a_schedule_is_written_as_it_is_made(schedule: Schedule) -> None:
+def test_schedule_repr(schedule: Schedule) -> None:
     import omnitrain
 
     assert eval(repr(schedule), vars(omnitrain)) == schedule
@@ -172,7 +172,7 @@ PACES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 500), st.floats(0.0
 
 @settings(max_examples=25)
 @given(st.sampled_from(EXAMPLES), st.sampled_from(["tok", "sp", "s"]), PACES, st.data())
-def test_the_rate_is_a_function_of_progress_alone(schedule: Schedule, unit: str, windows: Any, data: Any) -> None:
+def test_schedule_depends_on_progress_only(schedule: Schedule, unit: str, windows: Any, data: Any) -> None:
     """Whatever came before, and whatever steps were skipped, the same progress gives the same rate, to the bit."""
     totals = [sum(one[number] for one in windows) for number in range(3)]
     limits = Limits(max_duration=Duration(max(1, dict(zip(("sp", "tok", "s"), totals, strict=True))[unit]), unit))
@@ -214,7 +214,7 @@ def _fits(schedule: Schedule, total: int) -> bool:
 
 @settings(max_examples=40)
 @given(st.sampled_from(EXAMPLES), st.integers(2, 60))
-def test_at_an_even_pace_tokens_give_the_rates_of_steps(schedule: Schedule, total: int) -> None:
+def test_schedule_in_tokens_equals_steps(schedule: Schedule, total: int) -> None:
     course = Course.of(Limits(max_duration=f"{total * 64}tok"))
     for step in range(total + 1):
         progress = Progress(step=step, samples=4 * step, tokens=64 * step)
@@ -278,12 +278,12 @@ def rates_of(data: Any, save_dir: Path | None = None, stop: int = 0, resume: Any
     return trainer, [row["learning_rate"] for row in trace.logs]
 
 
-def test_a_named_schedule_spans_the_samples_of_a_stream() -> None:
+def test_schedule_spans_samples_of_stream() -> None:
     _, found = rates_of(Endless(), max_duration="40sp", lr_scheduler="linear", warmup_steps=0.2)
     assert found == pytest.approx([0, 0.025, 0.05] + [0.05 * (10 - step) / 8 for step in range(3, 10)])
 
 
-def test_a_schedule_by_the_clock_reaches_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_by_clock_reaches_end(monkeypatch: pytest.MonkeyPatch) -> None:
     from omnitrain.run import lifecycle
 
     now = [0.0]
@@ -300,7 +300,7 @@ def test_a_schedule_by_the_clock_reaches_its_end(monkeypatch: pytest.MonkeyPatch
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0
 
 
-def test_a_run_that_follows_tokens_is_resumed_bit_for_bit_at_each_step(tmp_path: Path) -> None:
+def test_schedule_in_tokens_resumes_bit_for_bit(tmp_path: Path) -> None:
     data, options = Sentences(), {"max_duration": "180tok", "lr_scheduler": "cosine", "warmup_steps": 2}
     straight, expected = rates_of(data, tmp_path / "straight", save_steps=1, **options)
     assert straight.progress.tokens >= 180 and len(set(expected)) > 5
@@ -311,7 +311,7 @@ def test_a_run_that_follows_tokens_is_resumed_bit_for_bit_at_each_step(tmp_path:
         assert same(weights(resumed.model), weights(straight.model)), stop
 
 
-def test_a_schedule_that_went_on_in_a_skipped_step_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+def test_schedule_with_skipped_step_resumes(tmp_path: Path) -> None:
     class Single(Endless):
         def __iter__(self) -> Any:
             yield from ((x.float(), y.float()) for x, y in super().__iter__())
@@ -329,7 +329,7 @@ def test_a_schedule_that_went_on_in_a_skipped_step_is_resumed_bit_for_bit(tmp_pa
     assert before + after == expected and same(weights(resumed.model), weights(straight.model))
 
 
-def test_training_twice_begins_the_schedule_anew() -> None:
+def test_schedule_restarts_with_second_training() -> None:
     trainer, first = rates_of(Endless(), max_duration="20sp", lr_scheduler="linear")
     trace = Trace()
     trainer.lifecycle.register([trace])
@@ -338,7 +338,7 @@ def test_training_twice_begins_the_schedule_anew() -> None:
     assert [row["learning_rate"] for row in trace.logs] == first == pytest.approx([0.05, 0.04, 0.03, 0.02, 0.01])
 
 
-def test_per_epoch_a_schedule_follows_the_end_of_each_epoch() -> None:
+def test_schedule_per_epoch() -> None:
     schedule = MultiStepScheduler(["2ep"], gamma=0.5)
     _, found = rates_of(rows(8), epochs=4, lr_scheduler=schedule, scheduler_interval="epoch")
     assert found == [0.05] * 4 + [0.025] * 4
@@ -346,7 +346,7 @@ def test_per_epoch_a_schedule_follows_the_end_of_each_epoch() -> None:
     assert found == pytest.approx([0.05, 0.05, 0.0375, 0.0375, 0.025, 0.025, 0.0125, 0.0125])
 
 
-def test_per_epoch_on_a_stream_the_epochs_that_have_ended_count() -> None:
+def test_schedule_per_epoch_of_stream() -> None:
     class TwoSteps(IterableDataset[Any]):
         def __iter__(self) -> Any:
             yield from zip(*rows(8).tensors, strict=True)
@@ -356,7 +356,7 @@ def test_per_epoch_on_a_stream_the_epochs_that_have_ended_count() -> None:
     assert found == pytest.approx([0.05, 0.05, 0.0375, 0.0375, 0.0125, 0.0125, 0.00625, 0.00625])
 
 
-def test_a_class_by_its_path_is_made_with_the_options() -> None:
+def test_schedule_class_path_with_options() -> None:
     options: dict[str, Any] = {"lr_scheduler": "omnitrain.WSDScheduler", "lr_scheduler_kwargs": {"decay": "0.5dur"}}
     trainer, _ = rates_of(rows(8), **options)
     assert trainer.lr_scheduler.schedule == WSDScheduler("0.5dur")
@@ -381,7 +381,7 @@ def test_a_class_by_its_path_is_made_with_the_options() -> None:
     ],
     ids=["steps", "samples"],
 )  # fmt: skip
-def test_extending_a_run_tells_the_jump_of_the_rate_before_it(
+def test_schedule_extension_warns_of_jump(
     data: Any, first: Any, second: Any, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"lr_scheduler": "linear", "save_steps": 1}
@@ -392,9 +392,7 @@ def test_extending_a_run_tells_the_jump_of_the_rate_before_it(
     assert found[0] == pytest.approx(0.0375)
 
 
-def test_a_run_that_is_extended_before_its_decay_tells_of_no_jump(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_schedule_extension_before_decay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"lr_scheduler": WSDScheduler("0.25dur"), "save_steps": 1}
     rates_of(rows(16), tmp_path / "run", 5, epochs=2, **options)
     caplog.set_level(logging.INFO)
@@ -402,7 +400,7 @@ def test_a_run_that_is_extended_before_its_decay_tells_of_no_jump(
     assert "goes from" not in caplog.text and found[:6] == [0.05] * 6
 
 
-def test_options_of_a_schedule_may_not_change_unless_allowed(tmp_path: Path) -> None:
+def test_schedule_options_are_compared_on_resume(tmp_path: Path) -> None:
     def train(resume: Any = None, **options: Any) -> Any:
         trainer = Trainer(
             t16(), rows(16), loss_fn=F.mse_loss, batch_size=4, learning_rate=0.05, progress_bar=False, device="cpu",
@@ -416,7 +414,7 @@ def test_options_of_a_schedule_may_not_change_unless_allowed(tmp_path: Path) -> 
         train("auto", lr_scheduler_kwargs={"min_lr": 0.02})
 
 
-def test_a_milestone_after_the_end_of_the_run_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_schedule_warns_of_late_milestone(caplog: pytest.LogCaptureFixture) -> None:
     schedule = MultiStepScheduler(["0.5dur", "4ep", "5ep", "30sp", "33sp", "9tok"])
     for length, told in (({"epochs": 4}, {"5ep", "33sp"}), ({"max_duration": "32sp"}, {"33sp"})):
         data = rows(8) if "epochs" in length else Endless()
@@ -460,7 +458,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_would_be_no_schedule_is_refused_before_the_run(name: str) -> None:
+def test_schedule_rejects_wrong_options(name: str) -> None:
     options, words = WRONG[name]
     options = {"train_dataset": rows(8), "batch_size": 4, "loss_fn": F.mse_loss, "learning_rate": 0.05, **options}
     with pytest.raises(ConfigError, match=words):
@@ -486,12 +484,12 @@ def test_what_would_be_no_schedule_is_refused_before_the_run(name: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_schedule_is_refused_with_its_value(make: Any, words: str) -> None:
+def test_schedule_rejects_wrong_values(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 
 
-def test_tokens_that_no_batch_has_are_noticed_before_an_update() -> None:
+def test_schedule_rejects_missing_tokens() -> None:
     model = t16()
     before = weights(model)
     trainer = Trainer(
@@ -503,7 +501,7 @@ def test_tokens_that_no_batch_has_are_noticed_before_an_update() -> None:
     assert same(before, weights(model))
 
 
-def test_an_epoch_of_the_users_own_cannot_be_followed() -> None:
+def test_schedule_rejects_custom_epoch() -> None:
     class Own(Trainer):
         def _train_epoch(self, epoch: int) -> float:
             return 0.0
@@ -516,7 +514,7 @@ def test_an_epoch_of_the_users_own_cannot_be_followed() -> None:
 # --- a look before the run
 
 
-def test_a_preview_has_the_rates_of_the_run(tmp_path: Path) -> None:
+def test_preview_equals_run(tmp_path: Path) -> None:
     for name in NAMED:
         options = {
             "cosine_with_min_lr": {"min_lr": 0.01}, "step": {"step_size": "3ba"}, "multistep": {"milestones": ["3ba"]},
@@ -531,7 +529,7 @@ def test_a_preview_has_the_rates_of_the_run(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_preview_goes_by_the_pace_that_it_is_told() -> None:
+def test_preview_takes_pace() -> None:
     seen = preview_schedule("linear", max_duration="1h", warmup_steps=900, seconds_per_step=2, rows=5)
     assert (seen.unit, seen.places) == ("s", [0, 900, 1800, 2700, 3600])
     assert seen.rates == pytest.approx([0, 0.5, 1, 0.5, 0])
@@ -540,7 +538,7 @@ def test_a_preview_goes_by_the_pace_that_it_is_told() -> None:
     assert isinstance(seen.rates, list) and str(seen).splitlines()[0].split() == ["run", "tokens", "learning", "rate"]
 
 
-def test_ours_is_a_schedule_of_torch() -> None:
+def test_schedule_is_torch_scheduler() -> None:
     scheduler = build_scheduler("wsd", optimizer_of(0.1), total_steps=10)
     assert isinstance(scheduler, LambdaLR) and isinstance(scheduler, LRScheduler)
     assert scheduler.state_dict().keys() == LambdaLR(optimizer_of(0.1), lambda _: 1.0).state_dict().keys()

@@ -37,13 +37,13 @@ def two(y_true, y_pred):
 # What may be passed
 
 
-def test_none_scores_nothing():
+def test_score_none():
     scorer = make_scorer(None)
     scorer.update(torch.zeros(2), None)
     assert (scorer.compute(), scorer.names, scorer.keeps_predictions) == ({}, [], False)
 
 
-def test_a_name_or_several_stream():
+def test_score_names_stream():
     assert run("accuracy") == {"accuracy": 0.6}
     scorer = make_scorer(["accuracy", "log_loss"])
     assert scorer.names == ["accuracy", "log_loss"]
@@ -51,21 +51,21 @@ def test_a_name_or_several_stream():
     assert not scorer.keeps_predictions
 
 
-def test_names_and_functions_may_be_mixed():
+def test_score_names_and_functions():
     scorer = make_scorer(["accuracy", two])
     assert scorer.keeps_predictions
     assert scorer.names is None
     assert run(["accuracy", two]) == {"accuracy": 0.6, "right": 0.6}
 
 
-def test_functions_keep_nothing_of_the_batches():
+def test_score_functions_keep_no_batches():
     scorer = make_scorer(two)
     scorer.update(torch.zeros(2, 3), None)
     assert scorer.states() == []
 
 
 @pytest.mark.parametrize("wrong", [3, {"accuracy": two}, torchmetrics.MeanMetric, {"accuracy"}, [None]])
-def test_anything_else_is_refused(wrong):
+def test_score_rejects_other_types(wrong):
     with pytest.raises(ConfigError, match="Expected the name of a metric, a function"):
         make_scorer(wrong)
 
@@ -81,14 +81,14 @@ def test_anything_else_is_refused(wrong):
         (dict.get, "signature|has 2|how to call"),
     ],
 )
-def test_a_function_that_nobody_knows_how_to_call_is_refused(function, told):
+def test_score_rejects_uncallable_functions(function, told):
     if function is dict.get:
         function = type("NoSignature", (), {"__call__": lambda self, a: a, "__signature__": 5})()
     with pytest.raises(ConfigError, match=told):
         make_scorer(function)
 
 
-def test_the_same_name_twice_is_refused():
+def test_score_rejects_duplicate_names():
     with pytest.raises(ConfigError, match="named 'accuracy'"):
         make_scorer(["accuracy", "accuracy"])
     with pytest.raises(ConfigError, match="named 'MeanSquaredError'"):
@@ -100,7 +100,7 @@ def test_the_same_name_twice_is_refused():
 # Functions of one argument
 
 
-def test_a_function_of_one_argument_gets_what_transformers_gives():
+def test_score_function_of_eval_prediction():
     seen = []
 
     def compute(eval_pred):
@@ -115,7 +115,7 @@ def test_a_function_of_one_argument_gets_what_transformers_gives():
     assert first is SCORES
 
 
-def test_the_class_is_transformers_own_where_it_is_loaded(monkeypatch):
+def test_score_uses_transformers_class(monkeypatch):
     transformers = pytest.importorskip("transformers")
     seen = []
     scorer = make_scorer(lambda eval_pred: seen.append(type(eval_pred)) or {"x": 1})
@@ -125,7 +125,7 @@ def test_the_class_is_transformers_own_where_it_is_loaded(monkeypatch):
     assert seen == [transformers.EvalPrediction, EvalPrediction]
 
 
-def test_tuple_outputs_stay_a_tuple():
+def test_score_keeps_tuple_outputs():
     seen = []
     scorer = make_scorer(lambda eval_pred: seen.append(eval_pred.predictions) or {"x": 1})
     scorer.compute((SCORES, LABELS), LABELS)
@@ -133,12 +133,12 @@ def test_tuple_outputs_stay_a_tuple():
     assert seen[0][1] is LABELS
 
 
-def test_an_optional_argument_does_not_count():
+def test_score_ignores_optional_argument():
     assert run(lambda pred, threshold=0.5: {"t": threshold}) == {"t": 0.5}
     assert run(functools.partial(lambda pred, threshold: {"t": threshold}, threshold=0.25)) == {"t": 0.25}
 
 
-def test_a_method_and_a_callable_object_work():
+def test_score_methods_and_callables():
     class Judge:
         def __call__(self, y_true, y_pred):
             return 0.5
@@ -152,14 +152,14 @@ def test_a_method_and_a_callable_object_work():
 # Functions of two arguments
 
 
-def test_a_function_of_two_arguments_gets_labels_and_predicted_classes():
+def test_score_function_of_labels_and_predictions():
     seen = []
     run(lambda y_true, y_pred: seen.append((y_true, y_pred)) or {"x": 1})
     assert seen[0][0] is LABELS
     assert seen[0][1].tolist() == [0, 1, 1, 1, 2]
 
 
-def test_scikit_learns_functions_work_as_they_are():
+def test_score_scikit_learn_functions():
     fbeta = functools.partial(sk.fbeta_score, beta=0.5, average="macro")
     predicted = SCORES.argmax(-1)
     assert run([sk.accuracy_score, fbeta]) == {
@@ -168,7 +168,7 @@ def test_scikit_learns_functions_work_as_they_are():
     }
 
 
-def test_a_function_that_asks_for_scores_gets_scores():
+def test_score_function_of_scores():
     scores = np.random.default_rng(0).random((5, 3))
     found = run(functools.partial(sk.top_k_accuracy_score, k=2), scores)
     assert found == {"top_k_accuracy_score": sk.top_k_accuracy_score(LABELS, scores, k=2)}
@@ -184,7 +184,7 @@ def test_a_function_that_asks_for_scores_gets_scores():
         (np.ones(4), np.ones(4, int)),
     ],
 )
-def test_all_else_comes_as_it_is(predictions, labels):
+def test_score_passes_other_outputs(predictions, labels):
     seen = []
     make_scorer(lambda t, p: seen.append((t, p)) or {"x": 1}).compute(predictions, labels)
     assert seen[0][0] is labels
@@ -192,7 +192,7 @@ def test_all_else_comes_as_it_is(predictions, labels):
 
 
 @pytest.mark.parametrize("kind", ["scores", "torch scores", "classes", "floats"])
-def test_token_labels_are_flattened_to_what_is_not_ignored(kind):
+def test_score_flattens_token_labels(kind):
     labels = np.array([[0, 1, -100], [2, -100, -100]])
     classes = np.array([[0, 2, 5], [2, 5, 5]])
     outputs = {
@@ -207,7 +207,7 @@ def test_token_labels_are_flattened_to_what_is_not_ignored(kind):
     assert seen[0][1].tolist() == [0, 2, 2]
 
 
-def test_a_tuple_of_outputs_stands_for_its_first():
+def test_score_takes_first_of_tuple():
     found = make_scorer(two).compute((SCORES, np.zeros(5)), LABELS)
     assert found == {"right": 0.6}
 
@@ -218,24 +218,24 @@ def test_a_tuple_of_outputs_stands_for_its_first():
 @pytest.mark.parametrize(
     "value", [0.5, np.float32(0.5), np.array(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([[0.5]])]
 )
-def test_numbers_of_every_kind_become_floats(value):
+def test_score_converts_numbers(value):
     found = run(lambda eval_pred: {"x": value})
     assert found == {"x": 0.5}
     assert type(found["x"]) is float
 
 
-def test_a_result_keeps_no_graph():
+def test_score_keeps_no_graph():
     loss = torch.ones(2, requires_grad=True).sum()
     assert type(run(lambda eval_pred: {"x": loss})["x"]) is float
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, [1, 2], np.ones(2), torch.ones(2), "0.5", None, 1j])
-def test_what_is_no_number_is_refused_by_name(value):
+def test_score_rejects_non_numbers(value):
     with pytest.raises(DataError, match="The metric 'per_class' is no number but"):
         run(lambda eval_pred: {"per_class": value})
 
 
-def test_a_function_that_returns_nothing_is_refused():
+def test_score_rejects_none_result():
     def forgot(eval_pred):
         pass
 
@@ -243,7 +243,7 @@ def test_a_function_that_returns_nothing_is_refused():
         run(forgot)
 
 
-def test_a_number_of_a_lambda_has_no_name():
+def test_score_rejects_unnamed_number():
     with pytest.raises(DataError, match="lambda"):
         run(lambda y_true, y_pred: 0.5)
 
@@ -252,7 +252,7 @@ def test_a_number_of_a_lambda_has_no_name():
 
 
 @pytest.mark.parametrize("labels", [np.zeros(0, int), np.full(4, -100), np.full((2, 3), -100)])
-def test_nothing_to_score_is_left_out_with_one_warning(labels, caplog):
+def test_score_warns_once_without_labels(labels, caplog):
     def never(y_true, y_pred):
         raise AssertionError
 
@@ -268,13 +268,13 @@ def test_nothing_to_score_is_left_out_with_one_warning(labels, caplog):
     assert "accuracy, MulticlassAccuracy, never, nor_this" in caplog.text
 
 
-def test_a_single_label_in_a_tuple_is_unpacked():
+def test_score_unpacks_single_label():
     scorer = make_scorer(["accuracy", multiclass()])
     scorer.update((torch.eye(3),), (torch.arange(3),))
     assert scorer.compute() == {"accuracy": 1.0, "MulticlassAccuracy": 1.0}
 
 
-def test_missing_labels_are_an_error():
+def test_score_rejects_missing_labels():
     with pytest.raises(DataError, match="needs labels"):
         make_scorer("accuracy").update(torch.zeros(2, 2), None)
     with pytest.raises(DataError, match="needs labels for two"):
@@ -288,7 +288,7 @@ def multiclass(**options):
     return torchmetrics.classification.MulticlassAccuracy(3, average="micro", **options)
 
 
-def test_torchmetrics_stream():
+def test_score_torchmetrics_stream():
     scorer = make_scorer(multiclass())
     assert not scorer.keeps_predictions
     assert (scorer.names, scorer.higher_is_better) == (["MulticlassAccuracy"], {"MulticlassAccuracy": True})
@@ -297,7 +297,7 @@ def test_torchmetrics_stream():
     assert type(found["MulticlassAccuracy"]) is float
 
 
-def test_a_collection_names_its_own_results():
+def test_score_metric_collection():
     collection = torchmetrics.MetricCollection(
         {"acc": multiclass(), "f1": torchmetrics.classification.MulticlassF1Score(3)}
     )
@@ -310,7 +310,7 @@ def test_a_collection_names_its_own_results():
     }
 
 
-def test_a_vector_gives_a_number_per_entry():
+def test_score_vector_has_number_per_entry():
     metric = torchmetrics.classification.MulticlassRecall(3, average=None)
     names = [f"MulticlassRecall_{i}" for i in range(3)]
     assert make_scorer(metric).names == names
@@ -319,17 +319,17 @@ def test_a_vector_gives_a_number_per_entry():
     )
 
 
-def test_a_table_is_refused():
+def test_score_rejects_matrix():
     with pytest.raises(DataError, match="'MulticlassConfusionMatrix' is no number but Tensor of shape"):
         run(torchmetrics.classification.MulticlassConfusionMatrix(3))
 
 
-def test_names_that_only_data_can_tell_are_not_told():
+def test_score_names_known_after_data():
     assert make_scorer(torchmetrics.ExplainedVariance(multioutput="raw_values")).names is None
     assert make_scorer(torchmetrics.SpearmanCorrCoef()).names is None
 
 
-def test_the_users_metric_is_left_alone():
+def test_score_leaves_user_metric_unchanged():
     metric = multiclass()
     one, other = make_scorer(metric), make_scorer(metric)
     one.update(torch.as_tensor(SCORES), torch.as_tensor(LABELS))
@@ -369,7 +369,7 @@ METRICS = {
 
 @pytest.mark.parametrize("kind", METRICS)
 @pytest.mark.parametrize("processes", [2, 3])
-def test_torchmetrics_of_several_processes_are_joined(kind, processes):
+def test_score_torchmetrics_merge(kind, processes):
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(3, (20,), generator=generator)
     outputs = torch.rand(20, 3, generator=generator).softmax(-1)
@@ -391,7 +391,7 @@ def test_torchmetrics_of_several_processes_are_joined(kind, processes):
     assert scorers[1].compute() == scorers[1].compute()
 
 
-def test_a_result_before_the_merge_is_not_remembered():
+def test_score_recomputes_after_merge():
     one, other = make_scorer(multiclass()), make_scorer(multiclass())
     one.update(torch.eye(3), torch.arange(3))
     other.update(torch.eye(3), torch.arange(3).roll(1))
@@ -400,7 +400,7 @@ def test_a_result_before_the_merge_is_not_remembered():
     assert one.compute() == {"MulticlassAccuracy": 0.5}
 
 
-def test_a_process_without_a_batch_does_not_pull_a_mean():
+def test_score_merge_with_empty_process():
     class Level(Largest):
         def __init__(self):
             super().__init__()
@@ -418,7 +418,7 @@ def test_a_process_without_a_batch_does_not_pull_a_mean():
     assert one.compute() == {"Level": 3.0}
 
 
-def test_torchmetrics_does_not_gather_by_itself():
+def test_score_torchmetrics_does_not_gather():
     def ask():
         raise AssertionError("it asked whether there are other processes")
 
@@ -428,7 +428,7 @@ def test_torchmetrics_does_not_gather_by_itself():
 # A pass, and the next
 
 
-def test_reset_begins_a_new_pass():
+def test_score_reset():
     scorer = make_scorer(["accuracy", multiclass()])
     outputs, labels = torch.eye(3), torch.arange(3)
     scorer.update(outputs, labels)
@@ -437,14 +437,14 @@ def test_reset_begins_a_new_pass():
     assert scorer.compute() == {"accuracy": 0.0, "MulticlassAccuracy": 0.0}
 
 
-def test_two_metrics_of_one_run_do_not_share_results():
+def test_score_metrics_share_no_results():
     outputs, labels = torch.eye(3)[[0, 1, 1, 1]], torch.tensor([0, 1, 2, 1])
     scorer = make_scorer(["accuracy", "zero_one_loss", "recall_macro"])
     scorer.update(outputs, labels)
     assert scorer.compute() == pytest.approx({"accuracy": 0.75, "zero_one_loss": 0.25, "recall_macro": 2 / 3})
 
 
-def test_a_pass_may_leave_inference_mode():
+def test_score_leaves_inference_mode():
     scorer = make_scorer(["accuracy", multiclass()])
     with torch.inference_mode():
         scorer.update(torch.eye(3), torch.arange(3))
@@ -452,7 +452,7 @@ def test_a_pass_may_leave_inference_mode():
     assert scorer.compute() == {"accuracy": 1.0, "MulticlassAccuracy": 1.0}
 
 
-def test_two_thousand_batches_of_a_megabyte_are_not_kept():
+def test_score_streams_large_batches():
     statm = pathlib.Path("/proc/self/statm")
     if not statm.exists():
         pytest.skip("reads the memory in use from /proc")
@@ -466,7 +466,7 @@ def test_two_thousand_batches_of_a_megabyte_are_not_kept():
     assert grown < 50e6
 
 
-def test_bfloat16_becomes_float32_and_structures_stay():
+def test_score_converts_bfloat16():
     tree = to_numpy({"a": torch.ones(2, dtype=torch.bfloat16), "b": (torch.ones(1), [torch.ones(1)]), "c": None})
     assert tree["a"].dtype == np.float32
     assert isinstance(tree["b"], tuple)

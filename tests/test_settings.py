@@ -259,7 +259,7 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[], dict[str, Any]], type[Excepti
 }
 
 
-def test_a_step_has_a_sample_for_each_process_and_as_few_micro_batches_as_can_be() -> None:
+def test_settings_split_global_batch_size() -> None:
     settings = Settings(batch_size=2, global_batch_size=7)
     found = [(resolve_accumulation(settings, ranks), samples_of_step(settings, ranks)) for ranks in (1, 2, 3, 4, 7)]
     assert found == [(4, 7), (2, 7), (2, 7), (1, 7), (1, 7)]
@@ -268,7 +268,7 @@ def test_a_step_has_a_sample_for_each_process_and_as_few_micro_batches_as_can_be
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_in_the_constructor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_reject_wrong_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options, error, words = BAD[name]
     options = {
@@ -286,21 +286,21 @@ def test_bad_input_is_refused_in_the_constructor(name: str, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_are_at_least_twenty_kinds() -> None:
+def test_settings_reject_twenty_kinds() -> None:
     assert len(BAD) >= 20
 
 
-def test_training_without_data_is_refused() -> None:
+def test_train_rejects_missing_data() -> None:
     with pytest.raises(ConfigError, match="train_dataset"):
         Trainer(t16(), eval_dataset=rows(4), loss_fn=F.mse_loss, device="cpu").train()
 
 
-def test_a_hook_that_no_event_calls_is_refused_when_its_class_is_made() -> None:
+def test_callback_rejects_unknown_hook() -> None:
     with pytest.raises(ConfigError, match=r"on_steps_end.*Did you mean 'on_step_end'"):
         type("Typo", (Callback,), {"on_steps_end": lambda self, trainer: None})
 
 
-def test_resolved_config_is_json_and_names_what_is_in_force() -> None:
+def test_resolved_config_is_json() -> None:
     import json
 
     trainer = Trainer(t16(), rows(8), loss_fn=F.mse_loss, device="cpu", global_batch_size=16, batch_size=4)
@@ -328,7 +328,7 @@ def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
     return trainer_class(model or t16(), **{**placed, **options})
 
 
-def test_none_means_the_default(trainer_class: Any) -> None:
+def test_settings_none_means_default(trainer_class: Any) -> None:
     trainer = quiet(trainer_class, callbacks=None, algorithms=None, optimization_metric=None, eval_dataset=rows(4))
     assert trainer.algorithms == []
     assert trainer.objective.metric == "loss"
@@ -336,13 +336,13 @@ def test_none_means_the_default(trainer_class: Any) -> None:
 
 
 @pytest.mark.parametrize("argument", ["callbacks", "algorithms"])
-def test_a_class_in_a_list_of_instances_is_named(trainer_class: Any, argument: str) -> None:
+def test_settings_reject_class_in_list(trainer_class: Any, argument: str) -> None:
     mine = type("Mine", (Callback if argument == "callbacks" else Algorithm,), {})
     with pytest.raises(ConfigError, match=rf"`{argument}` takes instances, got the class Mine. Pass Mine\(\.\.\.\)"):
         quiet(trainer_class, **{argument: [mine]})
 
 
-def test_datasets_by_position_beside_named_training_arguments_are_told_apart(tmp_path: Path) -> None:
+def test_hf_trainer_rejects_positional_datasets(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
@@ -350,7 +350,7 @@ def test_datasets_by_position_beside_named_training_arguments_are_told_apart(tmp
         HFTrainer(t16(), rows(8), rows(4), training_args=args)  # type: ignore[arg-type]
 
 
-def test_assigning_a_setting_is_refused_with_the_remedy(trainer_class: Any) -> None:
+def test_settings_reject_assignment(trainer_class: Any) -> None:
     trainer = quiet(trainer_class)
     names = [name for name in inspect.signature(trainer_class.__init__).parameters if name not in ("self", "unknown")]
     for name in set(names) - MAY_BE_ASSIGNED - getattr(trainer_class, "ASSIGNABLE", frozenset()):
@@ -361,7 +361,7 @@ def test_assigning_a_setting_is_refused_with_the_remedy(trainer_class: Any) -> N
     trainer.own_attribute = 1
 
 
-def test_a_setting_that_a_subclass_assigns_is_refused_before_and_after(trainer_class: Any) -> None:
+def test_settings_reject_assignment_in_subclass(trainer_class: Any) -> None:
     class Before(trainer_class):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.learning_rate = 0.5
@@ -378,7 +378,7 @@ def test_a_setting_that_a_subclass_assigns_is_refused_before_and_after(trainer_c
             quiet(kind)
 
 
-def test_a_callback_that_assigns_a_setting_is_named(trainer_class: Any) -> None:
+def test_settings_reject_assignment_in_callback(trainer_class: Any) -> None:
     class Grow(Callback):
         def on_step_end(self, trainer: Any) -> None:
             trainer.batch_size = 64
@@ -388,7 +388,7 @@ def test_a_callback_that_assigns_a_setting_is_named(trainer_class: Any) -> None:
     assert any("Grow.on_step_end" in note for note in caught.value.__notes__)
 
 
-def test_an_optimizer_that_is_assigned_trains_in_further_runs_too(trainer_class: Any) -> None:
+def test_assigned_optimizer_trains_on(trainer_class: Any) -> None:
     trainer = quiet(trainer_class)
     trainer.optimizer = SGD(trainer.model.parameters(), lr=0.5)
     for _ in range(2):
@@ -396,7 +396,7 @@ def test_an_optimizer_that_is_assigned_trains_in_further_runs_too(trainer_class:
         assert type(trainer.optimizer) is SGD
 
 
-def test_a_schedule_of_the_optimizer_before_is_refused(trainer_class: Any) -> None:
+def test_assigned_optimizer_rejects_old_schedule(trainer_class: Any) -> None:
     trainer = quiet(trainer_class, lr_scheduler="linear")
     trainer.optimizer = SGD(trainer.model.parameters(), lr=0.5)
     with pytest.raises(ConfigError, match=r"lr_scheduler.*another optimizer"):
@@ -406,14 +406,12 @@ def test_a_schedule_of_the_optimizer_before_is_refused(trainer_class: Any) -> No
 # --- what would train nothing
 
 
-def test_a_unit_on_another_model_is_refused_in_the_first_step(trainer_class: Any) -> None:
+def test_unit_rejects_other_model(trainer_class: Any) -> None:
     with pytest.raises(ConfigError, match=r"No parameter of the optimizer got a gradient.*unit"):
         quiet(trainer_class, unit=Holding(t16()), loss_fn=None).train()
 
 
-def test_layers_unfrozen_after_the_optimizer_was_built_are_reported_once(
-    trainer_class: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unfrozen_layers_are_reported_once(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = t16()
     model[0].requires_grad_(False)
     trainer = quiet(trainer_class, model, epochs=2)
@@ -425,7 +423,7 @@ def test_layers_unfrozen_after_the_optimizer_was_built_are_reported_once(
     assert re.search(r"2 parameters.*0\.weight, 0\.bias.*add_param_group", told[0])
 
 
-def test_layers_unfrozen_by_a_callback_are_reported(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_unfrozen_layers_of_callback_are_reported(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Unfreeze(Callback):
         def on_epoch_end(self, trainer: Any) -> None:
             trainer.model[0].requires_grad_(True)
@@ -437,7 +435,7 @@ def test_layers_unfrozen_by_a_callback_are_reported(trainer_class: Any, caplog: 
     assert sum("in no group of the optimizer" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_loss_scale_that_nothing_scales_by_is_refused(trainer_class: Any) -> None:
+def test_settings_reject_unused_loss_scale(trainer_class: Any) -> None:
     with pytest.raises(ConfigError, match=r"fp16_loss_scale=.*autocast='fp16'"):
         quiet(trainer_class, fp16_loss_scale=(8.0, 1.0)).train()
 
@@ -449,14 +447,14 @@ def test_a_loss_scale_that_nothing_scales_by_is_refused(trainer_class: Any) -> N
         ({"parallelism_config": object()}, "parallelism_config.*accelerator"),
     ],
 )
-def test_what_an_accelerator_of_ones_own_says_is_refused_beside_it(options: dict[str, Any], words: str) -> None:
+def test_settings_reject_conflict_with_accelerator(options: dict[str, Any], words: str) -> None:
     from accelerate import Accelerator
 
     with pytest.raises(ConfigError, match=words):
         quiet(AccelerateTrainer, accelerator=Accelerator(cpu=True), **options)
 
 
-def test_training_arguments_under_both_names_are_refused(tmp_path: Path) -> None:
+def test_hf_trainer_rejects_two_training_arguments(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
@@ -464,7 +462,7 @@ def test_training_arguments_under_both_names_are_refused(tmp_path: Path) -> None
         quiet(HFTrainer, args=args, training_args=args)
 
 
-def test_a_parallelism_that_accelerate_refuses_here_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallelism_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = getattr(accelerate.utils, "ParallelismConfig", None)
     if kind is not None:
         with pytest.raises(ConfigError, match="`parallelism_config` cannot be used here"):
@@ -475,7 +473,7 @@ def test_a_parallelism_that_accelerate_refuses_here_is_an_error_of_ours(monkeypa
 
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])
-def test_a_mesh_whose_sequences_are_cut_is_refused_by_name(name: str) -> None:
+def test_parallelism_rejects_sequence_meshes(name: str) -> None:
     from accelerate.utils import ParallelismConfig
 
     sizes: dict[str, Any] = {name: 2}

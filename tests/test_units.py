@@ -82,7 +82,7 @@ SHAPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_models_own_loss_is_found_in(shape: str) -> None:
+def test_unit_finds_loss_of_model(shape: str) -> None:
     model = returning(SHAPES[shape])
     output = ModelUnit(model)(model, {"x": X, "labels": Y})
     scores = model.scores(X)
@@ -93,7 +93,7 @@ def test_the_models_own_loss_is_found_in(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_without_labels_there_are_scores_and_no_loss_in(shape: str) -> None:
+def test_unit_without_labels_has_scores(shape: str) -> None:
     if shape in ("a tuple", "a list"):
         pytest.skip("a tuple starts with the loss")
     model = returning(SHAPES[shape])
@@ -103,14 +103,14 @@ def test_without_labels_there_are_scores_and_no_loss_in(shape: str) -> None:
     assert same(output.outputs, model.scores(X))
 
 
-def test_a_scalar_output_is_the_loss() -> None:
+def test_unit_scalar_output_is_loss() -> None:
     model = returning(lambda loss, scores: loss)
     output = ModelUnit(model)(model, {"x": X, "labels": Y})
     assert same(output.loss, F.mse_loss(model.scores(X), Y))
     assert output.outputs is None
 
 
-def test_a_loss_of_one_element_becomes_a_scalar() -> None:
+def test_unit_loss_of_one_element() -> None:
     for shape in (
         lambda loss, scores: {"loss": loss.reshape(1), "logits": scores},
         lambda loss, scores: SimpleNamespace(loss=loss.reshape(1, 1), logits=scores),
@@ -119,7 +119,7 @@ def test_a_loss_of_one_element_becomes_a_scalar() -> None:
         assert ModelUnit(model)(model, {"x": X, "labels": Y}).loss.shape == ()  # type: ignore[union-attr]
 
 
-def test_several_scores_are_returned_together() -> None:
+def test_unit_returns_several_scores() -> None:
     model = returning(lambda loss, scores: {"loss": loss, "start": scores, "end": scores + 1, "none": None})
     outputs = ModelUnit(model)(model, {"x": X, "labels": Y}).outputs
     assert same(outputs[0] + 1, outputs[1]) and len(outputs) == 2
@@ -129,7 +129,7 @@ def test_several_scores_are_returned_together() -> None:
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("wrap", [lambda scores: scores, lambda scores: (scores, scores)], ids=["tensor", "tuple"])
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
-def test_the_one_score_of_one_sample_is_no_loss(kind: str, wrap: Any, dims: int, batch_size: int) -> None:
+def test_unit_score_of_one_sample_is_no_loss(kind: str, wrap: Any, dims: int, batch_size: int) -> None:
     class Model(Scores):
         def forward(self, x: Tensor) -> Any:
             scores = self.out(x)
@@ -153,7 +153,7 @@ def test_the_one_score_of_one_sample_is_no_loss(kind: str, wrap: Any, dims: int,
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"x": X, "labels": Y}, {"x": X, "target": Y}], ids=str)
-def test_a_loss_function_gets_outputs_and_labels(batch: Any) -> None:
+def test_loss_fn_gets_outputs_and_labels(batch: Any) -> None:
     model = Scores()
     output = ModelUnit(model, F.mse_loss)(model, batch)
     assert same(output.loss, F.mse_loss(model.scores(X), Y))
@@ -161,7 +161,7 @@ def test_a_loss_function_gets_outputs_and_labels(batch: Any) -> None:
     assert output.labels is Y
 
 
-def test_a_loss_function_takes_the_place_of_the_models_own_loss() -> None:
+def test_loss_fn_replaces_loss_of_model() -> None:
     model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
     seen: list[Any] = []
 
@@ -175,7 +175,7 @@ def test_a_loss_function_takes_the_place_of_the_models_own_loss() -> None:
     assert same(output.outputs, model.scores(X))
 
 
-def test_a_model_that_demands_labels_gets_them_with_a_loss_function_too() -> None:
+def test_loss_fn_with_model_that_needs_labels() -> None:
     class Model(Scores):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
             return self.scores(x) + 0 * labels
@@ -184,7 +184,7 @@ def test_a_model_that_demands_labels_gets_them_with_a_loss_function_too() -> Non
     assert ModelUnit(model, F.mse_loss)(model, {"x": X, "labels": Y}).loss is not None
 
 
-def test_several_inputs_are_passed_in_their_order() -> None:
+def test_unit_passes_inputs_in_order() -> None:
     class Model(Scores):
         def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
             return self.scores(x) + shift
@@ -196,7 +196,7 @@ def test_several_inputs_are_passed_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("batch", [X, (X,), [X], {"x": X}], ids=["tensor", "tuple", "list", "dict"])
-def test_a_loss_function_need_not_have_labels_in_training(batch: Any) -> None:
+def test_loss_fn_without_labels_in_training(batch: Any) -> None:
     model = Scores()
     output = ModelUnit(model, lambda outputs, labels: outputs.sum() if labels is None else Y)(model, batch)
     assert same(output.loss, model.scores(X).sum())
@@ -209,7 +209,7 @@ def test_a_loss_function_need_not_have_labels_in_training(batch: Any) -> None:
 # What is passed to the model
 
 
-def test_keys_that_the_model_does_not_take_are_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unit_drops_unknown_keys_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
     unit = ModelUnit(model)
     with caplog.at_level(logging.WARNING, "omnitrain"):
@@ -218,7 +218,7 @@ def test_keys_that_the_model_does_not_take_are_left_out_and_told_once(caplog: py
     assert [record.getMessage().split()[2] for record in caplog.records] == ["'text'", "'idx'"]
 
 
-def test_labels_that_only_the_loss_function_takes_are_no_cause_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_unit_passes_labels_to_loss_fn_silently(caplog: pytest.LogCaptureFixture) -> None:
     model = Scores()
     with caplog.at_level(logging.WARNING, "omnitrain"):
         ModelUnit(model, F.mse_loss)(model, {"x": X, "label": Y})
@@ -226,7 +226,7 @@ def test_labels_that_only_the_loss_function_takes_are_no_cause_for_a_warning(cap
 
 
 @pytest.mark.parametrize("loss_fn", [None, lambda outputs, labels: outputs["sum"]])
-def test_a_model_that_takes_any_keyword_gets_every_key(loss_fn: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_unit_passes_every_key_to_kwargs(loss_fn: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Model(Scores):
         def forward(self, **batch: Any) -> Any:
             return {"loss": self.scores(batch["x"]).sum(), "sum": self.scores(batch["x"]).sum(), "keys": list(batch)}
@@ -240,7 +240,7 @@ def test_a_model_that_takes_any_keyword_gets_every_key(loss_fn: Any, caplog: pyt
 
 @pytest.mark.parametrize("key", ["label", "label_ids", "targets", "target"])
 @pytest.mark.parametrize("any_keyword", [False, True])
-def test_labels_of_another_name_reach_a_model_that_takes_labels(key: str, any_keyword: bool) -> None:
+def test_unit_passes_labels_of_other_name(key: str, any_keyword: bool) -> None:
     class Any_(Scores):
         def forward(self, x: Tensor, labels: Tensor | None = None, **rest: Any) -> Any:  # type: ignore[override]
             assert not rest
@@ -252,7 +252,7 @@ def test_labels_of_another_name_reach_a_model_that_takes_labels(key: str, any_ke
     assert output.labels is Y
 
 
-def test_a_model_that_takes_label_by_this_name_gets_it_so() -> None:
+def test_unit_passes_label_by_name() -> None:
     class Model(Scores):
         def forward(self, x: Tensor, label: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
             assert labels is None
@@ -262,7 +262,7 @@ def test_a_model_that_takes_label_by_this_name_gets_it_so() -> None:
     assert ModelUnit(model)(model, {"x": X, "label": Y}).loss is not None
 
 
-def test_the_signature_of_a_compiled_model_is_that_of_the_model_inside(caplog: pytest.LogCaptureFixture) -> None:
+def test_unit_signature_of_compiled_model(caplog: pytest.LogCaptureFixture) -> None:
     model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
     compiled = torch.compile(model, backend="eager")
     output = ModelUnit(compiled)(model, {"x": X, "label": Y, "text": ["a"]})  # type: ignore[arg-type]
@@ -294,7 +294,7 @@ def composer(loss: Callable[[Tensor, Any], Any]) -> Any:
     ],
     ids=["tensor", "tuple", "total", "parts"],
 )
-def test_a_model_with_a_loss_of_outputs_and_batch_is_composers(loss: Any) -> None:
+def test_unit_calls_composer_loss(loss: Any) -> None:
     model = composer(loss)
     output = ModelUnit(model)(model, (X, Y))
     assert torch.allclose(output.loss, F.mse_loss(model.scores(X), Y))  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ def test_a_model_with_a_loss_of_outputs_and_batch_is_composers(loss: Any) -> Non
     assert output.labels is Y
 
 
-def test_composers_loss_is_not_asked_for_without_labels_or_with_a_loss_function() -> None:
+def test_unit_skips_composer_loss() -> None:
     def fail(outputs: Any, labels: Any) -> Tensor:
         raise AssertionError
 
@@ -314,7 +314,7 @@ def test_composers_loss_is_not_asked_for_without_labels_or_with_a_loss_function(
     assert ModelUnit(plain, F.mse_loss)(plain, (X, Y)).loss is not None
 
 
-def test_a_method_loss_for_the_models_own_use_does_not_make_it_composers() -> None:
+def test_unit_ignores_other_loss_methods() -> None:
     class Model(Scores):
         def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
             return F.mse_loss(scores, labels)
@@ -344,13 +344,13 @@ def test_a_method_loss_for_the_models_own_use_does_not_make_it_composers() -> No
         (lambda loss, scores: {"loss": scores}, r"must be a scalar, got a tensor of shape \(3,\)"),
     ],
 )
-def test_an_output_without_a_loss_is_refused_with_what_it_was(shape: Any, words: str) -> None:
+def test_unit_rejects_output_without_loss(shape: Any, words: str) -> None:
     model = returning(shape)
     with pytest.raises(DataError, match=words):
         ModelUnit(model)(model, {"x": X, "labels": Y})
 
 
-def test_a_loss_for_each_sample_is_refused_in_evaluation_too() -> None:
+def test_unit_rejects_loss_per_sample() -> None:
     model = Scores()
     unit = ModelUnit(model, nn.MSELoss(reduction="none"))
     for context in (torch.no_grad(), torch.enable_grad()):
@@ -358,7 +358,7 @@ def test_a_loss_for_each_sample_is_refused_in_evaluation_too() -> None:
             unit(model, (X, Y))
 
 
-def test_training_demands_a_loss() -> None:
+def test_unit_needs_loss_in_training() -> None:
     with pytest.raises(DataError, match="needs a loss"):
         StepOutput(None).required_loss()
     assert StepOutput(Y.sum()).required_loss() == 6
@@ -392,7 +392,7 @@ def outputs_of(model: Any) -> list[StepOutput]:
     ]
 
 
-def test_a_dict_of_losses_is_added_up_and_its_parts_are_named() -> None:
+def test_unit_sums_dict_of_losses() -> None:
     model = Scores()
     scores = model.scores(X)
     for output in outputs_of(model):
@@ -403,14 +403,14 @@ def test_a_dict_of_losses_is_added_up_and_its_parts_are_named() -> None:
         assert output.outputs is None or torch.equal(output.outputs, scores)
 
 
-def test_a_total_is_the_loss_and_no_part() -> None:
+def test_unit_total_is_loss() -> None:
     model = Scores()
     output = ModelUnit(model, lambda s, y: {**losses_of(s, y), "total": s.sum()})(model, (X, Y))
     assert torch.equal(output.required_loss(), model.scores(X).sum())
     assert list(output.metrics or {}) == ["loss_mse", "loss_l1"]
 
 
-def test_parts_of_a_sum_over_targets_are_divided_by_their_number() -> None:
+def test_unit_divides_parts_of_sum() -> None:
     losses = {"a": torch.tensor(6.0), "b": torch.tensor(3.0)}
     for count in (4, torch.tensor(4)):
         output = run_unit(lambda batch, count=count: (losses, count), None, (X, Y))
@@ -419,14 +419,14 @@ def test_parts_of_a_sum_over_targets_are_divided_by_their_number() -> None:
     assert run_unit(lambda batch: (losses, 0), None, (X, Y)).loss == 9.0
 
 
-def test_a_part_that_is_called_loss_may_be_the_sum_and_is_refused() -> None:
+def test_unit_rejects_part_called_loss() -> None:
     model = Scores()
     with pytest.raises(DataError, match=r"'loss', 'kl', .* Call the sum 'total'"):
         ModelUnit(model, lambda s, y: {"loss": s.sum(), "kl": s.mean()})(model, (X, Y))
 
 
 @pytest.mark.parametrize("shape", [dict, SimpleNamespace], ids=["dict", "object"])
-def test_what_an_output_has_as_metrics_is_logged_and_no_output(shape: Any) -> None:
+def test_unit_logs_metrics_of_output(shape: Any) -> None:
     model = returning(lambda loss, scores: shape(loss=loss, logits=scores, metrics={"bias": scores.mean()}))
     output = ModelUnit(model)(model, {"x": X, "labels": Y})
     assert torch.equal(output.outputs, model.scores(X))
@@ -437,7 +437,7 @@ def test_what_an_output_has_as_metrics_is_logged_and_no_output(shape: Any) -> No
     assert output.metrics is None and torch.equal(output.outputs, tensor.scores(X))
 
 
-def test_metrics_must_be_named() -> None:
+def test_unit_rejects_unnamed_metrics() -> None:
     with pytest.raises(DataError, match=r"`metrics` must be a dict.*a tuple of 1"):
         StepOutput(Y.sum(), metrics=(1.0,))  # type: ignore[arg-type]
 
@@ -449,7 +449,7 @@ def unit_returning(result: Any) -> Any:
     return lambda batch: result
 
 
-def test_a_unit_may_return_a_mean_or_a_sum_with_the_number_of_targets() -> None:
+def test_unit_returns_mean_or_sum() -> None:
     loss = torch.tensor(2.0)
     batch = {"x": X, "labels": Y}
     mean = run_unit(unit_returning(loss), None, batch)
@@ -464,12 +464,12 @@ def test_a_unit_may_return_a_mean_or_a_sum_with_the_number_of_targets() -> None:
 
 
 @pytest.mark.parametrize("result", [None, 1.0, X, (X, 2), (), (Y.sum(), 1, 2), {}, {"a": X}], ids=str)
-def test_what_a_unit_must_return_is_said_with_what_it_did_return(result: Any) -> None:
+def test_unit_rejects_wrong_results(result: Any) -> None:
     with pytest.raises(DataError, match="`unit` must return a scalar loss or"):
         run_unit(unit_returning(result), None, (X, Y))
 
 
-def test_a_unit_with_evaluate_is_asked_for_it_without_gradients_only() -> None:
+def test_unit_evaluate_runs_without_gradients() -> None:
     class Both:
         def __call__(self, batch: Any) -> Tensor:
             return Y.sum()
@@ -485,7 +485,7 @@ def test_a_unit_with_evaluate_is_asked_for_it_without_gradients_only() -> None:
         assert run_unit(unit_returning(Y.sum()), None, X).loss == 6
 
 
-def test_the_default_unit_runs_the_model_that_it_is_given() -> None:
+def test_unit_runs_given_model() -> None:
     bare, wrapped = Scores(), Scores()
     assert same(run_unit(ModelUnit(bare, F.mse_loss), wrapped, (X, Y)).outputs, wrapped.scores(X))
 
@@ -514,19 +514,19 @@ LABELS = torch.tensor([[1, -100, 2], [-100, -100, 3]])
     ],
     ids=lambda value: "" if isinstance(value, (dict, tuple, Tensor)) else str(value),
 )
-def test_labels_that_count_are_counted(batch: Any, count: int | None, shifted: int | None) -> None:
+def test_count_labels(batch: Any, count: int | None, shifted: int | None) -> None:
     assert count_labels(batch) == count
     assert count_labels(batch, shifted=True) == shifted
 
 
 @given(st.lists(st.lists(st.sampled_from([-100, 0, 5]), min_size=4, max_size=4), min_size=1, max_size=4))
-def test_labels_are_counted_as_one_would_by_hand(rows: list[list[int]]) -> None:
+def test_count_labels_by_hand(rows: list[list[int]]) -> None:
     batch = {"labels": torch.tensor(rows)}
     assert count_labels(batch) == sum(label != -100 for row in rows for label in row)
     assert count_labels(batch, shifted=True) == sum(label != -100 for row in rows for label in row[1:])
 
 
-def test_tokens_are_counted_by_mask_else_ids_else_labels() -> None:
+def test_count_tokens() -> None:
     mask, ids = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.ones(2, 3, dtype=torch.long)
     assert count_tokens({"input_ids": ids, "attention_mask": mask, "labels": LABELS}) == 3
     assert count_tokens({"input_ids": ids, "labels": LABELS}) == 6
@@ -556,7 +556,7 @@ def gpt2(hf: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("key", ["labels", "label"])
-def test_a_classifier_of_transformers_gives_its_loss_and_logits(hf: Any, key: str) -> None:
+def test_unit_transformers_classifier(hf: Any, key: str) -> None:
     model = hf.BertForSequenceClassification(hf.BertConfig(**TINY)).eval()
     labels = torch.tensor([0, 1])
     output = ModelUnit(model)(model, {"input_ids": IDS, key: labels, "idx": labels})
@@ -566,14 +566,14 @@ def test_a_classifier_of_transformers_gives_its_loss_and_logits(hf: Any, key: st
     assert output.labels is labels
 
 
-def test_a_classifier_of_transformers_that_returns_tuples_works_too(hf: Any) -> None:
+def test_unit_transformers_tuples(hf: Any) -> None:
     model = hf.BertForSequenceClassification(hf.BertConfig(**TINY, return_dict=False)).eval()
     output = ModelUnit(model)(model, {"input_ids": IDS, "labels": torch.tensor([0, 1])})
     assert output.loss is not None and output.loss.shape == ()
     assert output.outputs.shape == (2, 2)
 
 
-def test_a_batch_encoding_is_a_dict_batch(hf: Any) -> None:
+def test_unit_takes_batch_encoding(hf: Any) -> None:
     model = hf.BertForSequenceClassification(hf.BertConfig(**TINY)).eval()
     batch = hf.BatchEncoding({"input_ids": IDS, "labels": torch.tensor([0, 1])})
     assert ModelUnit(model)(model, batch).loss is not None
@@ -582,7 +582,7 @@ def test_a_batch_encoding_is_a_dict_batch(hf: Any) -> None:
     )
 
 
-def test_a_regression_model_of_transformers_with_a_batch_of_one_keeps_its_score(hf: Any) -> None:
+def test_unit_transformers_regression_batch_of_one(hf: Any) -> None:
     model = hf.BertForSequenceClassification(hf.BertConfig(**TINY, num_labels=1)).eval()
     with torch.no_grad():
         output = ModelUnit(model)(model, {"input_ids": IDS[:1]})
@@ -591,7 +591,7 @@ def test_a_regression_model_of_transformers_with_a_batch_of_one_keeps_its_score(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # GPT2's loss has no name in transformers, and shifts all the same
-def test_the_loss_of_a_causal_model_is_a_mean_over_as_many_labels_as_are_counted(hf: Any, kind: str) -> None:
+def test_causal_loss_counts_shifted_labels(hf: Any, kind: str) -> None:
     model = llama(hf).eval() if kind == "llama" else gpt2(hf).eval()
     labels = IDS.clone()
     labels[0, :3] = -100
@@ -604,7 +604,7 @@ def test_the_loss_of_a_causal_model_is_a_mean_over_as_many_labels_as_are_counted
     assert torch.allclose(output.loss * count, total)  # type: ignore[operator]
 
 
-def test_as_many_labels_are_counted_as_transformers_trainer_counts(hf: Any, tmp_path: Any) -> None:
+def test_causal_loss_counts_as_transformers(hf: Any, tmp_path: Any) -> None:
     config = hf.BertConfig(**TINY)
     models = {
         "causal": llama(hf),
@@ -624,11 +624,11 @@ def test_as_many_labels_are_counted_as_transformers_trainer_counts(hf: Any, tmp_
         assert (name, count_labels({"labels": labels}, shifts_labels(model))) == (name, int(theirs))
 
 
-def test_models_that_are_not_transformers_do_not_shift() -> None:
+def test_other_models_do_not_shift() -> None:
     assert not shifts_labels(Scores())
 
 
-def test_a_unit_may_name_the_type_of_its_batches() -> None:
+def test_unit_annotates_batch() -> None:
     class Own(TrainUnit[dict[str, torch.Tensor]]):
         def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             return batch["x"].sum()
@@ -636,25 +636,25 @@ def test_a_unit_may_name_the_type_of_its_batches() -> None:
     assert isinstance(Own(), TrainUnit)
 
 
-def test_a_loss_without_labels_names_the_keys_that_there_are() -> None:
+def test_unit_missing_labels_reports_keys() -> None:
     unit = ModelUnit(nn.Linear(4, 1), F.mse_loss)
     with pytest.raises(DataError, match=r"labels=None.*the keys 'input', 'answer'.*label_names=\['answer'\]"):
         unit(nn.Linear(4, 1), {"input": torch.ones(2, 4), "answer": torch.ones(2, 1)})
 
 
-def test_a_loss_that_needs_no_labels_works_without() -> None:
+def test_unit_loss_without_labels() -> None:
     unit = ModelUnit(nn.Linear(4, 1), lambda outputs, labels: outputs.mean())
     assert unit(nn.Linear(4, 1), {"input": torch.ones(2, 4)}).loss is not None
 
 
 @pytest.mark.parametrize("loss", [None, 0.5])
-def test_a_loss_function_that_returns_no_tensor_is_named(loss: Any) -> None:
+def test_loss_fn_rejects_non_tensor(loss: Any) -> None:
     unit = ModelUnit(nn.Linear(4, 1), lambda outputs, labels: loss)
     with pytest.raises(DataError, match=r"`loss_fn` returned (NoneType|float)"):
         unit(nn.Linear(4, 1), (torch.ones(2, 4), torch.ones(2, 1)))
 
 
-def test_a_loss_function_that_fails_on_outputs_which_are_no_tensor_is_told_what_it_got() -> None:
+def test_loss_fn_error_reports_outputs() -> None:
     class Pair(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x), x
@@ -665,7 +665,7 @@ def test_a_loss_function_that_fails_on_outputs_which_are_no_tensor_is_told_what_
 
 
 @pytest.mark.parametrize("loss_fn", [None, F.mse_loss])
-def test_a_batch_without_what_forward_needs_names_it_and_the_keys_that_there_are(loss_fn: Any) -> None:
+def test_unit_missing_input_reports_keys(loss_fn: Any) -> None:
     with pytest.raises(DataError, match=r"forward\(\) needs 'input', and the batch has the keys 'x', 'labels'"):
         ModelUnit(nn.Linear(4, 1), loss_fn)(nn.Linear(4, 1), {"x": torch.ones(2, 4), "labels": torch.ones(2, 1)})
 
@@ -681,7 +681,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize("label", [1, -100])
-def test_a_loss_without_effect_goes_back_through_what_the_loss_was_computed_from(label: int) -> None:
+def test_zero_grad_loss_keeps_graph(label: int) -> None:
     def loss_fn(outputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(outputs["logits"], labels) + outputs["others"][0].square().mean()
 
@@ -697,7 +697,7 @@ def test_a_loss_without_effect_goes_back_through_what_the_loss_was_computed_from
 
 @pytest.mark.parametrize("batch", [{"x": X, "labels": Y}, (X, Y), [X, Y]])
 @pytest.mark.parametrize("returns_more", [False, True])
-def test_a_model_of_whole_batches_gets_all_of_one_as_its_only_argument(batch: Any, returns_more: bool) -> None:
+def test_unit_of_whole_batches(batch: Any, returns_more: bool) -> None:
     class Whole(Scores):
         def forward(self, data: Any, scale: float = 1.0) -> Any:
             x, y = data.values() if isinstance(data, dict) else data

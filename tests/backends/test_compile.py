@@ -40,7 +40,7 @@ def make(kind: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
     return kind(model, *args, train_dataset=rows(24), eval_dataset=rows(8), **options)
 
 
-def test_a_compiled_run_has_the_numbers_and_the_checkpoints_of_a_plain_one(kind: Any, tmp_path: Path) -> None:
+def test_compiled_run_equals_plain(kind: Any, tmp_path: Path) -> None:
     torch.compiler.reset()
     compiler, plain, model = Counting(), t16(dropout=0.2), t16(dropout=0.2)
     expected = make(kind, plain, epochs=3).train()
@@ -55,7 +55,7 @@ def test_a_compiled_run_has_the_numbers_and_the_checkpoints_of_a_plain_one(kind:
     make(kind, t16(dropout=0.2), **{**options, "compile": False, "epochs": 4}).train(resume_from="auto")
 
 
-def test_a_model_that_is_assigned_is_compiled_too(kind: Any) -> None:
+def test_compiled_assigned_model(kind: Any) -> None:
     torch.compiler.reset()
     compiler, other = Counting(), t16(seed=1)
     trainer = make(kind, t16(), compile={"backend": compiler}, epochs=1)
@@ -72,12 +72,12 @@ def test_a_model_that_is_assigned_is_compiled_too(kind: Any) -> None:
         ({"compile": True, "unit": Holding(t16()), "loss_fn": None}, "compile.*unit"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(kind: Any, options: dict[str, Any], words: str) -> None:
+def test_compile_rejects_wrong_values(kind: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make(kind, t16(), **options)
 
 
-def test_what_is_compiled_already_is_refused(kind: Any, tmp_path: Path) -> None:
+def test_compile_rejects_compiled_model(kind: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="compiled already"):
         make(kind, torch.compile(t16(), backend="eager"), compile=True)  # type: ignore[arg-type]
     if kind is HFTrainer:

@@ -19,14 +19,14 @@ def runner() -> Runner:
     return Runner(nn.Linear(2, 1))
 
 
-def test_a_runner_calls_the_model_as_it_is_called() -> None:
+def test_runner_calls_model() -> None:
     wrapped, x = runner(), torch.ones(3, 2)
     assert torch.equal(wrapped(x), wrapped._orig_mod(x))
     assert torch.equal(wrapped(input=x), wrapped._orig_mod(x))
     assert [name for name, _ in wrapped.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]
 
 
-def test_a_runner_runs_what_it_is_given_on_the_model_and_shows_its_tensors() -> None:
+def test_runner_runs_function_and_shows_tensors() -> None:
     wrapped, x = runner(), torch.ones(3, 2)
 
     def run(model: nn.Module, batch: Any) -> StepOutput:
@@ -39,11 +39,11 @@ def test_a_runner_runs_what_it_is_given_on_the_model_and_shows_its_tensors() -> 
     assert isinstance(output, StepOutput) and torch.equal(output.required_loss(), inside["loss"])
 
 
-def test_what_is_no_step_output_is_handed_through() -> None:
+def test_runner_passes_other_outputs() -> None:
     assert run_through(runner(), lambda model, batch: batch + 1, 3) == 4
 
 
-def test_only_a_forward_pass_with_gradients_counts_as_one() -> None:
+def test_runner_counts_forward_with_gradients() -> None:
     wrapped = runner()
     with torch.no_grad():
         wrapped(torch.ones(1, 2))
@@ -52,7 +52,7 @@ def test_only_a_forward_pass_with_gradients_counts_as_one() -> None:
     assert wrapped.has_run
 
 
-def test_an_update_after_no_forward_pass_through_ddp_is_an_error() -> None:
+def test_update_without_ddp_forward_raises() -> None:
     backend: Any = DDP.__new__(DDP)
     backend.check_reduced()  # one rank: nothing to average
     backend._ddp, backend.ranks = SimpleNamespace(module=runner()), SimpleNamespace(world_size=2)

@@ -15,20 +15,20 @@ from omnitrain.backends.deepspeed import adopt_config, fill_config
 from omnitrain.backends.zero import LossScale
 
 
-def test_a_misspelt_entry_of_the_configuration_is_refused_with_the_right_one() -> None:
+def test_deepspeed_config_misspelt_suggests_nearest() -> None:
     pytest.importorskip("deepspeed")
     plugin = SimpleNamespace(deepspeed_config={"zero_optimisation": {"stage": 3}})
     with pytest.raises(ConfigError, match=r"'zero_optimisation', which it ignores. Did you mean 'zero_optimization'"):
         adopt_config(plugin, {})
 
 
-def test_entries_that_deepspeed_has_are_taken() -> None:
+def test_deepspeed_config_accepts_known_entries() -> None:
     pytest.importorskip("deepspeed")
     known = ["zero_optimization", "train_batch_size", "wall_clock_breakdown", "flops_profiler", "bf16", "my_own_notes"]
     adopt_config(SimpleNamespace(deepspeed_config={name: {} for name in known if name != "train_batch_size"}), {})
 
 
-def test_a_loss_scale_of_the_configuration_is_left_alone_and_contradicts_the_argument() -> None:
+def test_deepspeed_config_loss_scale_conflict() -> None:
     def own() -> Any:
         counts = {"cur_iter": 7, "last_overflow_iter": 1, "cur_hysteresis": 2, "delayed_shift": 2}
         return SimpleNamespace(cur_scale=256.0, scale_window=4, scale_factor=2.0, min_scale=1, dynamic=True, **counts)
@@ -50,7 +50,7 @@ def test_a_loss_scale_of_the_configuration_is_left_alone_and_contradicts_the_arg
     assert left.cur_iter - left.last_overflow_iter - 1 == 3
 
 
-def test_sums_of_gradients_in_two_dtypes_are_refused() -> None:
+def test_fsdp_rejects_sums_in_two_dtypes() -> None:
     plugin = SimpleNamespace(deepspeed_config={"communication_data_type": "fp16"})
     with pytest.raises(ConfigError, match=r"communication_data_type='fp16', and `dtypes` sets 'reductions' to 'bf16'"):
         fill_config(plugin, 8, None, 1, "bf16")
@@ -58,7 +58,7 @@ def test_sums_of_gradients_in_two_dtypes_are_refused() -> None:
     assert plugin.deepspeed_config["communication_data_type"] == "fp16"
 
 
-def test_sums_of_gradients_beside_a_policy_of_the_fsdp_plugin_are_refused() -> None:
+def test_fsdp_rejects_sums_with_policy() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
     with pytest.raises(ConfigError, match="'reductions' to 'bf16', and `fsdp_plugin` has a mixed_precision_policy"):
