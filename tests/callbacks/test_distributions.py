@@ -1,4 +1,4 @@
-"""Numbers and histograms of weights, gradients, updates and activations."""
+"""Statistics and histograms of weights, gradients, updates and activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERYTHING = ("weights", "gradients", "updates", "activations")
 
 
 class ByHand(Callback):
-    """Copies weights and gradients around the second step, and keeps what is logged and reported of it."""
+    """Copies weights and gradients around the second step, and what is logged and reported of it."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, np.ndarray[Any, Any]] = {}
@@ -26,14 +26,14 @@ class ByHand(Callback):
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
         if trainer.progress.step == 1:
-            for name, one in trainer.model.named_parameters():
-                self.tensors[f"gradients/{name}"] = one.grad.numpy().copy()
-                self.tensors[f"before/{name}"] = one.detach().numpy().copy()
+            for name, parameter in trainer.model.named_parameters():
+                self.tensors[f"gradients/{name}"] = parameter.grad.numpy().copy()
+                self.tensors[f"before/{name}"] = parameter.detach().numpy().copy()
 
     def on_step_end(self, trainer: Any) -> None:
         if trainer.progress.step == 2:
-            for name, one in trainer.model.named_parameters():
-                self.tensors[f"weights/{name}"] = one.detach().numpy().copy()
+            for name, parameter in trainer.model.named_parameters():
+                self.tensors[f"weights/{name}"] = parameter.detach().numpy().copy()
                 self.tensors[f"updates/{name}"] = self.tensors[f"weights/{name}"] - self.tensors[f"before/{name}"]
 
     def on_log(self, trainer: Any, logs: Mapping[str, float]) -> None:
@@ -55,28 +55,31 @@ def trained(kind: Any, *callbacks: Callback, **options: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("kind", [Trainer, AccelerateTrainer, HFTrainer])
-def test_numbers_and_histograms_are_those_of_numpy(kind: Any) -> None:
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+def test_statistics_and_histograms_equal_numpy(trainer_class: Any) -> None:
     hand = ByHand()
-    trained(kind, hand, Distributions(of=EVERYTHING, every="2ba", bins=8), max_grad_norm=0.05)
-    for name, one in hand.tensors.items():
-        what, _, rest = name.partition("/")
-        if what == "before":
+    trained(trainer_class, hand, Distributions(of=EVERYTHING, every="2ba", bins=8), max_grad_norm=0.05)
+    for name, values in hand.tensors.items():
+        kind, _, parameter = name.partition("/")
+        if kind == "before":
             continue
         expected = {
-            "norm": np.linalg.norm(one), "mean": one.mean(), "std": one.std(), "min": one.min(), "max": one.max(),
+            "norm": np.linalg.norm(values), "mean": values.mean(), "std": values.std(), "min": values.min(),
+            "max": values.max(),
         }  # fmt: skip
         for statistic, value in expected.items():
-            assert hand.row[f"{what}_{statistic}/{rest}"] == pytest.approx(value, rel=1e-9, abs=1e-12)
-        found = hand.reports[name]
-        if one.size > 1:
-            assert list(found.counts) == np.histogram(one, found.edges)[0].tolist()
-        assert (found.low, found.high, found.total) == pytest.approx((one.min(), one.max(), one.sum()))
+            assert hand.row[f"{kind}_{statistic}/{parameter}"] == pytest.approx(value, rel=1e-9, abs=1e-12)
+        histogram = hand.reports[name]
+        if values.size > 1:
+            assert list(histogram.counts) == np.histogram(values, histogram.edges)[0].tolist()
+        assert (histogram.low, histogram.high, histogram.total) == pytest.approx(
+            (values.min(), values.max(), values.sum())
+        )
     ratio = np.linalg.norm(hand.tensors["updates/0.weight"]) / np.linalg.norm(hand.tensors["before/0.weight"])
     assert hand.row["update_ratio/0.weight"] == pytest.approx(ratio, rel=1e-9)
 
 
-def test_units_that_are_zero_over_the_whole_step_are_dead() -> None:
+def test_activations_that_are_zero_in_a_full_step_are_dead() -> None:
     hand, model = ByHand(), t16()
     with torch.no_grad():
         model[0].bias[:4] = -100.0  # type: ignore[index]
@@ -94,18 +97,16 @@ def test_units_that_are_zero_over_the_whole_step_are_dead() -> None:
     assert not model[1]._forward_hooks  # type: ignore[index]
 
 
-def test_what_is_not_there_or_cannot_be_seen_is_refused() -> None:
-    with pytest.raises(ConfigError, match="`match='nothing'` of Distributions is found in no name"):
-        trained(Trainer, Distributions("nothing"))
-    with pytest.raises(ConfigError, match=r"`of` must hold some of 'weights', .*Did you mean 'weights'"):
-        Distributions(of=("weigths",))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`bins` must be an even number"):
-        Distributions(bins=3)
-    with pytest.raises(ConfigError, match="a compiled model does not call the hooks"):
-        trained(Trainer, Distributions(of="activations"), compile={"backend": "eager"})
+def test_distributions_are_checked_against_the_model() -> None:
+    for distributions, options, message in (
+        (Distributions("nothing"), {}, "`match='nothing'` of Distributions is found in no name"),
+        (Distributions(of="activations"), {"compile": {"backend": "eager"}}, "compiled model does not call the hooks"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trained(Trainer, distributions, **options)
 
 
-def test_the_console_leaves_the_numbers_of_each_parameter_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_omits_statistics_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     trained(Trainer, Distributions("^0"), progress_bar=None)
     printed = capsys.readouterr().out
     assert "loss" in printed

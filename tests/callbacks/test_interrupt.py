@@ -1,4 +1,4 @@
-"""Signals as the main process takes them: what is one request, what is a second one, and who is meant."""
+"""Signals to the main process, forked processes and data workers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_same_signal_at_once_again_is_one_request(
+def test_same_signal_within_half_a_second_is_one_request(
     number: signal.Signals, interrupt: Interrupt, trainer: Any, clock: Clock, capfd: pytest.CaptureFixture[str]
 ) -> None:
     send(number)
@@ -68,7 +68,7 @@ def test_the_same_signal_at_once_again_is_one_request(
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_the_second_signal_leaves_at_once(
+def test_second_signal_exits_at_once(
     number: signal.Signals, error: type[BaseException], interrupt: Interrupt, clock: Clock
 ) -> None:
     send(number)
@@ -77,7 +77,7 @@ def test_the_second_signal_leaves_at_once(
         send(number)
 
 
-def test_another_signal_is_the_second_one_however_soon(interrupt: Interrupt) -> None:
+def test_second_signal_of_another_kind_exits_at_once(interrupt: Interrupt) -> None:
     send(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
@@ -93,7 +93,7 @@ def test_signals_of_an_earlier_run_do_not_count(interrupt: Interrupt, trainer: A
 
 
 def in_a_fork(action: Any) -> int:
-    """Do something in a forked process, and return its exit code, or minus the signal that it died of."""
+    """Run a function in a forked process; return its exit code, or minus the signal that ended it."""
     child = os.fork()
     if not child:
         code = 1
@@ -104,8 +104,9 @@ def in_a_fork(action: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_a_forked_process_leaves_the_signal_to_its_parent(
+def test_signal_to_a_forked_process_is_ignored(
     number: signal.Signals, interrupt: Interrupt, trainer: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def action() -> bool:
@@ -116,13 +117,14 @@ def test_a_forked_process_leaves_the_signal_to_its_parent(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.processes
 def test_sigterm_ends_a_forked_process(interrupt: Interrupt, capfd: pytest.CaptureFixture[str]) -> None:
     assert in_a_fork(lambda: send(signal.SIGTERM)) == -signal.SIGTERM
     assert capfd.readouterr().err == ""
 
 
 @pytest.fixture
-def torchs_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def torch_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The handler that torch's DataLoader installs, to which a worker is always dead."""
 
     def fails() -> None:
@@ -136,27 +138,25 @@ def torchs_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     signal.signal(signal.SIGCHLD, handler)
 
 
-def test_dead_workers_disturb_no_step_after_a_signal(torchs_handler: Any, interrupt: Interrupt, trainer: Any) -> None:
+@pytest.mark.processes
+def test_dead_workers_after_a_signal_are_ignored(torch_handler: Any, interrupt: Interrupt, trainer: Any) -> None:
     with pytest.raises(RuntimeError, match="killed by signal"):
         send(signal.SIGCHLD)
     send(signal.SIGTERM)
     send(signal.SIGCHLD)
     interrupt.on_train_end(trainer)
-    assert signal.getsignal(signal.SIGCHLD) is torchs_handler
+    assert signal.getsignal(signal.SIGCHLD) is torch_handler
 
 
-def failing() -> Iterator[int]:
-    yield 1
-    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+@pytest.mark.parametrize("reason", ["signal", "requested", ""])
+def test_until_signal_ends_with_a_loader_error_after_a_signal(reason: str, trainer: Any) -> None:
+    def failing() -> Iterator[int]:
+        yield 1
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
 
-
-def test_an_error_of_the_loader_after_a_signal_is_the_end_of_its_data(trainer: Any) -> None:
-    trainer.control.stop = "signal"
-    assert list(until_signal(failing(), trainer.control)) == [1]
-
-
-@pytest.mark.parametrize("reason", ["", "requested"])
-def test_an_error_of_the_loader_without_a_signal_is_an_error(reason: str, trainer: Any) -> None:
     trainer.control.stop = reason
-    with pytest.raises(RuntimeError, match="killed by signal"):
-        list(until_signal(failing(), trainer.control))
+    if reason == "signal":
+        assert list(until_signal(failing(), trainer.control)) == [1]
+    else:
+        with pytest.raises(RuntimeError, match="killed by signal"):
+            list(until_signal(failing(), trainer.control))

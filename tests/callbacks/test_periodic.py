@@ -1,10 +1,10 @@
-"""Work at intervals of a run: when it is done, what is restored, errors, limits, and texts of a model."""
+"""Work at intervals of a run, and generated texts."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from omnitrain import (
 TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 
 
-class Seen(Callback):
-    """Keeps rows and reports."""
+class Rows(Callback):
+    """Collects rows and reports."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -57,29 +57,29 @@ def draws(trainer: Any) -> dict[str, float]:
     return {"drawn": float(torch.rand(()))}
 
 
+def last_step(trainer: Any) -> dict[str, float]:
+    return {"last_step": trainer.progress.step}
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_a_run_is_the_same_to_the_bit_with_all_of_them(kind: Any) -> None:
-    seen = Seen()
+def test_periodic_work_changes_no_weights(kind: Any) -> None:
+    listener = Rows()
     watched = trained(
-        kind, seen, Periodic(draws, "3ba"), Preview([1], "1ep", function=lambda model, prompt: str(torch.rand(()))),
+        kind, listener, Periodic(draws, "3ba"), Periodic(last_step, "1ep"),
+        Preview([1], "1ep", function=lambda model, prompt: str(torch.rand(()))),
         Distributions(of=("weights", "gradients", "updates", "activations")),
     )  # fmt: skip
     assert watched.model.training
     assert same(weights(watched.model), weights(trained(kind).model))
-    assert [row["step"] for row in seen.rows if "drawn" in row] == [3, 6, 9, 12]
-    assert [step for step, values in seen.reports if "preview/0" in values] == [6, 12]
-    assert [row["step"] for row in seen.rows if "weights_norm/0.weight" in row] == [2, 4, 6, 8, 10, 12]
-
-
-def test_values_at_the_end_of_an_epoch_are_in_the_row_of_its_last_step() -> None:
-    seen = Seen()
-    trained(Trainer, seen, Periodic(draws, "1ep"))
-    assert [row["step"] for row in seen.rows if "drawn" in row] == [6, 12]
+    assert [row["step"] for row in listener.rows if "drawn" in row] == [3, 6, 9, 12]
+    assert [(row["step"], row["last_step"]) for row in listener.rows if "last_step" in row] == [(6, 6), (12, 12)]
+    assert [step for step, values in listener.reports if "preview/0" in values] == [6, 12]
+    assert [row["step"] for row in listener.rows if "weights_norm/0.weight" in row] == [2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.parametrize("every", ["1ep", "3ba"])
 @pytest.mark.parametrize("stop", [4, 6])
-def test_after_a_resume_nothing_is_done_twice_or_left_out(every: str, stop: int, tmp_path: Path) -> None:
+def test_resumed_run_repeats_and_skips_no_work(every: str, stop: int, tmp_path: Path) -> None:
     steps: list[int] = []
 
     def note(trainer: Any) -> None:
@@ -90,7 +90,7 @@ def test_after_a_resume_nothing_is_done_twice_or_left_out(every: str, stop: int,
     assert steps == ([6, 12] if every == "1ep" else [3, 6, 9, 12])
 
 
-def test_work_of_an_epoch_is_not_repeated_from_a_checkpoint_on_its_last_step(tmp_path: Path) -> None:
+def test_resume_at_the_end_of_an_epoch_repeats_no_work(tmp_path: Path) -> None:
     steps: list[int] = []
 
     def note(trainer: Any) -> None:
@@ -106,50 +106,52 @@ def failing(trainer: Any) -> None:
     raise ValueError("no such benchmark")
 
 
-def test_an_error_is_told_of_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        trained(Trainer, Periodic(failing, 4))
-    assert caplog.text.count("Periodic(failing) failed at step") == 3
-    assert "the run goes on: ValueError: no such benchmark" in caplog.text
+@pytest.mark.parametrize(("policy", "count"), [("warn", 3), ("disable", 1), ("raise", 0)])
+def test_periodic_errors_are_handled_by_on_error(policy: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    periodic = Periodic(failing, 4) if policy == "warn" else Periodic(failing, 4, on_error=policy)
+    expectation = pytest.raises(ValueError, match="no such benchmark") if policy == "raise" else nullcontext()
+    with caplog.at_level(logging.WARNING, "omnitrain"), expectation:
+        trained(Trainer, periodic)
+    assert caplog.text.count("Periodic(failing) failed at step") == count
+    assert ("the run goes on: ValueError: no such benchmark" in caplog.text) == (policy != "raise")
 
 
-def test_an_error_disables_it_or_ends_the_run_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        trained(Trainer, Periodic(failing, 4, on_error="disable"))
-    assert caplog.text.count("Periodic(failing) failed at step") == 1
-    with pytest.raises(ValueError, match="no such benchmark"):
-        trained(Trainer, Periodic(failing, 4, on_error="raise"))
+def test_timeout_ends_a_generator_and_fails_a_function(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
 
-
-def test_work_that_yields_ends_at_the_limit_and_other_work_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     def parts(trainer: Any) -> Iterator[dict[str, float]]:
         yield {"first": 1.0}
-        time.sleep(0.3)
+        clock[0] += 0.3
         yield {"second": 2.0}
-        raise AssertionError("it goes on after its limit")
+        raise AssertionError("it continues after its limit")
 
     def slow(trainer: Any) -> dict[str, float]:
-        time.sleep(0.3)
+        clock[0] += 0.3
         return {"slow": 1.0}
 
-    seen = Seen()
+    listener = Rows()
     with caplog.at_level(logging.WARNING, "omnitrain"):
-        trained(Trainer, seen, Periodic(parts, 12, timeout=0.2), Periodic(slow, 12, timeout=0.2))
-    (row,) = (row for row in seen.rows if "first" in row)
+        trained(Trainer, listener, Periodic(parts, 12, timeout=0.2), Periodic(slow, 12, timeout=0.2))
+    (row,) = (row for row in listener.rows if "first" in row)
     assert row["second"] == 2.0 and "slow" not in row
     assert "was ended at step 12 by `timeout=0.2`" in caplog.text
     assert "it took longer than `timeout=0.2` seconds" in caplog.text
 
 
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="`on_error` must be 'raise', 'warn' or 'disable', got 'warm'"):
-        Periodic(draws, 1, on_error="warm")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`timeout` must be a time"):
-        Periodic(draws, 1, timeout="3ep")
-    with pytest.raises(ConfigError, match="`prompts` must be a list"):
-        Preview("text", 1)
-    with pytest.raises(ConfigError, match="needs a model with a method `generate`, which Sequential has not"):
-        trained(Trainer, Preview([[1]], 1))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: trained(Trainer, Preview([[1]], 1)), "a model with a method `generate`, which Sequential has not"),
+        (lambda: texts_of(Trainer, Preview(["5"], 1)), "holds texts, and there is no tokenizer"),
+    ],
+    ids=["model", "tokenizer"],
+)
+def test_preview_needs_generate_and_a_tokenizer(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 # --- texts
@@ -166,17 +168,17 @@ class Words:
 
 
 def texts_of(kind: Any, *previews: Callback, **options: Any) -> tuple[Any, Any]:
-    seen = Seen()
+    listener = Rows()
     trainer = kind(
-        llama(), Tokens(8), batch_size=4, epochs=1, learning_rate=0.1, progress_bar=False, callbacks=[seen, *previews],
-        **options,
+        llama(), Tokens(8), batch_size=4, epochs=1, learning_rate=0.1, progress_bar=False,
+        callbacks=[listener, *previews], **options,
     )  # fmt: skip
     trainer.train()
-    return trainer, [values["preview/0"] for _, values in seen.reports]
+    return trainer, [values["preview/0"] for _, values in listener.reports]
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_texts_are_those_that_the_model_would_generate(kind: Any) -> None:
+def test_preview_texts_are_those_of_generate(kind: Any) -> None:
     trainer, texts = texts_of(kind, Preview(["5 6"], 1, 4, processing_class=Words(), do_sample=False))
     trainer.model.eval()
     ids = trainer.model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False)[0]
@@ -184,7 +186,7 @@ def test_texts_are_those_that_the_model_would_generate(kind: Any) -> None:
     assert texts[-1] == "words " + " ".join(map(str, ids.tolist()))
 
 
-def test_texts_are_of_the_averaged_weights() -> None:
+def test_preview_uses_averaged_weights() -> None:
     norms: list[float] = []
 
     def note(model: Any, prompt: Any) -> str:
@@ -195,11 +197,6 @@ def test_texts_are_of_the_averaged_weights() -> None:
     assert norms == [float(trainer.model.lm_head.weight.detach().norm())]  # which the run leaves averaged
 
 
-def test_a_text_ends_at_the_limit_of_time() -> None:
+def test_preview_text_ends_at_the_timeout() -> None:
     _, texts = texts_of(Trainer, Preview([[5, 6]], 2, 50, timeout=0.000001))
     assert len(texts[0].split()) == 3  # of the prompt, and one more
-
-
-def test_texts_need_a_tokenizer() -> None:
-    with pytest.raises(ConfigError, match="holds texts, and there is no tokenizer"):
-        texts_of(Trainer, Preview(["5"], 1))

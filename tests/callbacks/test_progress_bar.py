@@ -1,3 +1,5 @@
+"""The progress bar: plain lines, and a bar on a terminal."""
+
 from __future__ import annotations
 
 import io
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain import ConfigError, EarlyStopping, MetricsDict
+from omnitrain import EarlyStopping, MetricsDict
 from omnitrain.callbacks import progress_bar
 from omnitrain.callbacks.progress_bar import ProgressBar
 from omnitrain.distributed import Ranks
@@ -19,6 +21,8 @@ from omnitrain.duration import Duration
 from omnitrain.events import Histogram
 from omnitrain.objective import Objective
 from omnitrain.progress import Progress
+
+ESCAPES = r"\x1b\[[0-9;?]*[a-zA-Z]"
 
 
 class Steps:
@@ -32,14 +36,14 @@ class Steps:
         return min(progress.step / self.total, 1.0)
 
 
-def make_trainer(total: int = 60, **changes: Any) -> Any:
+def make_trainer(total: int = 60, step: int = 0, **changes: Any) -> Any:
     config = {
         "model": "torch.nn.Linear", "autocast": "fp32", "batch_size": 3, "global_batch_size": 3, "save_steps": None,
         "gradient_accumulation_steps": 1, "samples_per_epoch": 30, "lr_scheduler": None, "optimizer": "torch.optim.SGD",
     }  # fmt: skip
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(
-        progress=Progress(epoch_size=30), is_main_process=True, total_steps=total, limits=Steps(total),
+        progress=Progress(epoch_size=30, step=step), is_main_process=True, total_steps=total, limits=Steps(total),
         settings=SimpleNamespace(
             callbacks=(), patience=None, early_stopper=None, save_only_model=False, lr_scheduler=None
         ),
@@ -50,9 +54,15 @@ def make_trainer(total: int = 60, **changes: Any) -> Any:
         resolved_config=lambda: config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         lr_scheduler=None, device=torch.device("cpu"), world_size=1, ranks=Ranks(),
     )  # fmt: skip
-    for name, value in changes.items():
-        setattr(trainer, name, value)
+    vars(trainer).update(changes)
     return trainer
+
+
+def start(trainer: Any, stream: Any = None, enabled: bool | None = None, **options: Any) -> ProgressBar:
+    """Return a progress bar at the start of a run."""
+    bar = ProgressBar(enabled, stream, **options)
+    bar.on_train_start(trainer)
+    return bar
 
 
 def run_steps(bar: ProgressBar, trainer: Any, steps: int, log_steps: int = 10, eval_steps: int | None = None) -> None:
@@ -71,29 +81,34 @@ def run_steps(bar: ProgressBar, trainer: Any, steps: int, log_steps: int = 10, e
 
 def make_logs(trainer: Any) -> dict[str, float]:
     return {
-        "step": trainer.progress.step,
-        "epoch": trainer.progress.epochs,
-        "loss": 0.31214,
-        "learning_rate": 1.25e-4,
-        "grad_norm": 0.7123,
-        "samples_per_second": 1234.4,
-        "skipped_steps": 0,
-    }
+        "step": trainer.progress.step, "epoch": trainer.progress.epochs, "loss": 0.31214, "learning_rate": 1.25e-4,
+        "grad_norm": 0.7123, "samples_per_second": 1234.4, "skipped_steps": 0,
+    }  # fmt: skip
 
 
-def plain(steps: int = 60, trainer: Any = None, **kwargs: Any) -> list[str]:
-    stream = io.StringIO()
-    bar = ProgressBar(stream=stream)
+def run(stream: Any, steps: int = 0, trainer: Any = None, logs: Any = (), **options: Any) -> None:
+    """Run from start to end: `steps` with logs of their own, then the rows `logs`."""
     trainer = trainer or make_trainer()
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, steps, **kwargs)
+    bar = start(trainer, stream, options.pop("enabled", None))
+    run_steps(bar, trainer, steps, **options)
+    for row in logs:
+        bar.on_log(trainer, row)
     bar.on_train_end(trainer)
+
+
+def rows_of(*args: Any, **options: Any) -> list[str]:
+    """Return the lines between the first three and the last that a run writes to a file."""
+    stream = io.StringIO()
+    run(stream, *args, **options)
     return rows_in(stream.getvalue())
 
 
 def rows_in(text: str) -> list[str]:
-    """Return the lines between the first three and the last."""
     return [line for line in text.splitlines() if line.split("  ")[0] not in ("model", "train", "save", "end")]
+
+
+def titles(lines: list[str]) -> list[str]:
+    return [line.split("  ")[0] for line in lines]
 
 
 class Terminal:
@@ -104,6 +119,7 @@ class Terminal:
         self.stream = os.fdopen(slave, "w", encoding="utf-8")
 
     def text(self) -> str:
+        """Return what was written since the last call."""
         self.stream.flush()
         os.set_blocking(self.master, False)
         chunks = []
@@ -137,90 +153,82 @@ def clock(monkeypatch):
 # --- plain lines
 
 
-def test_a_file_gets_exactly_one_plain_line_per_log(monkeypatch):
+def test_plain_lines_are_one_per_log(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # CI systems set it; rich would take the file for a terminal
-    lines = plain(steps=60, log_steps=10)
-    assert len(lines) == 6
+    lines = rows_of(60)
     assert not re.search(r"[\r\x1b]", "\n".join(lines))
-    assert [line.split("  ")[0] for line in lines] == [f"step {step}/60" for step in (10, 20, 30, 40, 50, 60)]
+    assert titles(lines) == [f"step {step}/60" for step in (10, 20, 30, 40, 50, 60)]
 
 
-def test_a_plain_line_says_all_that_a_log_has():
-    assert plain(steps=60, log_steps=60) == [
+def test_plain_lines_show_a_full_log():
+    assert rows_of(60, log_steps=60) == [
         "step 60/60  epoch 6.00  loss 0.3121  lr 1.25e-04  grad_norm 0.712  1234 samples/s  elapsed 0:00:00"
         "  left 0:00:00"
     ]
 
 
-def test_each_evaluation_is_a_line_of_its_own_when_it_happens():
-    lines = plain(steps=30, log_steps=10, eval_steps=15)
-    assert [line.split("  ")[0] for line in lines] == [f"step {step}/60" for step in (10, 15, 20, 30, 30)]
+def test_plain_lines_show_each_evaluation_once():
+    lines = rows_of(30, eval_steps=15)
+    assert titles(lines) == [f"step {step}/60" for step in (10, 15, 20, 30, 30)]
     assert lines[1] == "step 15/60  epoch 1.50  eval_loss 0.4  eval_accuracy 0.015"
 
 
-def test_the_best_evaluation_so_far_is_marked():
+def test_plain_lines_mark_the_best_evaluation():
     trainer = make_trainer()
     trainer.lifecycle.improved = True
-    assert plain(steps=30, log_steps=60, eval_steps=15, trainer=trainer)[0].endswith("eval_accuracy 0.015  (best)")
+    assert rows_of(30, log_steps=60, eval_steps=15, trainer=trainer)[0].endswith("eval_accuracy 0.015  (best)")
 
 
-def test_a_line_is_printed_when_its_step_ends():
+def test_plain_lines_are_written_when_a_step_ends():
+    """They are there before the run ends or fails, and only once."""
     stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
+    bar = start(trainer, stream)
     run_steps(bar, trainer, 10)
     assert rows_in(stream.getvalue())[0].startswith("step 10/60")
-
-
-def test_a_line_is_printed_when_the_training_fails():
-    stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 10)
     bar.on_exception(trainer, RuntimeError())
     bar.on_train_end(trainer)
     assert stream.getvalue().count("step 10/60") == 1
 
 
-def test_a_run_of_unknown_steps_shows_its_fraction():
-    assert plain(steps=30, log_steps=30, trainer=make_trainer(total_steps=None))[0].startswith("step 30 (50%)")
+@pytest.mark.parametrize(
+    ("logs", "shown"),
+    [
+        (
+            {"step": 1, "skipped_steps": 2, "loss_scale": 1024.0, "tokens_per_second": 7.25},
+            "skipped_steps 2  loss_scale 1024  7.25 tokens/s",
+        ),
+        ({"step": 1, "loss": float("nan"), "samples_per_second": float("inf")}, "loss nan  inf samples/s"),
+        ({"step": 0}, "step 0/60  elapsed 0:00:00  left -:--:--"),
+    ],
+    ids=["skipped steps", "not finite", "no time left yet"],
+)
+def test_plain_lines_show_values(logs, shown):
+    (line,) = rows_of(logs=[logs])
+    assert shown in line
 
 
-def test_skipped_steps_and_the_loss_scale_are_shown_when_there_are_some():
-    stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
-    bar.on_log(trainer, {"step": 1, "skipped_steps": 2, "loss_scale": 1024.0, "tokens_per_second": 7.25})
-    assert "skipped_steps 2  loss_scale 1024  7.25 tokens/s" in stream.getvalue()
+def test_plain_lines_show_the_fraction_of_unknown_steps():
+    assert rows_of(30, log_steps=30, trainer=make_trainer(total_steps=None))[0].startswith("step 30 (50%)")
 
 
-def test_a_non_finite_loss_is_shown_as_it_is():
-    stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
-    bar.on_log(trainer, {"step": 1, "loss": float("nan"), "samples_per_second": float("inf")})
-    bar.on_train_end(trainer)
-    assert "loss nan  inf samples/s" in stream.getvalue()
-
-
-def test_the_time_left_comes_from_the_pace_of_this_part_of_a_resumed_run(clock):
-    stream, trainer = io.StringIO(), make_trainer(total=100)
-    trainer.progress.step = 50
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
+def test_time_left_is_by_the_pace_since_the_resume(clock):
+    stream, trainer = io.StringIO(), make_trainer(total=100, step=50)
+    bar = start(trainer, stream)
     clock.now += 20 * 60.0
     run_steps(bar, trainer, 10)
-    bar.on_train_end(trainer)
-    assert "step 60/100" in stream.getvalue() and "elapsed 0:20:00  left 1:20:00" in stream.getvalue()
+    (line,) = rows_in(stream.getvalue())
+    assert line.startswith("step 60/100") and "elapsed 0:20:00  left 1:20:00" in line
 
 
-@pytest.mark.parametrize("how", [{"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}])
-def test_the_time_left_is_a_bound_where_the_run_may_stop_early(clock, how):
-    trainer = make_trainer(total=100)
-    vars(trainer.settings).update(how)
-    bar, stream = ProgressBar(stream=io.StringIO()), io.StringIO()
-    bar.stream = stream
-    bar.on_train_start(trainer)
+@pytest.mark.parametrize(
+    "settings",
+    [{"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}],
+    ids=["patience", "stopper", "callback"],
+)
+def test_time_left_is_a_bound_with_early_stopping(clock, settings):
+    stream, trainer = io.StringIO(), make_trainer(total=100)
+    vars(trainer.settings).update(settings)
+    bar = start(trainer, stream)
     clock.now += 20 * 60.0
     run_steps(bar, trainer, 10)
     assert rows_in(stream.getvalue())[-1].endswith("left at most 3:00:00")
@@ -228,124 +236,95 @@ def test_the_time_left_is_a_bound_where_the_run_may_stop_early(clock, how):
     assert rows_in(stream.getvalue())[-1].endswith("left 0:00:00")
 
 
-def test_the_time_left_is_unknown_before_the_first_fraction():
-    stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
-    bar.on_log(trainer, {"step": 0})
-    bar.on_train_end(trainer)
-    assert rows_in(stream.getvalue()) == ["step 0/60  elapsed 0:00:00  left -:--:--"]
-
-
-def test_a_test_outside_the_training_is_a_line_of_its_own():
-    stream, trainer = io.StringIO(), make_trainer()
-    ProgressBar(stream=stream).on_log(trainer, {"test_loss": 0.25, "test_accuracy": 0.875})
+def test_test_metrics_outside_a_run_are_a_line():
+    stream = io.StringIO()
+    ProgressBar(stream=stream).on_log(make_trainer(), {"test_loss": 0.25, "test_accuracy": 0.875})
     assert stream.getvalue() == "test_loss 0.25  test_accuracy 0.875\n"
 
 
-@pytest.mark.parametrize("enabled", [None, True])
-def test_other_ranks_print_nothing(enabled):
-    stream, trainer = io.StringIO(), make_trainer(is_main_process=False)
-    bar = ProgressBar(enabled, stream)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 20, eval_steps=10)
-    bar.on_log(trainer, {"test_loss": 1.0})
-    bar.on_train_end(trainer)
-    assert stream.getvalue() == ""
+@pytest.mark.parametrize("enabled", [None, True, False])
+def test_other_ranks_and_disabled_bars_print_nothing(enabled, capsys):
+    stream = None if enabled is False else io.StringIO()
+    trainer = make_trainer(is_main_process=enabled is False)
+    run(stream, 20, trainer, [{"test_loss": 1.0}], eval_steps=10, enabled=enabled)
+    assert not (stream and stream.getvalue()) and capsys.readouterr() == ("", "")
 
 
-def test_a_disabled_bar_prints_nothing(capsys):
-    trainer = make_trainer()
-    bar = ProgressBar(enabled=False)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 20, eval_steps=10)
-    bar.on_log(trainer, {"test_loss": 1.0})
-    bar.on_train_end(trainer)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_stdout_is_looked_up_when_the_training_starts(capsys):
-    bar, trainer = ProgressBar(), make_trainer()
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 10)
-    bar.on_train_end(trainer)
+def test_stdout_is_looked_up_at_the_start(capsys):
+    run(None, 10)
     assert rows_in(capsys.readouterr().out)[0].startswith("step 10/60")
 
 
-def test_rows_are_shown_at_an_interval_of_their_own():
+def test_every_is_an_interval_of_rows():
     stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream, every="25ba")
-    bar.on_train_start(trainer)
+    bar = start(trainer, stream, every="25ba")
     run_steps(bar, trainer, 55)
     trainer.lifecycle.is_closing = True  # the last row is shown in any case
     bar.on_log(trainer, make_logs(trainer))
-    assert [line.split("  ")[0] for line in rows_in(stream.getvalue())] == ["step 30/60", "step 50/60", "step 55/60"]
+    assert titles(rows_in(stream.getvalue())) == ["step 30/60", "step 50/60", "step 55/60"]
 
 
-@pytest.mark.parametrize("every", ["25", 0, "fast", -3])
-def test_an_interval_that_is_none_is_refused(every):
-    with pytest.raises(ConfigError, match="`every` must be a positive duration"):
-        ProgressBar(every=every)
-
-
-def test_texts_that_a_callback_reports_are_shown_shortened_and_histograms_are_not():
+def test_reported_texts_are_shortened_and_histograms_omitted():
     stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
     histogram = Histogram((0.0, 1.0), (1,), 0.0, 1.0, 0.5, 0.25)
-    bar.on_report(trainer, {"preview/0": "Once\nupon " + "a time " * 100, "weights": histogram})
+    start(trainer, stream).on_report(trainer, {"preview/0": "Once\nupon " + "a time " * 100, "weights": histogram})
     (line,) = rows_in(stream.getvalue())
     assert line.startswith("preview/0: Once upon a time a time") and line.endswith("...") and len(line) == 311
 
 
-# --- a reader that is gone
+# --- a closed output
 
 
-def test_a_closed_stream_does_not_end_the_training():
+def test_closed_stream_does_not_end_the_run():
     stream, trainer = io.StringIO(), make_trainer()
-    bar = ProgressBar(stream=stream)
-    bar.on_train_start(trainer)
+    bar = start(trainer, stream)
     stream.close()
     run_steps(bar, trainer, 30)
     bar.on_train_end(trainer)
 
 
 @pytest.mark.parametrize("enabled", [None, True], ids=["lines", "bar"])
-def test_a_broken_pipe_does_not_end_the_training(enabled, clock):
+def test_broken_pipe_does_not_end_the_run(enabled, clock):
+    """After the error nothing more is written."""
     reader, writer = os.pipe()
     os.close(reader)
-    stream, trainer = os.fdopen(writer, "w"), make_trainer()
-    bar = ProgressBar(enabled, stream)
-    bar.on_train_start(trainer)
+    stream, writes = os.fdopen(writer, "w"), []
+    write = stream.write
+    stream.write = lambda text: writes.append(text) or write(text)
+    trainer = make_trainer()
+    bar = start(trainer, stream, enabled)
+    count = len(writes)
     run_steps(bar, trainer, 30)
     bar.on_log(trainer, {"test_loss": 1.0})
     bar.on_train_end(trainer)
-    assert bar._is_gone
+    assert len(writes) == count > 0
     with pytest.raises(BrokenPipeError):
         stream.close()
 
 
-def test_a_terminal_that_hangs_up_gives_stdout_back(terminal, clock, monkeypatch):
-    bar, trainer = ProgressBar(), make_trainer()
+def test_terminal_hangup_restores_stdout(terminal, clock, monkeypatch):
+    trainer = make_trainer()
+
+    def hang_up(text):
+        raise OSError("hung up")
+
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal.stream)
-        bar.on_train_start(trainer)
-        assert sys.stdout is not terminal.stream  # rich has taken it
-        patch.setattr(bar._bar.console, "_write_buffer", lambda: (_ for _ in ()).throw(OSError("hung up")))
+        bar = start(trainer)
+        assert sys.stdout is not terminal.stream  # rich has replaced it
+        terminal.stream.write = hang_up
         clock.now += 1
         run_steps(bar, trainer, 10)
-        assert bar._is_gone
         assert sys.stdout is terminal.stream
+        del terminal.stream.write
 
 
 # --- the bar
 
 
-def test_a_terminal_gets_a_bar_at_the_absolute_position(terminal):
-    trainer = make_trainer(total=600)
-    trainer.progress.step = 117
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
+def test_bar_is_at_the_absolute_position(terminal):
+    trainer = make_trainer(total=600, step=117)
+    bar = start(trainer, terminal.stream)
     assert "step 117/600" in terminal.text()
     run_steps(bar, trainer, 5)
     bar.on_train_end(trainer)
@@ -353,68 +332,56 @@ def test_a_terminal_gets_a_bar_at_the_absolute_position(terminal):
     assert "\r" in text and "step 122/600" in text.splitlines()[-2] + text.splitlines()[-1]
 
 
-def test_the_bar_shows_loss_evaluation_and_time_left(terminal):
-    trainer = make_trainer()
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 60, eval_steps=30)
-    bar.on_train_end(trainer)
+def test_bar_shows_the_run_and_has_evaluations_as_lines_above(terminal):
+    run(terminal.stream, 20, make_trainer(20), eval_steps=10)
     text = terminal.text()
     assert "loss 0.3121" in text and "eval_loss 0.4" in text and "elapsed 0:00:00  left 0:00:00" in text
-
-
-def test_an_evaluation_is_printed_as_a_line_above_the_bar(terminal):
-    trainer = make_trainer()
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 20, eval_steps=10)
-    bar.on_train_end(trainer)
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.text()).replace("\r\n", "\n").split("\n")
-    above = [line.split("\r")[-1] for line in lines if re.search(r"(^|\r)step \d+/60  epoch", line)]
+    lines = re.sub(ESCAPES, "", text).replace("\r\n", "\n").split("\n")
+    above = [line.split("\r")[-1] for line in lines if re.search(r"(^|\r)step \d+/20  epoch", line)]
     assert above == [
-        "step 10/60  epoch 1.00  eval_loss 0.4  eval_accuracy 0.01",
-        "step 20/60  epoch 2.00  eval_loss 0.4  eval_accuracy 0.02",
+        "step 10/20  epoch 1.00  eval_loss 0.4  eval_accuracy 0.01",
+        "step 20/20  epoch 2.00  eval_loss 0.4  eval_accuracy 0.02",
     ]
 
 
-def test_a_metric_name_is_no_markup(terminal):
+def test_bar_takes_metric_names_literally(terminal):
     trainer = make_trainer()
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
-    bar.on_eval_end(trainer, {"eval_f1[/b][red]": 0.5})
-    bar.on_train_end(trainer)
+    start(trainer, terminal.stream).on_eval_end(trainer, {"eval_f1[/b][red]": 0.5})
     assert terminal.text().count("eval_f1[/b][red] 0.5") >= 2  # above the bar, and in it
 
 
-def test_the_bar_is_drawn_at_most_ten_times_a_second(terminal, clock, monkeypatch):
-    trainer = make_trainer(total=10_000)
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
-    draws = []
-    monkeypatch.setattr(bar._bar, "refresh", lambda: draws.append(clock.now))
+def test_bar_is_drawn_at_most_ten_times_a_second(clock):
+    stream, trainer = io.StringIO(), make_trainer(total=10_000)
+    bar = start(trainer, stream, True)
+
+    def draws() -> int:
+        text = stream.getvalue()
+        stream.seek(0)
+        stream.truncate()
+        return text.count("/10000")
+
+    draws()
     for _ in range(1000):  # ten seconds of steps of 10 ms
         clock.now += 0.01
         run_steps(bar, trainer, 1, log_steps=10_000)
-    assert 90 <= len(draws) <= 100
-    draws.clear()
+    assert 90 <= draws() <= 100
     run_steps(bar, trainer, 1000, log_steps=1)  # the clock stands still
-    assert len(draws) <= 1
+    assert draws() <= 1
 
 
-def test_a_slow_step_shows_its_own_loss(terminal, clock):
+def test_bar_shows_the_loss_of_a_slow_step(terminal, clock):
     trainer = make_trainer()
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
+    bar = start(trainer, terminal.stream)
     clock.now += 60.0
     run_steps(bar, trainer, 1, log_steps=1)
     assert "loss 0.3121" in terminal.text()
 
 
-def test_an_exception_gives_the_terminal_back(terminal, monkeypatch):
-    bar, trainer = ProgressBar(), make_trainer()
+def test_bar_restores_the_terminal_after_an_exception(terminal, monkeypatch):
+    trainer = make_trainer()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal.stream)
-        bar.on_train_start(trainer)
+        bar = start(trainer)
         run_steps(bar, trainer, 5)
         bar.on_exception(trainer, RuntimeError())
         assert sys.stdout is terminal.stream
@@ -423,47 +390,32 @@ def test_an_exception_gives_the_terminal_back(terminal, monkeypatch):
         assert terminal.text().startswith("end    RuntimeError at step 5, epoch 0.50, after 0:00:00; nothing is saved")
 
 
-def test_what_the_user_prints_goes_above_the_bar(terminal, monkeypatch):
-    bar, trainer = ProgressBar(), make_trainer()
+def test_bar_leaves_prints_of_the_user_above_it(terminal, monkeypatch):
+    trainer = make_trainer()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal.stream)
-        bar.on_train_start(trainer)
+        bar = start(trainer)
         terminal.text()
         print("hello")
         assert re.match(r"\r\x1b\[2Khello\r\n", terminal.text())  # the bar is wiped first
         bar.on_train_end(trainer)
 
 
-def test_a_bar_on_another_stream_leaves_stdout_alone(terminal, capsys):
-    bar, trainer = ProgressBar(stream=terminal.stream), make_trainer()
-    bar.on_train_start(trainer)
+def test_bar_on_another_stream_leaves_stdout_unchanged(terminal, capsys):
+    trainer = make_trainer()
+    bar = start(trainer, terminal.stream)
     print("hello")
     bar.on_train_end(trainer)
-    assert capsys.readouterr().out == "hello\n"
-    assert "hello" not in terminal.text()
+    assert capsys.readouterr().out == "hello\n" and "hello" not in terminal.text()
 
 
-def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    trainer = make_trainer()
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 10)
-    bar.on_train_end(trainer)
-    text = terminal.text()
-    assert rows_in(text)[0].startswith("step 10/60  epoch 1.0") and "\x1b" not in text
-
-
-@pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])
-def test_a_terminal_without_control_codes_gets_lines(variable, terminal, monkeypatch):
-    monkeypatch.setenv(variable, {"NO_COLOR": "1", "TERM": "dumb"}[variable])
-    trainer = make_trainer()
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 10, eval_steps=10)
-    bar.on_train_end(trainer)
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_terminal_without_control_codes_gets_lines(variable, value, terminal, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    run(terminal.stream, 10, eval_steps=10)
     text = terminal.text()
     assert len(text.splitlines()) == 6 and "\x1b" not in text and "\r" not in text.replace("\r\n", "\n")
+    assert rows_in(text)[0].startswith("step 10/60  epoch 1.0")
 
 
 @pytest.mark.parametrize(
@@ -473,32 +425,28 @@ def test_a_terminal_without_control_codes_gets_lines(variable, terminal, monkeyp
         (80, ["loss 0.3121", "epoch 1.00", "elapsed 0:10:00", "left 0:50:00"], ["samples/s", "eval_"]),
         (160, ["loss 0.3121", "epoch 1.00", "lr 1.25e-04", "eval_loss 0.4", "1234 samples/s", "left 0:50:00"], []),
     ],
+    ids=["60", "80", "160"],
 )
-def test_a_narrow_terminal_has_fewer_words_and_still_a_bar(width, shown, hidden, terminal, clock, monkeypatch):
+def test_bar_fits_the_width_of_the_terminal(width, shown, hidden, terminal, clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     trainer = make_trainer()
-    bar = ProgressBar(stream=terminal.stream)
-    bar.on_train_start(trainer)
+    bar = start(trainer, terminal.stream)
     clock.now += 600.0
     run_steps(bar, trainer, 10, eval_steps=10)
     terminal.text()
-    bar._refresh(trainer)
-    (line,) = [one for one in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.text()).split("\r") if one.strip()]
+    bar.on_exception(trainer, RuntimeError())  # which draws it a last time
+    *_, line = [text for text in re.sub(ESCAPES, "", terminal.text()).split("\r") if text.strip()]
     assert len(line) <= width and "step 10/60" in line and re.search("[\u2501\u2578\u257a]{8}", line)
     assert [word for word in shown if word not in line] == [] and [word for word in hidden if word in line] == []
-    bar.on_train_end(trainer)
 
 
-def test_enabled_true_draws_the_bar_into_a_file():
-    stream, trainer = io.StringIO(), make_trainer(total_steps=None)
-    bar = ProgressBar(True, stream)
-    bar.on_train_start(trainer)
-    run_steps(bar, trainer, 30)
-    bar.on_train_end(trainer)
+def test_bar_is_drawn_into_a_file_if_enabled():
+    stream = io.StringIO()
+    run(stream, 30, make_trainer(total_steps=None), enabled=True)
     assert "\r" in stream.getvalue() and "step 30 (50%)" in stream.getvalue()
 
 
-def test_a_second_training_with_the_same_reporter_starts_over(terminal):
+def test_bar_starts_over_in_a_second_run(terminal):
     bar = ProgressBar(stream=terminal.stream)
     for _ in range(2):
         trainer = make_trainer()

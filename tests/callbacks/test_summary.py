@@ -1,4 +1,4 @@
-"""What a console shows of whole runs: on every trainer, in a pipe and on terminals of several widths, after signals."""
+"""Console output of full runs: on every trainer, in a pipe, on terminals, after signals."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from recipes import Keyed, KeyedModel, rows, t16
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, ProgressBar, Trainer
 
+TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 DIGITS = re.compile(r"\d:\d\d:\d\d|(?<=loss )\S+|(?<=grad_norm )\S+|\S+(?= samples/s)")
 
 
 def lines_of(text: str) -> list[str]:
-    """Return printed lines, with N for what differs from run to run."""
+    """Return printed lines, with N for values that differ between runs."""
     return [DIGITS.sub("N", line) for line in text.splitlines() if not line.startswith("[")]
 
 
@@ -38,8 +39,8 @@ def make(trainer_class: type = Trainer, **options: Any) -> Any:
     return trainer_class(model, train, test, **settings | {"gradient_accumulation_steps": 2} | options)
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
-def test_the_first_and_last_lines_of_a_run_and_its_resume(
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_summary_of_a_run_and_its_resume(
     trainer_class: type, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -71,9 +72,7 @@ def test_the_first_and_last_lines_of_a_run_and_its_resume(
     assert [line.split("  ")[0] for line in shown[3:]] == ["step 10/10", "step 10/10", "end"]
 
 
-def test_what_is_frozen_and_where_else_the_run_may_end_is_in_the_first_lines(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_summary_shows_frozen_parameters_streams_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     make(epochs=None, max_duration="30sp", freeze=["^0"], eval_steps=100, save_steps=None).train()
     shown = lines_of(capsys.readouterr().out)
     assert shown[0] == "model  Sequential, 97 parameters, 17 trained, 80 frozen; cpu, fp32"
@@ -81,62 +80,57 @@ def test_what_is_frozen_and_where_else_the_run_may_end_is_in_the_first_lines(
     assert shown[2] == "save   nothing, as there is no save_dir"
     assert shown[-1].startswith("end    max_duration is reached at step 8, epoch 1.")
 
-
-def test_a_stream_and_an_optimizer_of_the_user_are_in_the_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             yield from zip(*rows(8).tensors, strict=True)
 
     model = t16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    Trainer(
-        model, Stream(), loss_fn=F.mse_loss, batch_size=2, max_duration="16sp", optimizer=optimizer, device="cpu"
-    ).train()
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "batch_size": 2, "max_duration": "16sp", "device": "cpu"}
+    Trainer(model, Stream(), optimizer=optimizer, **options).train()
     second = capsys.readouterr().out.splitlines()[1]
     assert second == "train  samples as they come, 16sp; batch 2; SGD, lr 5.00e-01, constant"
 
 
-def test_the_last_line_says_what_ended_the_run_and_how_to_go_on(
+def test_summary_shows_the_stop_reason_and_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Ends(Callback):
-        def __init__(self, how: str) -> None:
-            self.how = how
+    class AtStep3(Callback):
+        def __init__(self, act: Any) -> None:
+            self.act = act
 
         def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 3 and self.how == "fails":
-                raise RuntimeError("no")
             if trainer.progress.step == 3:
-                trainer.stop() if self.how == "stops" else signal.raise_signal(signal.SIGINT)
+                self.act(trainer)
 
-    def last(error: type[BaseException] | None = None, how: str = "", **options: Any) -> str:
-        trainer = make(callbacks=[Ends(how)] if how else [], **options)
-        if error is None:
+    def interrupt(trainer: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def fail(trainer: Any) -> None:
+        raise RuntimeError("no")
+
+    def last(act: Any = None, error: type[BaseException] | None = None, **options: Any) -> str:
+        trainer = make(callbacks=[AtStep3(act)] if act else [], **options)
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
             trainer.train()
-        else:
-            with pytest.raises(error):
-                trainer.train()
         return lines_of(capsys.readouterr().out)[-1]
 
     monkeypatch.chdir(tmp_path)
-    at = "at step 3, epoch 0.60, after N"
-    assert last(how="stops", save_dir="a") == (
-        f'end    a stop was requested {at}; saved in a/checkpoint-3; go on: trainer.train(resume_from="auto")'
-    )
-    assert last(KeyboardInterrupt, "signal", save_dir="b") == (
-        f'end    SIGINT {at}; saved in b/checkpoint-3; go on: trainer.train(resume_from="auto")'
-    )
-    assert last(KeyboardInterrupt, "signal") == f"end    SIGINT {at}; nothing is saved without save_dir"
-    assert last(RuntimeError, "fails", save_dir="c") == f"end    RuntimeError {at}; nothing is saved"
-    assert last(RuntimeError, "fails", save_dir="d", save_steps=2) == (
-        f'end    RuntimeError {at}; saved in d/checkpoint-2; go on: trainer.train(resume_from="auto")'
-    )
+    at, resume = "at step 3, epoch 0.60, after N", 'go on: trainer.train(resume_from="auto")'
+    stopped = last(lambda trainer: trainer.stop(), save_dir="a")
+    assert stopped == f"end    a stop was requested {at}; saved in a/checkpoint-3; {resume}"
+    interrupted = last(interrupt, KeyboardInterrupt, save_dir="b")
+    assert interrupted == f"end    SIGINT {at}; saved in b/checkpoint-3; {resume}"
+    assert last(interrupt, KeyboardInterrupt) == f"end    SIGINT {at}; nothing is saved without save_dir"
+    assert last(fail, RuntimeError, save_dir="c") == f"end    RuntimeError {at}; nothing is saved"
+    failed = last(fail, RuntimeError, save_dir="d", save_steps=2)
+    assert failed == f"end    RuntimeError {at}; saved in d/checkpoint-2; {resume}"
     assert last(save_dir="e", save_only_model=True, max_steps=2).endswith("saved in e/checkpoint-2")
     assert last(patience=1, learning_rate=0.0, epochs=9).startswith("end    early stopping at step 10, epoch 2.00")
     assert last(max_steps=2).startswith("end    max_steps is reached at step 2,")
 
 
-def test_a_second_run_of_a_trainer_says_that_it_begins_afresh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_of_further_runs_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make(epochs=1)
     trainer.train()
     trainer.train(more=1)
@@ -151,21 +145,20 @@ def test_a_second_run_of_a_trainer_says_that_it_begins_afresh(capsys: pytest.Cap
     ]
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
-def test_a_progress_bar_among_the_callbacks_is_the_only_one(
+@pytest.mark.parametrize("trainer_class", TRAINERS)
+def test_progress_bar_in_callbacks_replaces_the_default_one(
     trainer_class: type, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(trainer_class, callbacks=[ProgressBar(every="4ba")], log_steps=1).train()
     shown = lines_of(capsys.readouterr().out)
-    assert [line.split("  ")[0] for line in shown if "lr" in line and line.startswith("step")] == [
-        "step 4/10", "step 8/10",
-    ] + ["step 10/10"] * (shown[-2].startswith("step 10") and "lr" in shown[-2])  # fmt: skip
+    rows_of_training = [line.split("  ")[0] for line in shown if "lr" in line and line.startswith("step")]
+    assert rows_of_training[:2] == ["step 4/10", "step 8/10"] and set(rows_of_training[2:]) <= {"step 10/10"}
     assert len([line for line in shown if line.startswith("end ")]) == 1
     with pytest.raises(ConfigError, match="has no effect beside the ProgressBar in `callbacks`"):
         make(trainer_class, callbacks=[ProgressBar()], progress_bar=True)
 
 
-# --- terminals
+# --- a program on terminals
 
 PROGRAM = """
 import fcntl, os, struct, sys, termios, time
@@ -195,15 +188,23 @@ for name, width in (("60", 60), ("80", 80), ("160", 160), ("NO_COLOR", 80), ("du
 """
 
 
-def watched(folder: Path) -> tuple[str, int]:
-    """Run the program on a pseudo-terminal, press Ctrl-C in its last run, and return the output and the exit code."""
+@pytest.fixture(scope="module")
+def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Run the program on a pseudo-terminal, press Ctrl-C in its last run, and return the output of each run."""
     master, slave = pty.openpty()
     unset = {"COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"TERM": "xterm-256color"}
     program, text, has_pressed = PROGRAM.format(paths=sys.path), "", False
     with programs.started(
-        sys.executable, "-c", program, cwd=folder, stdin=slave, stdout=slave, stderr=slave, env=environment
+        sys.executable,
+        "-c",
+        program,
+        cwd=tmp_path_factory.mktemp("terminal"),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
     ) as process:
         os.close(slave)
         with contextlib.suppress(OSError):  # EIO: the program has ended
@@ -213,26 +214,21 @@ def watched(folder: Path) -> tuple[str, int]:
                     has_pressed = True
                     process.send_signal(signal.SIGINT)
         os.close(master)
-        return text, process.wait(programs.LIMIT)
-
-
-@pytest.fixture(scope="module")
-def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    text, code = watched(tmp_path_factory.mktemp("terminal"))
-    assert code in (-signal.SIGINT, 128 + signal.SIGINT)
+        assert process.wait(programs.LIMIT) in (-signal.SIGINT, 128 + signal.SIGINT)
     parts = re.split(r">>> (\w+)\r\n", text)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def left_on(screen: str) -> list[str]:
-    """Return what stays on a terminal line by line: what was drawn last in each."""
+def final_lines(screen: str) -> list[str]:
+    """Return the lines that stay on a terminal: of each what was drawn last."""
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.replace("\r\n", "\n"))
     return [line.split("\r")[-1].rstrip() for line in text.split("\n")]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_a_terminal_of_any_width_shows_the_run(width: int, screens: dict[str, str]) -> None:
-    lines = left_on(screens[str(width)])
+def test_terminal_of_any_width_shows_the_run(width: int, screens: dict[str, str]) -> None:
+    lines = final_lines(screens[str(width)])
     assert [line.split("  ")[0] for line in lines[:3]] == ["model", "train", "save"]
     evaluations = [line for line in lines if re.match(r"step \d+/30  epoch \S+  eval_loss", line)]
     assert [line.split("  ")[0] for line in evaluations] == ["step 10/30", "step 20/30", "step 30/30"]
@@ -246,8 +242,9 @@ def test_a_terminal_of_any_width_shows_the_run(width: int, screens: dict[str, st
     assert lines[-2].startswith("end    all epochs are done at step 30")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["NO_COLOR", "dumb"])
-def test_a_terminal_that_wants_no_control_codes_gets_none(name: str, screens: dict[str, str]) -> None:
+def test_terminal_without_control_codes_gets_none(name: str, screens: dict[str, str]) -> None:
     text = screens[name].replace("\r\n", "\n")
     assert not re.search(r"[\x1b\r]", text)
     titles = [line.split("  ")[0] for line in text.splitlines()]
@@ -255,8 +252,9 @@ def test_a_terminal_that_wants_no_control_codes_gets_none(name: str, screens: di
     assert titles == ["model", "train", "save", *(f"step {step}/30" for step in steps), "end"]
 
 
-def test_ctrl_c_leaves_a_line_on_where_the_run_was_saved_and_how_to_go_on(screens: dict[str, str]) -> None:
-    lines = left_on(screens["last"])
+@pytest.mark.processes
+def test_ctrl_c_shows_the_checkpoint_and_how_to_resume(screens: dict[str, str]) -> None:
+    lines = final_lines(screens["last"])
     assert any("SIGINT: finishing the current step" in line for line in lines)
     (end,) = [line for line in lines if line.startswith("end  ")]
     assert re.match(r"end    SIGINT at step 12, epoch 0\.\d\d, after \d:\d\d:\d\d; best: eval_loss", end)

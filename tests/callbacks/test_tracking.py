@@ -1,3 +1,5 @@
+"""Loggers by name and trackers of accelerate."""
+
 from __future__ import annotations
 
 import json
@@ -7,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
-from recipes import Keyed, KeyedModel
+from recipes import Keyed, KeyedModel, same, weights
 from resuming import Killed
 
 import omnitrain
@@ -126,12 +127,12 @@ def steps(name: str, run: str = "run-0") -> list[int]:
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_a_killed_run_goes_on_in_the_same_run_of_the_service_without_a_step_twice(kind, tmp_path):
-    given = {"save_dir": tmp_path, "eval_steps": 4, "keep_best": 0}
+def test_resumed_run_continues_its_run_of_the_service(kind, tmp_path):
+    options = {"save_dir": tmp_path, "eval_steps": 4, "keep_best": 0}
     with pytest.raises(Killed):
-        make(kind, loggers=[Service()], callbacks=[Reports(), KillAt(9)], **given).train()
+        make(kind, loggers=[Service()], callbacks=[Reports(), KillAt(9)], **options).train()
     assert steps("train/loss") == [2, 4, 6, 8] and steps("preview") == [4, 8]  # and the checkpoint is of step 5
-    trainer = make(kind, loggers=[Service()], callbacks=[Reports()], **given)
+    trainer = make(kind, loggers=[Service()], callbacks=[Reports()], **options)
     trainer.train(resume_from="auto")
     trainer.test()
     assert list(Service.runs) == ["run-0"]
@@ -140,7 +141,7 @@ def test_a_killed_run_goes_on_in_the_same_run_of_the_service_without_a_step_twic
     assert steps("test/loss") == [10]
 
 
-def test_a_test_in_another_process_goes_to_the_run_of_the_checkpoint(tmp_path):
+def test_test_of_a_checkpoint_goes_to_its_run(tmp_path):
     make(save_dir=tmp_path, loggers=[Service()]).train()
     trainer = make(save_dir=tmp_path, loggers=[Service()])
     trainer.load_checkpoint(tmp_path / "last")
@@ -148,7 +149,7 @@ def test_a_test_in_another_process_goes_to_the_run_of_the_checkpoint(tmp_path):
     assert steps("test/loss") == [10] and list(Service.runs) == ["run-0"]
 
 
-def test_a_second_fresh_training_is_another_run(tmp_path):
+def test_fresh_run_is_another_run(tmp_path):
     trainer = make(loggers=[Plain()])
     trainer.train()
     tracker = Plain()
@@ -157,7 +158,7 @@ def test_a_second_fresh_training_is_another_run(tmp_path):
     assert tracker.settings["batch_size"] == 4 and isinstance(tracker.settings["callbacks"], str)
 
 
-def test_a_tracker_that_cannot_go_on_is_not_opened_twice(tmp_path, caplog):
+def test_tracker_without_resume_is_not_opened_twice(tmp_path, caplog):
     trainer = make(loggers=[Plain()])
     trainer.train()
     trainer.test()
@@ -165,29 +166,29 @@ def test_a_tracker_that_cannot_go_on_is_not_opened_twice(tmp_path, caplog):
     assert "plain has ended its run" in caplog.text
 
 
-def test_watching_moves_no_random_number_and_leaves_no_state_of_accelerate_behind():
+def test_tracking_leaves_generators_and_accelerate_unchanged():
     random.seed(3)
     before = random.getstate()
     PartialState._reset_state()
-    seen = []
+    generators = []
 
     class Look(Callback):
         order = 50
 
         def on_train_start(self, trainer: Any) -> None:
-            seen.append(random.getstate())
+            generators.append(random.getstate())
 
     states = []
     for loggers in (None, [Service()]):
         random.setstate(before)
         trainer = make(loggers=loggers, callbacks=[Look()])
         trainer.train()
-        states.append({name: one.clone() for name, one in trainer.model.state_dict().items()})
-    assert seen[0] == seen[1] and not PartialState._shared_state
-    assert all(torch.equal(one, states[1][name]) for name, one in states[0].items())
+        states.append(weights(trainer.model))
+    assert generators[0] == generators[1] and not PartialState._shared_state
+    assert same(*states)
 
 
-def test_a_service_that_fails_during_the_run_does_not_end_it(caplog):
+def test_failing_service_does_not_end_the_run(caplog):
     tracker = Service()
 
     class Unplug(Callback):
@@ -199,27 +200,27 @@ def test_a_service_that_fails_during_the_run_does_not_end_it(caplog):
     assert caplog.text.count("service cannot be written: no route") == 1 and "works again" in caplog.text
 
 
-def test_rows_between_intervals_are_left_out_and_a_resume_keeps_the_place(tmp_path):
-    def every() -> Any:
-        return Tracking(Service(), every="3ba")
+def test_tracking_every_omits_rows_also_after_a_resume(tmp_path):
+    def loggers() -> Any:
+        return [Tracking(Service(), every="3ba")]
 
-    make(loggers=[every()]).train()
+    make(loggers=loggers()).train()
     assert steps("train/loss") == [4, 6, 10] and steps("eval/loss") == [5, 10]  # the first rows after 3, 6 and 9
     with pytest.raises(Killed):
-        make(save_dir=tmp_path, loggers=[every()], callbacks=[KillAt(4)], save_steps=3, keep_best=0).train()
-    make(save_dir=tmp_path, loggers=[every()], save_steps=3, keep_best=0).train(resume_from="auto")
+        make(save_dir=tmp_path, loggers=loggers(), callbacks=[KillAt(4)], save_steps=3, keep_best=0).train()
+    make(save_dir=tmp_path, loggers=loggers(), save_steps=3, keep_best=0).train(resume_from="auto")
     assert steps("train/loss", "run-1") == [4, 6, 10]
 
 
 def events(folder: Path, name: str, kind: str = "Scalars") -> list[Any]:
     """Read all event files one by one: those of the same second have no order."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = []
+    values = []
     for path in folder.glob("events.*"):
-        one = accumulator.EventAccumulator(str(path), size_guidance={"histograms": 0, "tensors": 0})
-        one.Reload()
-        found += getattr(one, kind)(name) if name in one.Tags()[kind.lower()] else []
-    return found
+        file = accumulator.EventAccumulator(str(path), size_guidance={"histograms": 0, "tensors": 0})
+        file.Reload()
+        values += getattr(file, kind)(name) if name in file.Tags()[kind.lower()] else []
+    return values
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -229,10 +230,11 @@ def test_loggers_by_name_and_as_objects_get_the_same_rows(kind, tmp_path):
     trainer.train()
     trainer.test()
     board, slow = tmp_path / "run" / "tensorboard", tmp_path / "slow"
-    assert [one.step for one in events(board, "train/loss")] == [2, 4, 6, 8, 10]
-    assert [one.step for one in events(slow, "train/loss")] == [6, 10]
-    assert [one.step for one in events(slow, "eval/loss")] == [5, 10]
-    assert [one.step for one in events(board, "test/loss")] == [10]
+    for folder, name, expected in (
+        (board, "train/loss", [2, 4, 6, 8, 10]), (slow, "train/loss", [6, 10]), (slow, "eval/loss", [5, 10]),
+        (board, "test/loss", [10]),
+    ):  # fmt: skip
+        assert [event.step for event in events(folder, name)] == expected
     histogram, _ = events(board, "weights", "Histograms")
     value = histogram.histogram_value
     assert (value.min, value.max, value.num, value.sum) == (1.0, 3.0, 2.0, 4.0)
@@ -247,7 +249,7 @@ def test_loggers_by_name_and_as_objects_get_the_same_rows(kind, tmp_path):
     assert [line.split(",")[0] for line in table[1:]] == [row["kind"] for row in rows]
 
 
-def test_transformers_own_reports_stay_and_the_same_one_twice_is_refused(tmp_path):
+def test_report_to_and_loggers_must_not_overlap(tmp_path):
     args = omnitrain.HFTrainingArguments(output_dir=str(tmp_path / "out"), report_to=["tensorboard"], use_cpu=True)
     with pytest.raises(ConfigError, match="both name 'tensorboard'"):
         HFTrainer(KeyedModel(), args, Keyed(), loggers="tensorboard")
@@ -255,44 +257,39 @@ def test_transformers_own_reports_stay_and_the_same_one_twice_is_refused(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("loggers", "message"),
+    ("options", "message"),
     [
-        ("tensorbord", "'tensorbord', and there is no such logger. Did you mean 'tensorboard'"),
-        (3, "must be a name or a list of names and loggers, got 3"),
-        ([Service], r"got the class Service. Pass Service\("),
-        ([object()], "subclass of accelerate.tracking.GeneralTracker"),
-        (["csv", CsvLogger()], "the file 'metrics.csv' twice"),
-        ([WandbLogger(), WandbLogger(project="b")], "W&B twice"),
-        ([TensorBoardLogger("a"), TensorBoardLogger("a")], "TensorBoard in '.*' twice"),
-        ([Service(), Service()], "the tracker 'service' twice"),
+        ({"loggers": "tensorbord"}, "'tensorbord', and there is no such logger. Did you mean 'tensorboard'"),
+        ({"loggers": 3}, "must be a name or a list of names and loggers, got 3"),
+        ({"loggers": [Service]}, r"got the class Service. Pass Service\("),
+        ({"loggers": [object()]}, "subclass of accelerate.tracking.GeneralTracker"),
+        ({"loggers": ["csv", CsvLogger()], "save_dir": "run"}, "the file 'metrics.csv' twice"),
+        ({"loggers": [WandbLogger(), WandbLogger(project="b")]}, "W&B twice"),
+        ({"loggers": [TensorBoardLogger("a"), TensorBoardLogger("a")]}, "TensorBoard in '.*' twice"),
+        ({"loggers": [Service(), Service()]}, "the tracker 'service' twice"),
+        (
+            {"loggers": "tensorboard", "callbacks": [TensorBoardLogger()]},
+            "TensorBoard twice, or beside the same one in `callbacks`",
+        ),
+        ({"loggers": ["csv"]}, r"asks for 'metrics.csv', and there is no place for it. Pass `save_dir`"),
     ],
 )
-def test_what_is_no_logger_or_comes_twice_is_refused(loggers, message):
+def test_loggers_are_validated(options, message, tmp_path):
+    if "save_dir" in options:
+        options = {**options, "save_dir": tmp_path}
     with pytest.raises(ConfigError, match=message):
-        make(loggers=loggers)
-
-
-def test_a_logger_in_callbacks_is_not_made_once_more():
-    with pytest.raises(ConfigError, match="TensorBoard twice, or beside the same one in `callbacks`"):
-        make(loggers="tensorboard", callbacks=[TensorBoardLogger()])
-
-
-def test_options_beside_an_object_and_an_interval_that_is_none_are_refused():
-    with pytest.raises(ConfigError, match="no options beside a tracker"):
-        Tracking(Service(), tags=["a"])
-    with pytest.raises(ConfigError, match="every"):
-        Tracking(Service(), every="often")
+        make(**options)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio", "wandb"])
-def test_a_package_that_is_missing_is_named_before_the_first_step(name, monkeypatch):
+def test_missing_package_is_an_error_in_the_constructor(name, monkeypatch):
     for module in ("omnitrain.callbacks.tracking", "omnitrain.callbacks.defaults"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=f"pip install {name}"):
         make(loggers=[name])
 
 
-def test_a_logger_of_json_lines_replaces_the_one_of_the_trainer(tmp_path):
+def test_jsonl_logger_replaces_the_default_one(tmp_path):
     make(save_dir=tmp_path, loggers=[omnitrain.JsonlLogger(every="5ba")]).train()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "train"] == [6, 10]
@@ -310,20 +307,15 @@ def mlflow(tmp_path, monkeypatch):
     sys.modules.pop("mlflow", None)
 
 
-def test_mlflow_has_one_run_with_each_step_once(mlflow, tmp_path):
+def test_mlflow_run_is_resumed_with_each_step_once(mlflow, tmp_path):
     with pytest.raises(Killed):
         make(save_dir=tmp_path / "run", loggers=["mlflow"], callbacks=[Reports(), KillAt(9)], trial_name="a").train()
     trainer = make(save_dir=tmp_path / "run", loggers=["mlflow"], callbacks=[Reports()], trial_name="a")
     trainer.train(resume_from="auto")
     trainer.test()
-    (run,) = mlflow.search_runs([one.experiment_id for one in mlflow.search_experiments()])
+    (run,) = mlflow.search_runs([experiment.experiment_id for experiment in mlflow.search_experiments()])
     assert (run.info.run_name, run.info.status, run.data.params["batch_size"]) == ("a", "FINISHED", "4")
     for name, expected in (("train/loss", [2, 4, 6, 8, 10]), ("eval/loss", [5, 10]), ("test/loss", [10])):
-        assert [one.step for one in mlflow.get_metric_history(run.info.run_id, name)] == expected
-    texts = [one.path for one in mlflow.list_artifacts(run.info.run_id, "preview")]
+        assert [metric.step for metric in mlflow.get_metric_history(run.info.run_id, name)] == expected
+    texts = [artifact.path for artifact in mlflow.list_artifacts(run.info.run_id, "preview")]
     assert sorted(texts) == ["preview/step-10.txt", "preview/step-5.txt"]
-
-
-def test_a_file_of_rows_without_a_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"asks for 'metrics.csv', and there is no place for it. Pass `save_dir`"):
-        Trainer(torch.nn.Linear(1, 1), loggers=["csv"])

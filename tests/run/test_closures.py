@@ -1,4 +1,4 @@
-"""Optimizers whose step takes loss and gradients anew: what they are given, and what is refused beside them."""
+"""Optimizers with a closure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from omnitrain import SAM, Algorithm, ConfigError, HFTrainer, NonFiniteError, Tr
 
 
 class Ascent(torch.optim.SGD):
-    """Takes its gradients where the loss is higher; it has moved the weights by then."""
+    """Computes its gradients where the loss is higher, after moving the weights."""
 
     losses: list[float]
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
-        held = [one for group in self.param_groups for one in group["params"]]
-        moves = [one.grad * 0.1 for one in held]
-        torch._foreach_add_([one.data for one in held], moves)  # which no version tells of
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        moves = [parameter.grad * 0.1 for parameter in parameters]
+        torch._foreach_add_([parameter.data for parameter in parameters], moves)  # which changes no version counter
         loss = closure()
-        torch._foreach_sub_([one.data for one in held], moves)
+        torch._foreach_sub_([parameter.data for parameter in parameters], moves)
         self.losses = [*vars(self).get("losses", []), float(loss)]
         return super().step()
 
@@ -37,9 +37,9 @@ def build(model: nn.Module, optimizer: Any = torch.optim.LBFGS, data: Any = None
     return Trainer(model, data or rows(8), optimizer=optimizer, **{**common, **options})
 
 
-def test_an_optimizer_that_moves_the_weights_first_is_given_the_gradients_there() -> None:
-    found, model, trace = t16(), t16(), Trace()
-    trainer = build(found, Ascent, batch_size=2, gradient_accumulation_steps=4, callbacks=[trace])
+def test_closure_computes_gradients_at_moved_weights() -> None:
+    trained, model, trace = t16(), t16(), Trace()
+    trainer = build(trained, Ascent, batch_size=2, gradient_accumulation_steps=4, callbacks=[trace])
     trainer.train()
     optimizer, (x, y), logged, inner = torch.optim.SGD(model.parameters(), lr=0.1), rows(8).tensors, [], []
     for _ in range(3):
@@ -47,29 +47,29 @@ def test_an_optimizer_that_moves_the_weights_first_is_given_the_gradients_there(
         logged.append(F.mse_loss(model(x), y))
         gradients = torch.autograd.grad(logged[-1], list(model.parameters()))
         with torch.no_grad():
-            for one, gradient in zip(model.parameters(), gradients, strict=True):
-                one.add_(gradient * 0.1)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.add_(gradient * 0.1)
         loss = F.mse_loss(model(x), y)
         loss.backward()
         inner.append(loss.item())
         with torch.no_grad():
-            for one, kept in zip(model.parameters(), before, strict=True):
-                one.copy_(kept)
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
         optimizer.step()
         optimizer.zero_grad()
-    assert distance(weights(found), weights(model)) <= 1e-12
-    torch.testing.assert_close([row["loss"] for row in trace.logs], [one.item() for one in logged])
+    assert distance(weights(trained), weights(model)) <= 1e-12
+    torch.testing.assert_close([row["loss"] for row in trace.logs], [loss.item() for loss in logged])
     torch.testing.assert_close(trainer.optimizer.losses, inner)  # type: ignore[attr-defined]
 
 
-def test_no_pass_is_run_that_it_does_not_ask_for() -> None:
+def test_closure_runs_only_requested_passes() -> None:
     model = t16()
     passes: list[int] = []
     model.register_forward_hook(lambda *_: passes.append(1))
     trainer = build(model, batch_size=4, gradient_accumulation_steps=2, max_steps=1)
     trainer.train()
-    (held,) = trainer.optimizer.state.values()
-    assert len(passes) == 2 * held["func_evals"]
+    (state,) = trainer.optimizer.state.values()
+    assert len(passes) == 2 * state["func_evals"]
 
 
 class Counting(Holding):
@@ -82,32 +82,32 @@ class Counting(Holding):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["labels", "targets"])
-def test_the_loss_it_gets_is_that_of_its_gradients(kind: str, reduction: Any) -> None:
+def test_closure_loss_is_that_of_its_gradients(kind: str, reduction: Any) -> None:
     """Along the gradient the loss rises by its square, however the window is divided."""
     model: Any = Tagger() if kind == "labels" else t16()
-    seen: list[tuple[float, float]] = []
+    values: list[tuple[float, float]] = []
 
-    class Looking(torch.optim.SGD):
+    class Probe(torch.optim.SGD):
         def step(self, closure: Any) -> Any:  # type: ignore[override]
-            held = [one for group in self.param_groups for one in group["params"]]
-            gradients = [one.grad for one in held]
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            gradients = [parameter.grad for parameter in parameters]
             for size in (1e-6, -2e-6, 1e-6):
                 with torch.no_grad():
-                    for one, gradient in zip(held, gradients, strict=True):
-                        one.add_(gradient * size)
-                seen.append((float(closure()), sum(float((one.grad**2).sum()) for one in held)))
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.add_(gradient * size)
+                values.append((float(closure()), sum(float((parameter.grad**2).sum()) for parameter in parameters)))
 
     options: dict[str, Any] = {"unit": Counting(model)} if kind == "targets" else {}
     data = Sentences(8) if kind == "labels" else rows(8)
     build(
-        model, Looking, data, batch_size=3, gradient_accumulation_steps=3, max_steps=1, grad_reduction=reduction,
+        model, Probe, data, batch_size=3, gradient_accumulation_steps=3, max_steps=1, grad_reduction=reduction,
         **options,
     ).train()  # fmt: skip
-    (up, _), (down, _), (_, square) = seen
+    (up, _), (down, _), (_, square) = values
     assert (up - down) / 2e-6 == pytest.approx(square, rel=1e-5)
 
 
-def test_a_loss_that_ends_on_the_way_leaves_the_weights_where_they_were() -> None:
+def test_nan_in_a_closure_restores_the_weights() -> None:
     class Breaking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -123,20 +123,23 @@ def test_a_loss_that_ends_on_the_way_leaves_the_weights_where_they_were() -> Non
     assert model.passes >= 3 and distance(weights(model), weights(t16())) == 0
 
 
-def test_what_cannot_go_with_it_is_refused_by_name() -> None:
-    for options, words in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"max_grad_norm": 1.0}, "`max_grad_norm=1.0` would clip.* Pass max_grad_norm=None"),
         ({"microbatch_size": "auto"}, "`microbatch_size='auto'` could not begin"),
         ({"on_nonfinite": "skip"}, "`on_nonfinite='skip'` decides on a step before"),
         ({"algorithms": [SAM()]}, r"`algorithms=\[SAM\]` moves the weights"),
-    ):
-        model = t16()
-        with pytest.raises(ConfigError, match=rf"`optimizer` \(LBFGS\) takes loss and .*{words}"):
-            build(model, **options).train()
-        assert distance(weights(model), weights(t16())) == 0
+    ],
+)
+def test_unsupported_options_are_an_error(options: dict[str, Any], message: str) -> None:
+    model = t16()
+    with pytest.raises(ConfigError, match=rf"`optimizer` \(LBFGS\) takes loss and .*{message}"):
+        build(model, **options).train()
+    assert distance(weights(model), weights(t16())) == 0
 
 
-def test_a_training_step_of_ones_own_which_no_second_pass_would_call_is_refused() -> None:
+def test_custom_training_step_with_a_closure_is_an_error() -> None:
     class Own(HFTrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -147,7 +150,7 @@ def test_a_training_step_of_ones_own_which_no_second_pass_would_call_is_refused(
             trainer.train()
 
 
-def test_gradients_that_algorithms_change_are_changed_each_time() -> None:
+def test_algorithms_change_gradients_in_each_pass() -> None:
     class Masking(Algorithm):
         def before_update(self, trainer: Any) -> None:
             trainer.model[0].weight.grad[:8] = 0

@@ -1,4 +1,4 @@
-"""Models that `torch.compile` compiles: ahead of a run, in it, and in what algorithms make of it."""
+"""Compiled models: ahead of a run, in a run, and with algorithms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(model: nn.Module, data: Any = None, *guests: Callback, **options: Any) 
 
 
 class Words(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Rows of 4 numbers for one target each, of as many lengths as are asked for."""
+    """Rows of 4 numbers with a target, repeated to a number of lengths."""
 
     def __init__(self, size: int, lengths: int = 1) -> None:
         (self.x, self.y), self.lengths = rows(size, torch.float32).tensors, lengths
@@ -71,16 +71,16 @@ class Mean(nn.Module):
 
 
 class Counter(IterableDataset[tuple[torch.Tensor, ...]]):
-    """A stream that goes on from where it was left, with a state."""
+    """A stream with a state."""
 
     def __init__(self) -> None:
-        self.at, self.seen = 0, list[int]()
+        self.at, self.read = 0, list[int]()
         self.rows = rows(16)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         while self.at < 16:
             self.at += 1
-            self.seen.append(self.at - 1)
+            self.read.append(self.at - 1)
             yield self.rows[self.at - 1]
         self.at = 0
 
@@ -97,95 +97,90 @@ class Batches(Counter):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         while self.at < 16:
             self.at += 4
-            self.seen.extend(range(self.at - 4, self.at))
+            self.read.extend(range(self.at - 4, self.at))
             yield self.rows[self.at - 4 : self.at]
         self.at = 0
 
 
-@pytest.mark.parametrize("is_loader", [False, True])
-def test_data_with_a_state_begin_where_they_would_have_after_compiling(is_loader: bool) -> None:
-    stream, length = Batches() if is_loader else Counter(), {"epochs": None, "max_steps": 4}
-    how: dict[str, Any] = {"train_loader": stream} if is_loader else {"batch_size": 4}
-    trainer = make(t16(), None if is_loader else stream, compile={"backend": Graphs()}, **length, **how)
+@pytest.mark.parametrize("kind", ["stream", "loader", "shards"])
+def test_compile_restores_the_state_of_data(kind: str) -> None:
+    parts = {"stream": [Counter()], "loader": [Batches()], "shards": [Counter(), Counter()]}[kind]
+    data = ShardedStream(parts) if kind == "shards" else parts[0]
+    options = {"train_loader": data} if kind == "loader" else {"batch_size": 4}
+    trainer = make(
+        t16(), None if kind == "loader" else data, compile={"backend": Graphs()}, epochs=None,
+        max_steps=4 * len(parts), **options,
+    )  # fmt: skip
     trainer.compile(steps=2)
-    assert stream.seen == list(range(8)) and stream.at == 0
+    count = 8 // len(parts)
+    assert [(part.read, part.at) for part in parts] == [(list(range(count)), 0)] * len(parts)
     trainer.train()
-    assert stream.seen[8:24] == list(range(16))
+    assert [part.read[count : count + 16] for part in parts] == [list(range(16))] * len(parts)
 
 
-def test_shards_with_a_state_begin_where_they_would_have_after_compiling() -> None:
-    shards = [Counter(), Counter()]
-    compiled = {"compile": {"backend": Graphs()}, "batch_size": 4, "epochs": None, "max_steps": 8}
-    trainer = make(t16(), ShardedStream(shards), **compiled)
-    trainer.compile(steps=2)
-    assert [shard.seen for shard in shards] == [list(range(4))] * 2 and [shard.at for shard in shards] == [0, 0]
-    trainer.train()
-    assert [shard.seen[4:20] for shard in shards] == [list(range(16))] * 2
-
-
-class Remembering(Algorithm):
-    """Keeps what it was told, and forgets it before a run."""
+class CountsBatches(Algorithm):
+    """Counts batches, from 0 in each run."""
 
     def __init__(self) -> None:
-        self.batches, self.sets = 0, 0
+        self.batches = 0
 
     def set_up(self, trainer: Any) -> None:
-        self.batches, self.sets = 0, self.sets + 1
+        self.batches = 0
 
     def transform_batch(self, trainer: Any, batch: Any) -> Any:
         self.batches += 1
         return batch
 
 
-def test_compiling_asks_for_shapes_of_the_first_steps_the_last_one_and_evaluations_once_each() -> None:
-    graphs, algorithm = Graphs(), Remembering()
+def test_compile_covers_the_shapes_of_training_and_evaluation() -> None:
+    graphs, algorithm = Graphs(), CountsBatches()
     data, sets = Words(60, lengths=3), {"dev": Words(5), "web": Words(8)}
     trainer = make(
         Mean(), data, compile={"backend": graphs, "dynamic": False}, batch_size=8, shuffle=False, eval_dataset=sets,
         eval_batch_size=4, algorithms=[algorithm, EMA()],
     )  # fmt: skip
-    found = trainer.compile(steps=4)
-    assert found.shapes == {
+    report = trainer.compile(steps=4)
+    assert report.shapes == {
         "train": ["[8, 4], [8, 1]", "[8, 8], [8, 1]", "[8, 12], [8, 1]", "[4, 8], [4, 1]"],
         "dev": ["[4, 4], [4, 1]", "[1, 4], [1, 1]"],
         "web": ["[4, 4], [4, 1]"],
     }
-    assert found.graphs == graphs.count == 6 and not found.breaks and found.seconds > 0
-    assert not algorithm.batches and not trainer.algorithms[1]._averages  # type: ignore[attr-defined]
+    assert report.graphs == graphs.count == 6 and not report.breaks and report.seconds > 0
+    assert not algorithm.batches
     trainer.train()
     assert graphs.count == 6
     with pytest.raises(ConfigError, match="before a run, and this trainer is at step 16"):
         trainer.compile()
 
 
-def test_sequences_that_grow_are_compiled_for_ahead_and_give_the_numbers_of_a_plain_model() -> None:
-    def made(compiles: Any) -> Trainer:
+def test_compile_covers_growing_sequences() -> None:
+    def build(compiles: Any) -> Trainer:
         growing = SeqLengthWarmup(6, min_length=2, duration=0.4, step_size=2)
         options = {"loss_fn": None, "batch_size": 4, "learning_rate": 0.05, "compile": compiles}
         return make(Tagger(), Sentences(32), algorithms=[growing], shuffle=False, **options)
 
     graphs = Graphs()
-    trainer, plain = made({"backend": graphs, "dynamic": False}), made(False)
-    found = trainer.compile(steps=8)
-    assert found.shapes == {"train": [f"ids [4, {length}], labels [4, {length}]" for length in (2, 4, 6)]}
+    trainer, plain = build({"backend": graphs, "dynamic": False}), build(False)
+    report = trainer.compile(steps=8)
+    assert report.shapes == {"train": [f"ids [4, {length}], labels [4, {length}]" for length in (2, 4, 6)]}
     plain.train()
     trainer.train()
-    assert graphs.count == found.graphs and same(weights(plain.get_model()), weights(trainer.get_model()))
+    assert graphs.count == report.graphs and same(weights(plain.get_model()), weights(trainer.get_model()))
 
 
-def test_what_cuts_a_graph_is_told_with_its_reason() -> None:
+def test_compile_reports_graph_breaks() -> None:
     class Broken(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self[0](x)
             torch._dynamo.graph_break()
             return self[1](x)
 
-    found = make(Broken(nn.Linear(4, 4), nn.Linear(4, 1)), Words(8), compile={"backend": Graphs()}).compile()
-    ((why, count),) = found.breaks.items()
-    assert found.graphs == 2 and count == 1 and "graph_break" in why and "\n" not in why
+    report = make(Broken(nn.Linear(4, 4), nn.Linear(4, 1)), Words(8), compile={"backend": Graphs()}).compile()
+    ((reason, count),) = report.breaks.items()
+    assert report.graphs == 2 and count == 1 and "graph_break" in reason and "\n" not in reason
 
 
-def test_without_compile_it_is_told_that_nothing_was_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_compile_of_a_plain_model_warns(caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(t16(), rows(8))
     assert trainer.compile().graphs == 0 and "nothing of the model was compiled" in caplog.text
     caplog.clear()
@@ -194,20 +189,21 @@ def test_without_compile_it_is_told_that_nothing_was_compiled(caplog: pytest.Log
     assert make(model, Words(8)).compile().graphs == graphs.count == 1 and "compiled. Pass" not in caplog.text
 
 
-def test_a_loop_of_the_users_own_is_not_compiled_ahead() -> None:
+def test_compile_validates_steps_data_and_loop() -> None:
     class Own(Trainer):
         def _train_epoch(self, epoch: int) -> float:
             return 0.0
 
-    with pytest.raises(ConfigError, match=r"cannot know what Own\._train_epoch runs"):
-        Own(t16(), rows(8), device="cpu").compile()
-    with pytest.raises(ConfigError, match=r"`steps` of `compile\(\)` must be a positive integer, got 0"):
-        make(t16(), rows(8)).compile(steps=0)
-    with pytest.raises(ConfigError, match="nothing to compile for"):
-        make(t16(), None).compile()
+    for trainer, options, message in (
+        (Own(t16(), rows(8), device="cpu"), {}, r"cannot know what Own\._train_epoch runs"),
+        (make(t16(), rows(8)), {"steps": 0}, r"`steps` of `compile\(\)` must be a positive integer, got 0"),
+        (make(t16(), None), {}, "nothing to compile for"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer.compile(**options)
 
 
-def test_an_error_in_it_leaves_no_trace_either() -> None:
+def test_compile_restores_everything_after_an_error() -> None:
     class Failing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -225,21 +221,21 @@ def test_an_error_in_it_leaves_no_trace_either() -> None:
         trainer.compile()
     assert "step 2" in str(raised.value.__notes__)
     assert same(before, weights(model)) and torch.equal(state, torch.get_rng_state())
-    assert not model.training and all(one.grad is None for one in model.parameters())
+    assert not model.training and all(parameter.grad is None for parameter in model.parameters())
     assert trainer.progress.step == trainer.progress.samples_in_epoch == 0
 
 
 # --- in a run
 
 
-def test_a_run_that_compiles_again_and_again_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_recompilations_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     for lengths, options in ((6, {"dynamic": False}), (6, {}), (1, {"dynamic": False})):
         caplog.clear()
         model = {"compile": {"backend": Graphs(), **options}}
         make(Mean(), Words(96, lengths), shuffle=False, log_steps=1, **model).train()
-        told = [one for one in caplog.records if "times more in this run" in one.message]
-        assert len(told) == (lengths > 1 and bool(options)), options
-        assert all("size mismatch at index 1" in one.message and "drop_last=True" in one.message for one in told)
+        warnings = [record.message for record in caplog.records if "times more in this run" in record.message]
+        assert len(warnings) == (lengths > 1 and bool(options)), options
+        assert all("size mismatch at index 1" in text and "drop_last=True" in text for text in warnings)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         make(Mean(), Words(96, 6), shuffle=False, log_steps=1).train()  # what was compiled before is not its own
@@ -250,15 +246,22 @@ def noisy() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)).double()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_run_that_is_resumed_has_the_bits_of_the_straight_one(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param("aot_eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.processes]),
+    ],
+)
+def test_resumed_compiled_run_equals_a_straight_one(backend: str, tmp_path: Path) -> None:
     def run(folder: str, *guests: Callback, resume: Any = None, ahead: bool = False) -> Trainer:
         torch.compiler.reset()  # as another process would begin
         torch.manual_seed(0)
         trainer = make(
             noisy(), rows(28), *guests, eval_dataset=rows(8), eval_batch_size=8, save_dir=tmp_path / folder,
-            load_best_at_end=False, compile={"backend": backend, "dynamic": False}, save_steps=100,
+            load_best_at_end=False, save_steps=100, compile={"backend": backend, "dynamic": False},
+            algorithms=[EMA(0.9)],
         )  # fmt: skip
         if ahead:
             assert trainer.compile().graphs == 3
@@ -288,7 +291,7 @@ class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.x[index], torch.tensor(index % 3)
 
 
-def sees() -> nn.Module:
+def convolutions() -> nn.Module:
     torch.manual_seed(0)
     parts = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
     return nn.Sequential(*parts).double()
@@ -299,11 +302,11 @@ def sees() -> nn.Module:
     [
         (lambda: GradualUnfreezing(), t16, rows(32), {}),
         (lambda: LayerFreezing(), t16, rows(32), {}),
-        (lambda: ProgressiveResizing(), sees, Images(), {"loss_fn": F.cross_entropy}),
+        (lambda: ProgressiveResizing(), convolutions, Images(), {"loss_fn": F.cross_entropy}),
     ],
     ids=["unfreezing", "freezing", "resizing"],
 )
-def test_algorithms_give_a_compiled_model_the_numbers_of_a_plain_one(
+def test_algorithms_with_a_compiled_model_equal_a_plain_one(
     algorithm: Any, model: Any, data: Any, options: Any
 ) -> None:
     ends = []

@@ -1,4 +1,4 @@
-"""Named evaluation sets with rules of their own: metrics, weight, interval, subset and unit of each."""
+"""Evaluation sets with their own metrics, weight, interval, subset and unit."""
 
 from __future__ import annotations
 
@@ -46,23 +46,19 @@ def build(trainer_class: Any, eval_dataset: Any, **options: Any) -> Any:
     return trainer_class(nn.Linear(4, 3), train_dataset=classes(), eval_dataset=eval_dataset, **options)
 
 
-def test_means_over_the_sets_are_weighted_and_of_every_metric_that_all_have(trainer_class: Any) -> None:
+def test_means_over_sets_are_weighted(trainer_class: Any) -> None:
     sets = {
         "a": EvalSet(classes(8, 1), weight=3), "b": classes(8, 2),
         "c": EvalSet(classes(8, 3), metrics=["accuracy", "f1_macro"], weight=0),
     }  # fmt: skip
-    found = build(trainer_class, sets, compute_metrics=["accuracy", "balanced_accuracy"]).evaluate()
+    row = build(trainer_class, sets, compute_metrics=["accuracy", "balanced_accuracy"]).evaluate()
     for name in ("loss", "accuracy", "balanced_accuracy"):
-        assert found[f"eval_{name}"] == pytest.approx((3 * found[f"eval_a_{name}"] + found[f"eval_b_{name}"]) / 4)
-    assert {name for name in found if name.startswith("eval_c")} == {
-        "eval_c_loss",
-        "eval_c_accuracy",
-        "eval_c_f1_macro",
-    }
-    assert "eval_f1_macro" not in found
+        assert row[f"eval_{name}"] == pytest.approx((3 * row[f"eval_a_{name}"] + row[f"eval_b_{name}"]) / 4)
+    names = {name.removeprefix("eval_c_") for name in row if name.startswith("eval_c_")}
+    assert names == {"loss", "accuracy", "f1_macro"} and "eval_f1_macro" not in row
 
 
-def test_each_set_has_its_own_metrics(trainer_class: Any) -> None:
+def test_sets_have_their_own_metrics(trainer_class: Any) -> None:
     def spread(y_true: Any, y_pred: Any) -> dict[str, float]:
         return {"spread": float(y_pred.std())}
 
@@ -71,12 +67,11 @@ def test_each_set_has_its_own_metrics(trainer_class: Any) -> None:
     row = trainer.train()["valid"][-1]
     names = {"eval_loss", "eval_a_loss", "eval_a_spread", "eval_b_loss", "eval_c_loss", "eval_c_accuracy"}
     assert row.keys() == names | {"epoch", "step"}
-    assert row["eval_c_accuracy"] == build(trainer_class, sets["c"], compute_metrics="accuracy", max_steps=1).train()[
-        "valid"
-    ][-1]["eval_accuracy"]  # fmt: skip
+    single = build(trainer_class, sets["c"], compute_metrics="accuracy", max_steps=1).train()["valid"][-1]
+    assert row["eval_c_accuracy"] == single["eval_accuracy"]
 
 
-def test_the_objective_may_be_a_mean_over_the_sets_or_a_metric_of_one_set(trainer_class: Any) -> None:
+def test_objective_is_a_mean_over_sets_or_a_metric_of_one(trainer_class: Any) -> None:
     sets = {"a": EvalSet(classes(8, 1), metrics=["accuracy", "log_loss"]), "b": classes(8, 2)}
     trainer = build(trainer_class, sets, compute_metrics="accuracy", optimization_metric="accuracy", max_steps=1)
     assert trainer.train()["best_valid"]["accuracy"] and trainer.objective.direction == "max"
@@ -86,20 +81,16 @@ def test_the_objective_may_be_a_mean_over_the_sets_or_a_metric_of_one_set(traine
         build(trainer_class, sets, compute_metrics="accuracy", optimization_metric="log_loss")
 
 
-def test_a_set_with_an_interval_is_evaluated_in_the_first_evaluation_at_or_after_each_multiple(
-    trainer_class: Any, tmp_path: Path
-) -> None:
+def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Path) -> None:
     sets = {
         "often": classes(8, 1),
         "rare": EvalSet(classes(8, 2), every="5ba"),
         "epoch": EvalSet(classes(8), every="1ep"),
     }
     options = {"eval_steps": 2, "max_steps": 12, "eval_on_start": True, "save_steps": 3, "save_dir": tmp_path / "a"}
-    whole = build(trainer_class, sets, **options)
-    rows = whole.train()["valid"]
-    assert [row["step"] for row in rows] == [0, 2, 4, 6, 8, 10, 12]
-    assert [row["step"] for row in rows if "eval_rare_loss" in row] == [0, 6, 10]
-    assert [row["step"] for row in rows if "eval_epoch_loss" in row] == [0, 4, 8, 12]
+    rows = build(trainer_class, sets, **options).train()["valid"]
+    for name, steps in (("", range(0, 13, 2)), ("rare_", [0, 6, 10]), ("epoch_", [0, 4, 8, 12])):
+        assert [row["step"] for row in rows if f"eval_{name}loss" in row] == [*steps]
     assert all(row["eval_loss"] == row["eval_often_loss"] for row in rows)
     first = build(trainer_class, sets, eval_steps=2, max_steps=6).train()["valid"]
     assert [row["step"] for row in first if "eval_rare_loss" in row] == [6]
@@ -114,11 +105,10 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("kind", ["map", "tensors", "stream", "columns"])
-def test_a_subset_is_of_the_first_samples(trainer_class: Any, kind: str) -> None:
-    whole, own = classes(12, 1), classes(12, 1).tensors
-    columns = HFDataset.from_dict({"input": own[0].numpy(), "labels": own[1].numpy()}).with_format("torch")
-    data = {"map": whole, "tensors": tuple(own), "stream": Stream(), "columns": columns}[kind]
-    options = {}
+def test_subset_is_the_first_samples(trainer_class: Any, kind: str) -> None:
+    full, tensors = classes(12, 1), classes(12, 1).tensors
+    columns = HFDataset.from_dict({"input": tensors[0].numpy(), "labels": tensors[1].numpy()}).with_format("torch")
+    data = {"map": full, "tensors": tuple(tensors), "stream": Stream(), "columns": columns}[kind]
     if kind == "columns":
 
         class Named(nn.Linear):
@@ -131,14 +121,14 @@ def test_a_subset_is_of_the_first_samples(trainer_class: Any, kind: str) -> None
         trainer = trainer_class(model, train_dataset=columns, batch_size=4, progress_bar=False, max_steps=1)
         expected = trainer.evaluate(columns.select(range(5)))["eval_loss"]
     else:
-        trainer = build(trainer_class, None, **options)
-        expected = trainer.evaluate(TensorDataset(*(one[:5] for one in own)))["eval_loss"]
+        trainer = build(trainer_class, None)
+        expected = trainer.evaluate(TensorDataset(*(tensor[:5] for tensor in tensors)))["eval_loss"]
     assert trainer.evaluate(EvalSet(data, subset=5))["eval_loss"] == expected
     assert trainer.evaluate(EvalSet(data, subset=500)) == trainer.evaluate(data)
 
 
 class Absolute:
-    """A unit that measures something else, on a set alone."""
+    """A unit with another loss."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -151,7 +141,7 @@ class Absolute:
         return StepOutput(outputs.abs().mean(), outputs, batch[1])
 
 
-def test_a_set_may_have_a_unit_of_its_own(trainer_class: Any) -> None:
+def test_sets_have_their_own_unit(trainer_class: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     data = classes(10, 1)
@@ -160,54 +150,55 @@ def test_a_set_may_have_a_unit_of_its_own(trainer_class: Any) -> None:
         model, train_dataset=classes(), eval_dataset=sets, loss_fn=F.cross_entropy, batch_size=4, progress_bar=False,
         compute_metrics="accuracy",
     )  # fmt: skip
-    found = trainer.evaluate()
-    assert found["eval_a_loss"] == pytest.approx(float(model(data.tensors[0]).abs().mean()), rel=1e-6)
-    assert found["eval_b_loss"] == pytest.approx(
-        float(F.cross_entropy(model(data.tensors[0]), data.tensors[1])), rel=1e-6
-    )
-    assert found["eval_a_accuracy"] == found["eval_b_accuracy"]
+    row, outputs = trainer.evaluate(), model(data.tensors[0]).detach()
+    assert row["eval_a_loss"] == pytest.approx(float(outputs.abs().mean()), rel=1e-6)
+    assert row["eval_b_loss"] == pytest.approx(float(F.cross_entropy(outputs, data.tensors[1])), rel=1e-6)
+    assert row["eval_a_accuracy"] == row["eval_b_accuracy"]
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("options", "message"),
     [
-        (lambda: {"a": EvalSet(classes(), weight=-1)}, "`weight`.*0 or more, got -1"),
-        (lambda: {"a": EvalSet(classes(), weight=float("nan"))}, "`weight`.*got nan"),
-        (lambda: {"a": EvalSet(classes(), subset=0)}, "`subset`.*got 0"),
-        (lambda: {"a": EvalSet(classes(), subset=True)}, "`subset`.*got True"),
-        (lambda: {"a": EvalSet(classes(), every="2h")}, "`every`.*steps or epochs.*'2h'"),
-        (lambda: {"a": EvalSet(classes(), every=0)}, "`every`.*got 0"),
-        (lambda: {"a": EvalSet(classes(), unit=3)}, "`unit`.*callable.*got 3"),
-        (lambda: {"a": EvalSet({"b": classes()})}, "one dataset or loader, got dict"),
-        (lambda: {"a": EvalSet(None)}, "one dataset or loader, got NoneType"),
-        (
-            lambda: {"a": EvalSet(classes(), weight=0), "b": EvalSet(classes(), every=2)},
-            "No set of `eval_dataset` counts",
-        ),
-        (lambda: EvalSet(classes(), every=2), "needs a set with a name"),
-        (lambda: {"a": EvalSet(DataLoader(classes()), subset=3)}, "`subset=3` has no effect on a loader"),
-        (lambda: {"a": EvalSet(classes(), metrics="acuracy")}, "'acuracy'.*accuracy"),
+        ({"weight": -1}, "`weight`.*0 or more, got -1"),
+        ({"weight": float("nan")}, "`weight`.*got nan"),
+        ({"subset": 0}, "`subset`.*got 0"),
+        ({"subset": True}, "`subset`.*got True"),
+        ({"every": "2h"}, "`every`.*steps or epochs.*'2h'"),
+        ({"every": 0}, "`every`.*got 0"),
+        ({"unit": 3}, "`unit`.*callable.*got 3"),
+        ({"dataset": {"b": classes()}}, "one dataset or loader, got dict"),
+        ({"dataset": None}, "one dataset or loader, got NoneType"),
+        ({"dataset": DataLoader(classes()), "subset": 3}, "`subset=3` has no effect on a loader"),
+        ({"metrics": "acuracy"}, "'acuracy'.*accuracy"),
     ],
 )
-def test_wrong_rules_are_refused_at_construction(make: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        build(Trainer, make())
+def test_eval_set_arguments_are_validated(options: dict[str, Any], message: str) -> None:
+    options = {"dataset": classes(), **options}
+    with pytest.raises(ConfigError, match=message):
+        build(Trainer, {"a": EvalSet(options.pop("dataset"), **options)})
 
 
-def test_a_loader_of_your_own_may_have_rules_too(trainer_class: Any) -> None:
+def test_eval_sets_need_a_weight_and_an_interval_a_name() -> None:
+    with pytest.raises(ConfigError, match="No set of `eval_dataset` counts"):
+        build(Trainer, {"a": EvalSet(classes(), weight=0), "b": EvalSet(classes(), every=2)})
+    with pytest.raises(ConfigError, match="needs a set with a name"):
+        build(Trainer, EvalSet(classes(), every=2))
+
+
+def test_loaders_may_be_eval_sets(trainer_class: Any) -> None:
     loaders = {"a": EvalSet(DataLoader(classes(8, 1), 3), weight=3), "b": DataLoader(classes(8, 2), 3)}
-    found = build(trainer_class, None, eval_loader=loaders, eval_steps=1).evaluate()
-    plain = build(trainer_class, {"a": EvalSet(classes(8, 1), weight=3), "b": classes(8, 2)}).evaluate()
-    assert found == pytest.approx(plain, rel=1e-6)
+    datasets = {"a": EvalSet(classes(8, 1), weight=3), "b": classes(8, 2)}
+    row = build(trainer_class, None, eval_loader=loaders, eval_steps=1).evaluate()
+    assert row == pytest.approx(build(trainer_class, datasets).evaluate(), rel=1e-6)
 
 
-def test_a_set_with_an_interval_is_no_objective() -> None:
+def test_objective_of_a_set_with_an_interval_is_an_error() -> None:
     sets = {"a": classes(), "rare": EvalSet(classes(), every=2)}
     with pytest.raises(ObjectiveError, match=r"'rare_loss'.*intervals of its own.*'2ba'"):
         build(Trainer, sets, optimization_metric="rare_loss")
 
 
-def test_a_resume_with_other_rules_is_refused_with_both_values(trainer_class: Any, tmp_path: Path) -> None:
+def test_resume_with_other_rules_must_be_allowed(trainer_class: Any, tmp_path: Path) -> None:
     build(trainer_class, {"a": EvalSet(classes(8)), "b": classes(8)}, save_dir=tmp_path, max_steps=2).train()
     sets = {"a": EvalSet(classes(8), weight=2), "b": classes(8)}
     trainer = build(trainer_class, sets, save_dir=tmp_path, max_steps=4)

@@ -1,4 +1,4 @@
-"""What a subclass of a trainer may override, and what is refused because nothing would call it."""
+"""Methods that subclasses of trainers may and may not override."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ every_trainer = pytest.mark.parametrize("kind", TRAINERS)
 
 
 def nothing(self: Any, *args: Any) -> None:
-    """Stand in for any method."""
+    """A method."""
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, name) for kind in TRAINERS for name in NEVER_CALLED if kind is not HFTrainer or name not in CALLED],
 )
-def test_a_method_that_nothing_calls_cannot_be_overridden(kind: type, name: str) -> None:
+def test_method_that_is_never_called_cannot_be_overridden(kind: type, name: str) -> None:
     with pytest.raises(TypeError, match=f"^Mine overrides {name}[ ,].*(Use .* instead|`engine_class`)\\.$"):
         type("Mine", (kind,), {name: nothing})
 
 
 @every_trainer
 @pytest.mark.parametrize("event", Event)
-def test_an_event_of_callbacks_is_no_method_of_a_trainer(kind: type, event: str) -> None:
+def test_event_of_callbacks_is_no_method_of_a_trainer(kind: type, event: str) -> None:
     with pytest.raises(TypeError, match=f"overrides on_{event}, which is never called. Use a callback"):
         type("Mine", (kind,), {f"on_{event}": nothing})
 
 
 @every_trainer
-def test_a_mixin_is_no_way_around_it(kind: type) -> None:
+def test_overrides_of_mixins_and_grandchildren_are_checked(kind: type) -> None:
     mixin = type("Mixin", (), {"configure_optimizers": nothing})
     with pytest.raises(TypeError, match="Mine overrides configure_optimizers"):
         type("Mine", (mixin, kind), {})
@@ -50,7 +50,7 @@ def test_a_mixin_is_no_way_around_it(kind: type) -> None:
         type("Grandchild", (type("Child", (kind,), {}),), {"validation_step": nothing})
 
 
-def test_a_mixin_may_not_bring_what_only_transformers_calls() -> None:
+def test_mixin_may_not_override_methods_of_transformers() -> None:
     assert hasattr(transformers.Trainer, "_save_checkpoint")
     mixin = type("Mixin", (), {"_save_checkpoint": nothing})
     with pytest.raises(TypeError, match=r"overrides _save_checkpoint of transformers\.Trainer"):
@@ -58,15 +58,17 @@ def test_a_mixin_may_not_bring_what_only_transformers_calls() -> None:
 
 
 @every_trainer
-def test_methods_and_attributes_of_ones_own_are_no_hooks(kind: type) -> None:
-    own = type("Mine", (type("Mixin", (), {"my_own": nothing}), kind), {"on": 3, "online": True, "_helper": nothing})
-    assert {"my_own", "on", "online", "_helper"} <= members_of_user(own).keys()
+def test_custom_methods_and_attributes_are_allowed(kind: type) -> None:
+    subclass = type(
+        "Mine", (type("Mixin", (), {"my_own": nothing}), kind), {"on": 3, "online": True, "_helper": nothing}
+    )
+    assert {"my_own", "on", "online", "_helper"} <= members_of_user(subclass).keys()
     assert not {name for name in members_of_user(kind) if not name.startswith("_")}
 
 
 @every_trainer
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_is_called_on_every_trainer(kind: type[BaseTrainer], name: str) -> None:
+def test_hook_is_called_on_every_trainer(kind: type[BaseTrainer], name: str) -> None:
     calls: list[str] = []
 
     def hook(self: Any, *args: Any) -> Any:
@@ -78,10 +80,10 @@ def test_a_hook_is_called_on_every_trainer(kind: type[BaseTrainer], name: str) -
     assert len(calls) == 2
 
 
-# --- methods of a model that nothing calls
+# --- methods of models and optimizers
 
 
-def built(kind: Any, **options: Any) -> Any:
+def build(kind: Any, **options: Any) -> Any:
     options = {"model": t16(), "loss_fn": mse_loss, "progress_bar": False, **options}
     return kind(train_dataset=rows(8), **({"device": "cpu"} if kind is Trainer else {}), **options)
 
@@ -90,42 +92,34 @@ def built(kind: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "event"),
     [
-        ("on_step_end", "on_step_end"),
-        ("on_train_epoch_start", "on_epoch_start"),
-        ("on_train_batch_end", "on_batch_end"),
-        ("on_epoch_begin", "on_epoch_start"),
-        ("on_validation_epoch_end", "on_eval_end"),
-        ("on_save_checkpoint", "on_<event>"),
+        ("on_step_end", "on_step_end"), ("on_train_epoch_start", "on_epoch_start"),
+        ("on_train_batch_end", "on_batch_end"), ("on_epoch_begin", "on_epoch_start"),
+        ("on_validation_epoch_end", "on_eval_end"), ("on_save_checkpoint", "on_<event>"),
     ],
-)
-def test_a_method_of_a_model_or_optimizer_that_nothing_calls_is_refused(kind: Any, name: str, event: str) -> None:
+)  # fmt: skip
+def test_event_methods_of_models_and_optimizers_are_rejected(kind: Any, name: str, event: str) -> None:
     model = type("Net", (nn.Sequential,), {name: nothing})(nn.Linear(4, 1, dtype=torch.float64))
     optimizer = type("Own", (torch.optim.SGD,), {name: nothing})
     algorithm = type("Mine", (Algorithm,), {name: nothing})()
-    parts = {
-        "model": model,
-        "optimizer": optimizer,
-        "algorithms": [algorithm],
-        "unit": type("U", (), {name: nothing, "__call__": nothing})(),
-    }
+    unit = type("U", (), {name: nothing, "__call__": nothing})()
+    parts = {"model": model, "optimizer": optimizer, "algorithms": [algorithm], "unit": unit}
     for argument, part in parts.items():
         without_loss = {"loss_fn": None} if argument == "unit" else {}
-        with pytest.raises(
-            ConfigError, match=rf"`{argument}` \(\w+\) has a method {name}\(\).*Callback with {event}\("
-        ):
-            built(kind, **without_loss, **{argument: part})
+        message = rf"`{argument}` \(\w+\) has a method {name}\(\).*Callback with {event}\("
+        with pytest.raises(ConfigError, match=message):
+            build(kind, **without_loss, **{argument: part})
 
 
-def test_methods_that_a_base_class_of_a_library_brings_along_are_none_of_the_users() -> None:
+def test_event_methods_of_library_base_classes_are_allowed() -> None:
     everything = dict.fromkeys(EVENTS_OF_TRAINERS, nothing)
     base = type("LightningModule", (nn.Sequential,), {**everything, "__module__": "lightning.pytorch.core.module"})
-    own = type("Net", (base,), {"on_device": nothing, "on": nothing, "on_step_end_of_mine": nothing, "on_save": False})
-    built(Trainer, model=own(nn.Linear(4, 1, dtype=torch.float64)))
+    members = {"on_device": nothing, "on": nothing, "on_step_end_of_mine": nothing, "on_save": False}
+    build(Trainer, model=type("Net", (base,), members)(nn.Linear(4, 1, dtype=torch.float64)))
     overriding = type("Net", (base,), {"on_train_epoch_end": nothing})
     with pytest.raises(ConfigError, match=r"on_train_epoch_end\(\), which nothing calls"):
-        built(Trainer, model=overriding(nn.Linear(4, 1, dtype=torch.float64)))
+        build(Trainer, model=overriding(nn.Linear(4, 1, dtype=torch.float64)))
 
 
-def test_an_algorithm_that_is_a_callback_too_may_have_events() -> None:
+def test_event_methods_of_algorithms_that_are_callbacks() -> None:
     both = type("Both", (Algorithm, Callback), {"on_step_end": nothing})()
-    built(Trainer, algorithms=[both], callbacks=[both])
+    build(Trainer, algorithms=[both], callbacks=[both])

@@ -1,4 +1,4 @@
-"""The referee: who is called when, and what is counted. No torch is needed to test it."""
+"""Lifecycle: the order of callbacks, their errors and state, and the counts of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Named(Callback):
         self.calls.append(self.name)
 
 
-def test_callbacks_run_by_order_then_as_given_and_the_order_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_run_by_order_which_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
     run = lifecycle(*(Named(name, order, calls) for name, order in [("c", 40), ("a", 10), ("b", 10), ("0", 0)]))
     with caplog.at_level(logging.INFO, logger="omnitrain"):
@@ -38,23 +38,19 @@ def test_callbacks_run_by_order_then_as_given_and_the_order_is_said_once(caplog:
     assert caplog.text.count("Named (0), Named (10), Named (10), Named (40)") == 1
 
 
-def test_every_event_has_a_method_and_the_docstring_prints_it() -> None:
+def test_every_event_has_a_method_and_is_documented() -> None:
     for event in Event:
         assert callable(getattr(Callback, f"on_{event}"))
         assert event.name in (Event.__doc__ or "")
 
 
-def test_a_failing_callback_is_named_and_the_failure_goes_on() -> None:
-    class Bad(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            raise RuntimeError("boom")
-
+def test_failing_callback_is_reported() -> None:
     with pytest.raises(RuntimeError, match="boom") as caught:
-        lifecycle(Bad()).end_step(samples=1)
-    assert caught.value.__notes__ == ["Raised by the callback Bad.on_step_end."]
+        lifecycle(Failing("raise")).end_step(samples=1)
+    assert caught.value.__notes__ == ["Raised by the callback Failing.on_step_end."]
 
 
-def test_the_end_after_a_failure_cannot_hide_the_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_at_the_end_does_not_hide_the_first(caplog: pytest.LogCaptureFixture) -> None:
     class Bad(Callback):
         def on_train_end(self, trainer: Any) -> None:
             raise RuntimeError("second")
@@ -66,12 +62,12 @@ def test_the_end_after_a_failure_cannot_hide_the_failure(caplog: pytest.LogCaptu
         run.end_train(failed=False)
 
 
-def test_a_request_is_taken_once() -> None:
+def test_request_is_taken_once() -> None:
     control = Control(evaluate=True)
     assert control.taken("evaluate").evaluate and not control.taken("evaluate").evaluate
 
 
-def test_an_epoch_that_was_cut_short_neither_counts_nor_has_a_row() -> None:
+def test_incomplete_epoch_does_not_count_and_has_no_row() -> None:
     run = lifecycle()
     run.progress.epoch_size = 10
     run.end_step(samples=4)
@@ -84,7 +80,7 @@ def test_an_epoch_that_was_cut_short_neither_counts_nor_has_a_row() -> None:
     assert run.metrics["train_metrics_history"] == [{"epoch": 1, "step": 2, "train_loss": 0.5}]
 
 
-def test_the_evaluation_before_training_does_not_use_up_patience() -> None:
+def test_evaluation_before_training_uses_no_patience() -> None:
     run = lifecycle()
     run.evaluated({"eval_loss": 1.0}, counts=False)
     run.end_step(samples=1)
@@ -92,35 +88,28 @@ def test_the_evaluation_before_training_does_not_use_up_patience() -> None:
     assert run.objective.evaluations_without_gain == 1 and run.metrics["best_step"] == 0
 
 
-def test_state_goes_to_the_callback_of_the_same_class(caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_state_is_restored_by_class(caplog: pytest.LogCaptureFixture) -> None:
     class Counter(Callback):
-        seen = 0
+        def __init__(self, count: int = 0) -> None:
+            self.count = count
 
         def state_dict(self) -> dict[str, Any]:
-            return {"seen": self.seen}
+            return {"count": self.count}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.seen = state["seen"]
+            self.count = state["count"]
 
-    first, second = Counter(), Counter()
-    first.seen, second.seen = 3, 4
-    old = lifecycle(first, second)
+    old = lifecycle(Counter(3), Counter(4))
     old.end_step(samples=5)
-    new_first, new_second = Counter(), Counter()
-    new = lifecycle(Callback(), new_first, new_second)
-    kept = old.state_dict()
-    new.load_state_dict({**kept, "metrics": old.metrics.to_dict()})
+    counters = Counter(), Counter()
+    new, state = lifecycle(Callback(), *counters), old.state_dict()
+    new.load_state_dict({**state, "metrics": old.metrics.to_dict()})
     with contextlib.ExitStack() as undo:
-        new.load_callbacks(kept["callbacks"], undo)
+        new.load_callbacks(state["callbacks"], undo)
         undo.pop_all()
-    assert (new_first.seen, new_second.seen, new.progress.samples) == (3, 4, 5)
-    lifecycle().load_callbacks(kept["callbacks"], contextlib.ExitStack())
+    assert ([counter.count for counter in counters], new.progress.samples) == ([3, 4], 5)
+    lifecycle().load_callbacks(state["callbacks"], contextlib.ExitStack())
     assert "Counter', which is not among the callbacks" in caplog.text
-
-
-def test_something_that_is_no_callback_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"subclass of omnitrain\.Callback"):
-        lifecycle(print)  # type: ignore[arg-type]
 
 
 class Failing(Callback):
@@ -140,23 +129,19 @@ class Failing(Callback):
         return {"calls": self.calls}
 
 
-def test_a_failure_that_only_warns_is_reported_with_its_traceback_and_then_now_and_then(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_on_error_warn_logs_a_traceback_and_each_10th_failure(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
     run = lifecycle(Failing("warn"), Named("next", 10, calls))
     for _ in range(25):
         run.end_step(samples=1)
     assert len(calls) == 25 and run.listeners[0].failures == 25
-    reports = [one for one in caplog.records if "Failing.on_step_end failed" in one.message]
+    reports = [record for record in caplog.records if "Failing.on_step_end failed" in record.message]
     assert len(reports) == 2 and reports[0].exc_info is not None and "the 10th failure" in reports[1].message
     run.end_train(failed=False)
     assert "The callback Failing failed 25 times in this run." in caplog.text
 
 
-def test_a_disabled_callback_is_called_no_more_and_named_at_the_end_and_keeps_its_state(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_on_error_disable_unsubscribes_and_keeps_state(caplog: pytest.LogCaptureFixture) -> None:
     bad = Failing("disable")
     run = lifecycle(bad)
     for _ in range(3):
@@ -170,17 +155,19 @@ def test_a_disabled_callback_is_called_no_more_and_named_at_the_end_and_keeps_it
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, DistributedError])
-def test_no_policy_holds_back_the_end_of_a_program_or_an_error_of_another_rank(error: type[BaseException]) -> None:
+def test_on_error_does_not_catch_exits_and_errors_of_ranks(error: type[BaseException]) -> None:
     with pytest.raises(error):
         lifecycle(Failing("warn", error)).end_step(samples=1)
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_callbacks_and_their_on_error_are_validated() -> None:
+    with pytest.raises(ConfigError, match=r"subclass of omnitrain\.Callback"):
+        lifecycle(print)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Failing.on_error must be one of 'raise', 'warn', 'disable', got 'ignore'"):
         lifecycle(Failing("ignore"))
 
 
-def test_the_time_in_each_callback_is_summed_up_at_the_end(
+def test_time_in_callbacks_is_logged_at_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(100))
@@ -188,13 +175,13 @@ def test_the_time_in_each_callback_is_summed_up_at_the_end(
     monkeypatch.setattr("omnitrain.run.lifecycle.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     for _ in range(3):
         run.end_step(samples=1)
-    assert [(one.seconds, one.calls) for one in run.listeners] == [(3.0, 3), (0.0, 0)]
+    assert [(listener.seconds, listener.calls) for listener in run.listeners] == [(3.0, 3), (0.0, 0)]
     with caplog.at_level(logging.INFO, logger="omnitrain"):
         run.end_train(failed=False)
     assert "Time in callbacks: Named 3.000 s (3 calls)." in caplog.text
 
 
-def test_events_of_micro_batches_cost_one_look_where_nobody_listens_and_a_rehearsal_tells_nobody() -> None:
+def test_batch_events_are_off_without_listeners() -> None:
     class Batches(Callback):
         def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None: ...
 
@@ -210,7 +197,7 @@ def test_events_of_micro_batches_cost_one_look_where_nobody_listens_and_a_rehear
 
 
 @pytest.mark.parametrize("event", [*INSIDE_OF_STEPS, Event.STEP_START, Event.STEP_END])
-def test_who_listens_inside_of_steps_may_ask_alone_unless_it_says_otherwise(event: Event) -> None:
+def test_asks_alone_follows_listeners_inside_of_steps(event: Event) -> None:
     kind = type("Listens", (Callback,), {f"on_{event}": lambda self, trainer, *details: None})
     listens, quiet = kind(), kind()
     quiet.asks_alone = False

@@ -1,9 +1,10 @@
-"""`microbatch_size`: batches that are split, and "auto", which halves them where memory runs out. On one process."""
+"""`microbatch_size`: a number, and "auto", which halves micro-batches when memory runs out."""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from starving import Starving, StarvingAdamW, two_groups
 from torch import nn
 from torch.utils.data import DataLoader
 
-from omnitrain import Algorithm, BaseTrainer, ConfigError, DataError, Trainer
+from omnitrain import Algorithm, BaseTrainer, ConfigError, DataError, StepOutput, Trainer
 
 
 def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, **options: Any) -> Trainer:
@@ -31,6 +32,14 @@ def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, 
     return trainer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_garbage() -> Iterator[None]:
+    """Let collections look at new objects only: those of the imports take most of the time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def tensors(trainer: Any) -> list[torch.Tensor]:
     """Weights and statistics."""
     return [*weights(trainer.model), *trainer.model.buffers()]
@@ -39,7 +48,7 @@ def tensors(trainer: Any) -> list[torch.Tensor]:
 # --- a number
 
 
-def test_a_split_batch_is_to_the_bit_that_many_batches_of_a_step() -> None:
+def test_microbatch_size_equals_gradient_accumulation() -> None:
     split = trained(Starving(), microbatch_size=2)
     small = trained(Starving(), batch_size=2, gradient_accumulation_steps=4)
     assert same(tensors(split), tensors(small))
@@ -48,37 +57,32 @@ def test_a_split_batch_is_to_the_bit_that_many_batches_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("unit", [False, True])
-def test_labels_and_targets_weigh_the_same_in_parts_of_uneven_size(unit: bool) -> None:
+def test_microbatches_of_uneven_size_weigh_labels_equally(unit: bool) -> None:
     def run(**options: Any) -> Trainer:
         if unit:
             model = t16()
             return trained(model, rows(13), unit=Holding(model), epochs=2, **options)
         return trained(Tagger(), Sentences(13), epochs=2, **options)
 
-    whole = run()
+    full = run()
     for size, accumulation in ((3, 1), (1, 1), (2, 2)):
-        other = run(microbatch_size=size, batch_size=8 // accumulation, gradient_accumulation_steps=accumulation)
-        assert distance(weights(whole.model), weights(other.model)) <= 1e-12
-        ends = [run.metrics["train_metrics_history"][-1] for run in (whole, other)]
-        assert ends[1] == pytest.approx(ends[0], rel=1e-12)
-        assert other.progress.tokens == whole.progress.tokens and other.progress.samples == whole.progress.samples
+        split = run(microbatch_size=size, batch_size=8 // accumulation, gradient_accumulation_steps=accumulation)
+        assert distance(weights(full.model), weights(split.model)) <= 1e-12
+        last, expected = (trainer.metrics["train_metrics_history"][-1] for trainer in (split, full))
+        assert last == pytest.approx(expected, rel=1e-12)
+        assert (split.progress.tokens, split.progress.samples) == (full.progress.tokens, full.progress.samples)
 
 
-def test_a_stop_between_split_batches_of_a_loader_is_resumed_where_it_was(tmp_path: Path) -> None:
-    def options(folder: str) -> dict[str, Any]:
-        loader = DataLoader(rows(20), batch_size=4)
-        return {"train_loader": Given(loader), "batch_size": 8, "gradient_accumulation_steps": 2, "microbatch_size": 2,
-                "save_dir": tmp_path / folder, "save_steps": 100}  # fmt: skip
-
-    class Given:  # whose rows are counted, so that a resume goes by batches
-        def __init__(self, loader: Any) -> None:
-            self.loader = loader
-
+def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
+    class Loader:  # whose rows are not counted, so that a resume goes by batches
         def __iter__(self) -> Any:
-            return iter(self.loader)
+            return iter(DataLoader(rows(20), batch_size=4))
 
-    def run(folder: str, **more: Any) -> Trainer:
-        return trained(Starving(), **{**options(folder), **more})
+    def run(folder: str, **options: Any) -> Trainer:
+        return trained(
+            Starving(), train_loader=Loader(), batch_size=8, gradient_accumulation_steps=2, microbatch_size=2,
+            save_dir=tmp_path / folder, save_steps=100, **options,
+        )  # fmt: skip
 
     straight = run("straight")
     assert run("cut", callbacks=[StopAt(5)]).progress.batches_in_epoch == 4
@@ -106,8 +110,6 @@ class GraphTrainer(Trainer):
         return len(batch.x)
 
     def _forward(self, model: nn.Module, batch: Any) -> Any:
-        from omnitrain.units import StepOutput
-
         return StepOutput(F.mse_loss(model(batch.x), batch.y))
 
 
@@ -120,12 +122,12 @@ def graphs(**options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("size", [3, "auto"])
-def test_an_object_is_split_by_the_collator_that_makes_it(size: Any) -> None:
-    found = graphs(data_collator=GraphCollator(), microbatch_size=size)
-    assert distance(weights(found.model), weights(graphs(data_collator=GraphCollator()).model)) <= 1e-12
+def test_custom_batch_is_split_by_its_collator(size: Any) -> None:
+    split, full = graphs(data_collator=GraphCollator(), microbatch_size=size), graphs(data_collator=GraphCollator())
+    assert distance(weights(split.model), weights(full.model)) <= 1e-12
 
 
-def test_an_object_that_nothing_splits_is_refused_with_the_way_out() -> None:
+def test_custom_batch_without_split_batch_is_an_error() -> None:
     with pytest.raises(DataError, match=r"cannot split a Graph into rows.*`data_collator`.*split_batch\(batch, size\)"):
         graphs(data_collator=GraphCollator().__call__, microbatch_size=3)
     collator: Any = GraphCollator()
@@ -135,12 +137,12 @@ def test_an_object_that_nothing_splits_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "large", [1]])
-def test_any_other_size_is_refused(size: Any) -> None:
+def test_microbatch_size_is_validated(size: Any) -> None:
     with pytest.raises(ConfigError, match="`microbatch_size` must be a positive integer, 'auto' or None, got"):
         Trainer(t16(), rows(8), microbatch_size=size)
 
 
-def test_an_epoch_of_the_users_own_which_splits_nothing_says_so() -> None:
+def test_microbatch_size_with_a_custom_epoch_is_an_error() -> None:
     class Own(BaseTrainer):
         def _train_epoch(self, epoch: int) -> float:
             for x, y in self.train_loader:
@@ -152,7 +154,7 @@ def test_an_epoch_of_the_users_own_which_splits_nothing_says_so() -> None:
         Own(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
 
 
-def test_a_sample_that_fails_is_named_out_of_its_part() -> None:
+def test_failing_sample_of_a_microbatch_is_reported() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -174,20 +176,20 @@ def test_a_sample_that_fails_is_named_out_of_its_part() -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_where_memory_has_run_out_weights_and_statistics_are_those_of_small_micro_batches(where: str) -> None:
-    found = trained(Starving(room=3, where=where), microbatch_size="auto")
+def test_auto_equals_the_size_that_fits(where: str) -> None:
+    halved = trained(Starving(room=3, where=where), microbatch_size="auto")
     small = trained(Starving(), microbatch_size=2)
-    assert found.model.sizes[:3] == [8, 4, 2] and set(found.model.sizes[2:]) == {2}
-    assert same(tensors(found), tensors(small))
-    assert found.metrics == small.metrics
+    assert halved.model.sizes[:3] == [8, 4, 2] and set(halved.model.sizes[2:]) == {2}
+    assert same(tensors(halved), tensors(small))
+    assert halved.metrics == small.metrics
 
 
-def test_a_run_that_has_room_is_the_run_without_the_argument() -> None:
+def test_auto_without_lack_of_memory_changes_nothing() -> None:
     assert same(tensors(trained(Starving(), microbatch_size="auto")), tensors(trained(Starving())))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_run_that_ends_after_the_halving_is_resumed_with_what_it_found(accumulation: int, tmp_path: Path) -> None:
+def test_auto_resumes_with_the_size_of_the_checkpoint(accumulation: int, tmp_path: Path) -> None:
     def run(room: int, start: int, folder: str, resume_from: str | None = None, **more: Any) -> Trainer:
         return trained(
             Starving(room, start=start), resume_from=resume_from, microbatch_size="auto", save_steps=100,
@@ -202,7 +204,7 @@ def test_a_run_that_ends_after_the_halving_is_resumed_with_what_it_found(accumul
 
 
 class Counts(Algorithm):
-    """Scales each loss by how many there were, which it keeps."""
+    """Scales each loss by the number of losses, which is its state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -218,7 +220,7 @@ class Counts(Algorithm):
         self.count = state["count"]
 
 
-def test_algorithms_with_a_state_are_put_back_too() -> None:
+def test_auto_restores_the_state_of_algorithms() -> None:
     class Late(Starving):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training and len(self.sizes) == 1:
@@ -226,13 +228,13 @@ def test_algorithms_with_a_state_are_put_back_too() -> None:
             return super().forward(x)
 
     options = {"batch_size": 4, "gradient_accumulation_steps": 2}
-    found = trained(Late(), microbatch_size="auto", algorithms=[Counts()], **options)
+    halved = trained(Late(), microbatch_size="auto", algorithms=[Counts()], **options)
     small = trained(Starving(), microbatch_size=2, algorithms=[Counts()], **options)
-    assert found.model.sizes[:6] == [4, 4, 2, 2, 2, 2]
-    assert same(tensors(found), tensors(small))
+    assert halved.model.sizes[:6] == [4, 4, 2, 2, 2, 2]
+    assert same(tensors(halved), tensors(small))
 
 
-def test_it_is_told_once_however_often_it_was_halved(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "omnitrain"):
         trained(Starving(room=1, start=1, dropout=0), microbatch_size="auto", grad_reduction="mean", data=rows(16),
                 batch_size=4, loss_fn=F.l1_loss, callbacks=[Unnormalized()])  # fmt: skip
@@ -244,7 +246,7 @@ def test_it_is_told_once_however_often_it_was_halved(caplog: pytest.LogCaptureFi
 
 
 class Unnormalized(StopAt):
-    """Takes the statistics of BatchNorm as they are, as one row has none."""
+    """Keeps BatchNorm in evaluation mode, as one row has no statistics."""
 
     def __init__(self) -> None:
         super().__init__(1000)
@@ -253,7 +255,7 @@ class Unnormalized(StopAt):
         trainer.model.norm.eval()
 
 
-def test_a_row_that_does_not_fit_is_the_error_that_it_was() -> None:
+def test_auto_reraises_if_one_row_does_not_fit() -> None:
     model = Starving(room=0)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         trained(model, rows(8), callbacks=[Unnormalized()], microbatch_size="auto")
@@ -265,21 +267,21 @@ def test_a_row_that_does_not_fit_is_the_error_that_it_was() -> None:
 
 
 @pytest.mark.parametrize("call", [1, 3])
-def test_an_update_that_had_no_room_is_made_again_and_micro_batches_are_halved_after_the_next_step(call: int) -> None:
+def test_update_out_of_memory_is_repeated_and_halves(call: int) -> None:
     def run(*calls: int) -> Trainer:
         model = Starving(dropout=0)
         model.norm.eval()  # so that the split changes no number
         return trained(model, microbatch_size="auto", optimizer=StarvingAdamW(two_groups(model), calls, lr=0.05))
 
-    found, plain = run(call), run()
-    sizes: Any = found.model.sizes
+    repeated, plain = run(call), run()
+    sizes: Any = repeated.model.sizes
     assert sizes[call] == 8 and max(sizes[call + 1 :]) == 4 and set(plain.model.sizes) == {8, 4}
-    assert distance(weights(found.model), weights(plain.model)) <= 1e-12
+    assert distance(weights(repeated.model), weights(plain.model)) <= 1e-12
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("call", [1, 3])
-def test_half_an_update_is_an_error_that_says_what_is_left(call: int, fused: bool) -> None:
+def test_half_done_update_out_of_memory_is_an_error(call: int, fused: bool) -> None:
     model = Starving()
     optimizer = StarvingAdamW(two_groups(model), (call,), True, fused=fused)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -287,7 +289,7 @@ def test_half_an_update_is_an_error_that_says_what_is_left(call: int, fused: boo
     assert "in the middle of the optimizer's update" in "".join(caught.value.__notes__)
 
 
-def test_an_update_that_has_no_room_at_all_is_an_error_that_says_so() -> None:
+def test_update_out_of_memory_twice_is_an_error() -> None:
     model = Starving()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(model, microbatch_size="auto", optimizer=StarvingAdamW(model.parameters(), (1, 2)))

@@ -1,4 +1,4 @@
-"""Meters: means of named values, weighted as losses are, read at logs, taken back and kept."""
+"""Meters: weighted means of named values."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def mean_of(parts: list[Any], name: str) -> float | None:
     return sum(value * weight for value, weight in added) / sum(weight for _, weight in added) if added else None
 
 
-def check(found: dict[str, float], parts: list[Any]) -> None:
+def check(means: dict[str, float], parts: list[Any]) -> None:
     expected = {name: mean for name in "abc" if (mean := mean_of(parts, name)) is not None}
-    assert found == {name: pytest.approx(mean, abs=1e-9) for name, mean in expected.items()}
+    assert means == {name: pytest.approx(mean, abs=1e-9) for name, mean in expected.items()}
 
 
 @given(st.lists(st.tuples(batches, batches), max_size=4))
-def test_each_log_and_each_epoch_has_the_weighted_mean_of_its_own(epochs: list[Any]) -> None:
+def test_means_of_logs_and_epochs_are_weighted(epochs: list[Any]) -> None:
     meters, since = Meters(CPU), []
     for before, after in epochs:
         for values, weight in before:
@@ -56,7 +56,7 @@ def test_each_log_and_each_epoch_has_the_weighted_mean_of_its_own(epochs: list[A
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_value_that_is_not_finite_shows_in_its_log_and_epoch_alone(bad: float) -> None:
+def test_nan_is_in_the_means_of_its_log_and_epoch_only(bad: float) -> None:
     meters = Meters(CPU)
     meters.add({"a": torch.tensor(bad), "b": 1.0}, 2)
     assert not math.isfinite(meters.means_since_last()["a"])
@@ -68,7 +68,7 @@ def test_a_value_that_is_not_finite_shows_in_its_log_and_epoch_alone(bad: float)
     assert meters.means() == meters.means_since_last() == {"a": 5.0}
 
 
-def test_a_batch_without_weight_leaves_nothing_not_even_a_name() -> None:
+def test_batch_without_weight_adds_nothing() -> None:
     meters = Meters(CPU)
     meters.add({"a": NAN, "loss": 1.0}, 0)
     assert len(meters) == 0 and meters.means() == {}
@@ -81,7 +81,7 @@ def test_a_batch_without_weight_leaves_nothing_not_even_a_name() -> None:
         np.float32(2), np.int64(2), torch.tensor(2.0, requires_grad=True),
     ],
 )  # fmt: skip
-def test_scalars_of_every_kind_are_taken(value: Any) -> None:
+def test_scalars_of_all_types_are_accepted(value: Any) -> None:
     meters = Meters(CPU)
     for _ in range(3):
         meters.add({"a": value}, 1.5)
@@ -89,7 +89,7 @@ def test_scalars_of_every_kind_are_taken(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, torch.tensor(True)])
-def test_flags_give_their_share(value: Any) -> None:
+def test_mean_of_booleans_is_their_share(value: Any) -> None:
     meters = Meters(CPU)
     meters.add({"a": value}, 1)
     meters.add({"a": torch.tensor(False)}, 3)
@@ -103,13 +103,13 @@ def test_flags_give_their_share(value: Any) -> None:
         (None, "NoneType"), ("0.5", "str '0.5'"), ([1.0], "list"),
     ],
 )  # fmt: skip
-def test_what_is_no_scalar_is_refused_by_name(value: Any, word: str) -> None:
+def test_values_that_are_no_scalars_are_an_error(value: Any, word: str) -> None:
     with pytest.raises(DataError, match=f"'a' must be a scalar.*got .*{word}.*mean"):
         Meters(CPU).add({"a": value}, 1)
 
 
 @pytest.mark.parametrize("name", ["loss", "loss_scale", "step", "test_a", "eval_a", "learning_rate_1", "", 3, None])
-def test_names_that_stand_for_something_else_are_refused(name: Any) -> None:
+def test_reserved_names_are_an_error(name: Any) -> None:
     meters = Meters(CPU)
     with pytest.raises(ConfigError, match=f"{name!r}.*Choose another name"):
         meters.add({name: 1.0}, 1)
@@ -117,7 +117,7 @@ def test_names_that_stand_for_something_else_are_refused(name: Any) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_step_is_taken_back_with_the_names_that_it_brought(times: int) -> None:
+def test_undone_step_removes_its_names(times: int) -> None:
     meters = Meters(CPU)
     meters.add({"a": 2.0}, 1)
     mark = meters.mark()
@@ -128,29 +128,34 @@ def test_a_step_is_taken_back_with_the_names_that_it_brought(times: int) -> None
     assert meters.means() == meters.means_since_last() == {"a": 3.0} and len(meters) == 1
 
 
-class Of(Ranks):
+class FakeRanks(Ranks):
+    """Ranks that combine nothing."""
+
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
 
+    def combine(self, what: str, value: Any, function: Any) -> Any:
+        return value
 
-def test_they_go_on_from_their_state_on_any_number_of_ranks() -> None:
-    kept = []
+
+def test_state_is_restored_on_any_number_of_ranks() -> None:
+    states = []
     for rank in range(2):
         meters = Meters(CPU)
         meters.add({"a": 1.0 + rank}, 1)
         meters.means_since_last()
         meters.add({"a": 0.1 * rank, f"only {rank}": NAN}, 3)
-        kept.append(meters.state_dict())
-    kept = state.from_json(json.loads(json.dumps(state.to_json(kept, "metrics"))))
+        states.append(meters.state_dict())
+    states = state.from_json(json.loads(json.dumps(state.to_json(states, "metrics"))))
     for world_size in (1, 2, 3):
         parts = []
         for rank in range(world_size):
-            meters = Meters(CPU, Of(rank, world_size))
+            meters = Meters(CPU, FakeRanks(rank, world_size))
             meters.add({"gone": 1.0}, 1)
-            meters.load_state_dict(copy.deepcopy(kept))
+            meters.load_state_dict(copy.deepcopy(states))
             parts.append(meters)
-        found = means_of([one.sums() for one in parts])
-        assert found.pop("a") == (1.0 + 2.0 + 3 * 0.1) / 8
-        assert sorted(found) == ["only 0", "only 1"] and all(map(math.isnan, found.values()))
-        assert means_of([one._sums(0) for one in parts])["a"] == 0.1 * 3 / 6
+        means = means_of([meters.sums() for meters in parts])
+        assert means.pop("a") == (1.0 + 2.0 + 3 * 0.1) / 8
+        assert sorted(means) == ["only 0", "only 1"] and all(map(math.isnan, means.values()))
+        assert means_of([meters.means_since_last() for meters in parts])["a"] == 0.1 * 3 / 6
         assert len(parts[-1]) == {1: 3, 2: 2, 3: 0}[world_size]

@@ -1,3 +1,5 @@
+"""Errors report the samples, batches and callbacks that raised them."""
+
 from __future__ import annotations
 
 import re
@@ -11,7 +13,7 @@ from recipes import StopAt, rows
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, Callback, HFTrainer, StepOutput, Trainer
 from omnitrain.data.sampling import EpochSampler
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
@@ -23,7 +25,7 @@ def trainer_class(request: pytest.FixtureRequest) -> Any:
 
 
 class Classes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Rows of three classes; what is asked for makes one of them a bad sample."""
+    """Rows of three classes, of which one may be a bad sample."""
 
     def __init__(self, size: int = 24, bad: int = -1, how: str = "") -> None:
         generator = torch.Generator().manual_seed(0)
@@ -57,16 +59,13 @@ class Streamed(IterableDataset[Any]):
             yield self.data[index]
 
 
-def on_cpu(trainer_class: Any) -> dict[str, Any]:
-    return {"device": "cpu"} if trainer_class is Trainer else {}
-
-
-def told(trainer_class: Any, data: Any, kind: type[Exception], act: str = "train", **options: Any) -> str:
-    """Everything that is printed of the error."""
-    given = {"loss_fn": F.cross_entropy, "batch_size": 4, "progress_bar": False, "epochs": 1, **options}
-    trainer = trainer_class(nn.Linear(4, 3), train_dataset=data, **given, **on_cpu(trainer_class))
+def message_of(trainer_class: Any, data: Any, kind: type[Exception], act: str = "train", **options: Any) -> str:
+    """Return the printed error with its notes."""
+    defaults = {"loss_fn": F.cross_entropy, "batch_size": 4, "progress_bar": False, "epochs": 1}
+    defaults |= {"device": "cpu"} if trainer_class is Trainer else {}
+    trainer = trainer_class(nn.Linear(4, 3), train_dataset=data, **defaults | options)
     with pytest.raises(kind) as caught:
-        trainer.train() if act == "train" else getattr(trainer, act)()
+        getattr(trainer, act)()
     assert type(caught.value) is kind
     return "".join(traceback.format_exception(caught.value))
 
@@ -75,19 +74,19 @@ def step_of(sample: int, size: int = 24, batch: int = 4) -> int:
     return EpochSampler(size, batch).order(0).tolist().index(sample) // batch + 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_cannot_be_read_is_named_with_its_step(trainer_class: Any, workers: int) -> None:
-    text = told(trainer_class, Classes(bad=17, how="getitem"), KeyError, num_workers=workers)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_unreadable_sample_is_reported_with_its_step(trainer_class: Any, workers: int) -> None:
+    text = message_of(trainer_class, Classes(bad=17, how="getitem"), KeyError, num_workers=workers)
     assert "Raised for sample 17 of the training set." in text
     assert f"Where: the data of step {step_of(17)} (epoch 1), rank 0." in text
 
 
-def test_a_sample_of_data_that_are_read_at_once_is_named() -> None:
-    text = told(Trainer, AtOnce(bad=17, how="getitem"), KeyError)
+def test_unreadable_sample_of_getitems_is_reported() -> None:
+    text = message_of(Trainer, AtOnce(bad=17, how="getitem"), KeyError)
     assert "Raised for sample 17 of the training set, which fails alone." in text
 
 
-def test_a_failure_that_does_not_come_again_names_its_sample_too() -> None:
+def test_failure_that_does_not_recur_is_reported() -> None:
     class Flaky(Classes):
         failures = 0
 
@@ -97,97 +96,92 @@ def test_a_failure_that_does_not_come_again_names_its_sample_too() -> None:
                 raise OSError("the network")
             return super().__getitem__(index)
 
-    assert "Raised for sample 9 of the training set." in told(Trainer, Flaky(), OSError)
+    assert "Raised for sample 9 of the training set." in message_of(Trainer, Flaky(), OSError)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_label_out_of_range_is_found_among_the_samples_of_its_batch(trainer_class: Any, accumulation: int) -> None:
+def test_label_out_of_range_is_found_in_its_batch(trainer_class: Any, accumulation: int) -> None:
     data = Classes(bad=17, how="label")
-    text = told(trainer_class, data, IndexError, gradient_accumulation_steps=accumulation)
+    text = message_of(trainer_class, data, IndexError, gradient_accumulation_steps=accumulation)
     assert "Raised for sample 17 of the training set, which fails alone." in text
     step = (step_of(17) - 1) // accumulation + 1
     assert f"Where: step {step} (epoch 1), rank 0." in text
 
 
-def test_the_search_leaves_random_numbers_and_modes_as_they_were() -> None:
-    after: list[torch.Tensor] = []
+def test_search_for_samples_leaves_generators_unchanged() -> None:
+    states: dict[str, torch.Tensor] = {}
 
     class After(Callback):
         def on_exception(self, trainer: Any, error: BaseException) -> None:
             assert trainer.model.training
-            after.append(torch.get_rng_state())
+            states["after"] = torch.get_rng_state()
 
-    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
-    trainer = Trainer(
-        model, train_dataset=Classes(bad=17, how="label"), loss_fn=F.cross_entropy, batch_size=4, device="cpu",
-        progress_bar=False, callbacks=[After()],
+    class Noting(Trainer):
+        def _forward(self, model: nn.Module, batch: Any) -> Any:
+            if not torch.is_grad_enabled():  # the search
+                return super()._forward(model, batch)
+            outputs = model(batch[0])
+            states["before"] = torch.get_rng_state()
+            return StepOutput(F.cross_entropy(outputs, batch[1]))
+
+    trainer = Noting(
+        nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), train_dataset=Classes(bad=17, how="label"),
+        loss_fn=F.cross_entropy, batch_size=4, device="cpu", progress_bar=False, callbacks=[After()],
     )  # fmt: skip
-    before: list[torch.Tensor] = []
-    forward = trainer._forward
-
-    def noting(model: nn.Module, batch: Any) -> Any:
-        if torch.is_grad_enabled():
-            output = model(batch[0])
-            before[:] = [torch.get_rng_state()]
-            F.cross_entropy(output, batch[1])
-        return forward(model, batch)
-
-    trainer._forward = noting  # type: ignore[method-assign]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="7"):
         trainer.train()
-    assert torch.equal(after[0], before[0])
+    assert torch.equal(states["after"], states["before"])
 
 
-def test_the_sample_that_differs_from_the_others_of_its_batch_is_named(trainer_class: Any) -> None:
+def test_sample_of_another_shape_is_reported(trainer_class: Any) -> None:
     data = Classes(bad=17, how="shape")
-    text = told(
-        trainer_class,
-        data,
-        RuntimeError,
-        data_collator=lambda samples: tuple(map(torch.stack, zip(*samples, strict=True))),
-    )
+
+    def collate(samples: Any) -> Any:
+        return tuple(map(torch.stack, zip(*samples, strict=True)))
+
+    text = message_of(trainer_class, data, RuntimeError, data_collator=collate)
     assert re.search(r"by the collator for sample 17 of the training set, which differs from the others of the", text)
     assert f"Where: the data of step {step_of(17)} (epoch 1), rank 0." in text
 
 
-def test_an_error_of_all_samples_names_the_whole_batch(trainer_class: Any) -> None:
-    text = told(trainer_class, rows(8, torch.float32), RuntimeError, loss_fn=lambda outputs, labels: outputs @ labels)
+def test_error_of_all_samples_reports_the_batch(trainer_class: Any) -> None:
+    text = message_of(
+        trainer_class, rows(8, torch.float32), RuntimeError, loss_fn=lambda outputs, labels: outputs @ labels
+    )
     assert re.search(r"Raised for samples \d, \d, \d, \d of the training set", text)
     assert "Where: step 1 (epoch 1), rank 0." in text
 
 
 @pytest.mark.parametrize("how", ["getitem", "label"])
-def test_a_stream_counts_its_samples(trainer_class: Any, how: str) -> None:
+def test_error_of_a_stream_reports_the_number_of_the_sample(trainer_class: Any, how: str) -> None:
     data = Streamed(Classes(bad=17, how=how))
-    text = told(trainer_class, data, KeyError if how == "getitem" else IndexError, max_steps=9)
-    assert (
-        "sample 17 of the training set" if how == "getitem" else "samples 16, 17, 18, 19 of the training set"
-    ) in text
+    error, samples = (KeyError, "sample 17") if how == "getitem" else (IndexError, "samples 16, 17, 18, 19")
+    text = message_of(trainer_class, data, error, max_steps=9)
+    assert f"{samples} of the training set" in text
     assert "step 5 (epoch 1), rank 0." in text
 
 
-def test_a_loader_of_the_users_own_counts_its_batches() -> None:
+def test_error_of_a_custom_loader_reports_the_batch() -> None:
     loader = DataLoader(Classes(bad=17, how="getitem"), batch_size=4)
-    text = told(Trainer, None, KeyError, train_loader=loader, batch_size=8)
+    text = message_of(Trainer, None, KeyError, train_loader=loader, batch_size=8)
     assert "Raised by the loader of the training set for batch 4 of its epoch" in text
     assert "Where: the data of step 5 (epoch 1), rank 0." in text
 
 
-def test_an_error_of_an_evaluation_names_its_set_and_sample(trainer_class: Any) -> None:
+def test_error_of_an_evaluation_reports_set_and_sample(trainer_class: Any) -> None:
     sets = {"dev": Classes(8), "web": Classes(8, bad=5, how="label")}
-    text = told(trainer_class, Classes(), IndexError, eval_dataset=sets, eval_steps=2)
+    text = message_of(trainer_class, Classes(), IndexError, eval_dataset=sets, eval_steps=2)
     assert "Raised for sample 5 of the evaluation set 'web', which fails alone." in text
     assert "Where: the evaluation after step 2 (epoch 1), rank 0." in text
-    assert "sample 5 of the evaluation set 'web'" in told(
-        trainer_class, None, IndexError, "evaluate", eval_dataset=sets
-    )
+    text = message_of(trainer_class, None, IndexError, "evaluate", eval_dataset=sets)
+    assert "sample 5 of the evaluation set 'web'" in text
 
 
-def test_an_error_of_a_metric_names_it_and_the_set(trainer_class: Any) -> None:
+def test_error_of_a_metric_reports_metric_and_set(trainer_class: Any) -> None:
     def exact(y_true: Any, y_pred: Any) -> float:
         raise ZeroDivisionError("no rows")
 
-    text = told(
+    text = message_of(
         trainer_class, Classes(), ZeroDivisionError, eval_dataset={"web": Classes(8)},
         compute_metrics=["accuracy", exact], sanity=False,
     )  # fmt: skip
@@ -196,19 +190,19 @@ def test_an_error_of_a_metric_names_it_and_the_set(trainer_class: Any) -> None:
     assert "Where: the evaluation after step 6 (epoch 1), rank 0." in text or "(epoch 2)" in text
 
 
-def test_an_error_of_a_callback_names_it_and_the_step(trainer_class: Any) -> None:
+def test_error_of_a_callback_reports_callback_and_step(trainer_class: Any) -> None:
     class Fails(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 2:
                 raise ValueError("boom")
 
-    text = told(trainer_class, Classes(), ValueError, callbacks=[Fails(), StopAt(5)])
+    text = message_of(trainer_class, Classes(), ValueError, callbacks=[Fails(), StopAt(5)])
     assert "Raised by the callback Fails.on_step_end." in text
     assert "Where: after step 2 (epoch 1), rank 0." in text
 
 
-def test_an_error_of_the_backward_pass_has_its_step(trainer_class: Any) -> None:
-    class Refusing(torch.autograd.Function):
+def test_error_of_the_backward_pass_reports_the_step(trainer_class: Any) -> None:
+    class Failing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             return x.clone()
@@ -218,8 +212,7 @@ def test_an_error_of_the_backward_pass_has_its_step(trainer_class: Any) -> None:
             raise NotImplementedError("no gradient")
 
     def loss_fn(outputs: Any, labels: Any) -> Any:
-        return Refusing.apply(F.cross_entropy(outputs, labels))
+        return Failing.apply(F.cross_entropy(outputs, labels))
 
-    assert "Where: after step 0 (epoch 1), rank 0." in told(
-        trainer_class, Classes(), NotImplementedError, loss_fn=loss_fn
-    )
+    text = message_of(trainer_class, Classes(), NotImplementedError, loss_fn=loss_fn)
+    assert "Where: after step 0 (epoch 1), rank 0." in text

@@ -1,4 +1,4 @@
-"""What callbacks add to rows of logs, and report beside them."""
+"""Values that callbacks add to rows of logs, and reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omnitrain import Callback, ConfigError, Trainer
 
 
 class Adds(Callback):
-    """Adds a value to each row, and keeps the rows and reports that it is shown."""
+    """Adds a value to each row, and collects rows and reports."""
 
     def __init__(self, name: str = "weights_seen") -> None:
         self.name = name
@@ -39,20 +39,20 @@ def run(callback: Callback) -> None:
     ).train()  # fmt: skip
 
 
-def test_a_row_has_what_callbacks_add_and_reports_reach_them() -> None:
+def test_log_values_are_in_rows_and_reports_reach_callbacks() -> None:
     callback = Adds()
     run(callback)
     assert [row["weights_seen"] for row in callback.rows] == [3.0] * 3
     assert callback.reports == [{"note": f"step {step}"} for step in (1, 2, 3)]
 
 
-def test_a_name_that_the_row_has_already_is_refused() -> None:
+def test_log_values_must_have_new_names() -> None:
     with pytest.raises(ConfigError, match=r"Adds\.log_values returns 'loss', which the row of logs has already"):
         run(Adds("loss"))
 
 
 @pytest.mark.parametrize("values", [3, {"note": "text"}, {"pair": [1.0, 2.0]}])
-def test_what_is_no_number_is_refused_with_the_callback_named(values: Any) -> None:
+def test_log_values_must_be_numbers(values: Any) -> None:
     class Wrong(Callback):
         def log_values(self, trainer: Any) -> Any:
             return values
@@ -62,7 +62,7 @@ def test_what_is_no_number_is_refused_with_the_callback_named(values: Any) -> No
     assert "Raised by the callback Wrong.log_values." in raised.value.__notes__
 
 
-def test_a_tensor_of_one_number_is_a_number() -> None:
+def test_log_values_may_be_tensors_of_one_number() -> None:
     class Measures(Adds):
         def log_values(self, trainer: Any) -> Any:
             return {"half": torch.tensor(0.5)}
