@@ -1,4 +1,4 @@
-"""Small models with adapters of PEFT, and runs of them: for the tests of what is saved of these."""
+"""Small models with adapters of PEFT, and runs of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
 def lora(seed: int = 1, **options: Any) -> Any:
-    """Return a configuration; the adapters that are made of it next are no zeros."""
+    """Return a configuration of adapters that are not zero, and seed their initialization."""
     torch.manual_seed(seed)
     return peft.LoraConfig(
         **{"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
@@ -48,10 +48,10 @@ def content_of(folder: Path) -> dict[str, Any]:
 
 
 def reopened(folder: Path, base: Any = None, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return the weights of what PEFT opens."""
+    """Return the weights that PEFT loads from a checkpoint."""
     base = llama() if base is None else base
-    where = folder if adapter == "default" else folder / adapter
-    return dict(peft.PeftModel.from_pretrained(base, where, adapter_name=adapter).named_parameters())
+    folder = folder if adapter == "default" else folder / adapter
+    return dict(peft.PeftModel.from_pretrained(base, folder, adapter_name=adapter).named_parameters())
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -59,6 +59,6 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return dict(trainer.get_model().named_parameters())
 
 
-def agree(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+def agree(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """Whether both have the same names, and tensors equal to the bit."""
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)

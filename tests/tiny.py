@@ -1,4 +1,4 @@
-"""Models of transformers that are small enough for any test, and token sequences for them."""
+"""Small models of transformers, and token sequences for them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from transformers import (
 VOCABULARY = 40
 
 
-def llama(seed: int = 0) -> LlamaForCausalLM:
+def llama(seed: int = 0, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     ).double()  # fmt: skip
 
 
-def t5(seed: int = 0, dropout: float = 0.0) -> T5ForConditionalGeneration:
+def t5(seed: int = 0, dropout: float = 0.0, vocabulary: int = VOCABULARY) -> T5ForConditionalGeneration:
     torch.manual_seed(seed)
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=dropout,
+            vocab_size=vocabulary, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=dropout,
             decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
         )
     ).double()  # fmt: skip
@@ -52,7 +52,7 @@ def bert(seed: int = 0, **options: Any) -> BertForSequenceClassification:
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of 9 tokens of which the first are a prompt without labels, longer or shorter; of some, everything."""
+    """Sequences of 9 tokens that begin with a prompt without labels; some are nothing else."""
 
     def __init__(self, size: int, kind: str = "tokens") -> None:
         self.kind = kind
@@ -69,7 +69,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         ids, labels = self.ids[index], self.labels[index]
         if self.kind == "classes":
             return {"input_ids": ids, "labels": ids[0] % 3}
-        if self.kind == "pairs":  # as a collator for sequences to sequences would hand them over
+        if self.kind == "pairs":  # as from a collator for sequence to sequence
             shifted = torch.cat([torch.zeros(1, dtype=torch.int64), ids[:-1]])
             return {"input_ids": ids, "labels": labels, "decoder_input_ids": shifted}
         if self.kind == "prompts":
@@ -77,11 +77,11 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": labels}
 
 
-def gpt(seed: int = 0) -> GPT2LMHeadModel:
+def gpt(seed: int = 0, vocabulary: int = VOCABULARY) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0,
+            vocab_size=vocabulary, n_embd=16, n_layer=1, n_head=2, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     ).double()  # fmt: skip

@@ -1,8 +1,7 @@
-"""What functions of metrics get by transformers' arguments: the inputs, the losses, or batch by batch."""
+"""Arguments of evaluations: `include_for_metrics`, `batch_eval_metrics`, `bf16_full_eval` and `fp16_full_eval`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,27 +10,18 @@ import torch
 import transformers
 from recipes import distance, weights
 from tiny import Tokens, bert, llama
-from transformers import EvalPrediction, TrainingArguments
+from transformers import EvalPrediction
 
 from omnitrain import Callback, HFTrainer
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.units import StepOutput
 
-
-@pytest.fixture
-def arguments(tmp_path: Path) -> Any:
-    def make(**options: Any) -> TrainingArguments:
-        defaults = {
-            "use_cpu": True, "report_to": "none", "save_strategy": "no", "per_device_eval_batch_size": 3,
-            "disable_tqdm": True,
-        }  # fmt: skip
-        return TrainingArguments(str(tmp_path / "run"), **{**defaults, **options})
-
-    return make
+DEFAULTS = {"per_device_eval_batch_size": 3, "disable_tqdm": True}
+KINDS: tuple[Any, Any] = (transformers.Trainer, HFTrainer)
 
 
-class Seen:
-    """A function of metrics that keeps what it gets."""
+class Calls:
+    """A function of metrics that keeps its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[EvalPrediction] = []
@@ -58,33 +48,32 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def test_inputs_and_losses_are_those_of_a_stock_trainer(arguments: Any) -> None:
-    found = []
-    for kind in (transformers.Trainer, HFTrainer):
-        seen = Seen()
+    predictions = []
+    for kind in KINDS:
+        metrics = Calls()
         args = arguments(include_for_metrics=["inputs", "loss"])
-        trainer: Any = kind(bert(), args, eval_dataset=ragged(7), compute_metrics=seen, data_collator=padded)
-        trainer.evaluate()
-        found.append(seen.calls[0])
-    theirs, ours = found
+        kind(bert(), args, eval_dataset=ragged(7), compute_metrics=metrics, data_collator=padded).evaluate()
+        predictions.append(metrics.calls[0])
+    stock, ours = predictions
     assert ours.inputs.shape == (7, 8) and -100 in ours.inputs
-    assert np.array_equal(ours.inputs, theirs.inputs)
-    assert np.array_equal(ours.predictions, theirs.predictions) and np.array_equal(ours.label_ids, theirs.label_ids)
-    # one value for each sample: of the last batch, which is short, theirs has as many as of a whole one
-    assert ours.losses.shape == (7,) and np.array_equal(ours.losses, theirs.losses[:7])
+    for name in ("inputs", "predictions", "label_ids"):
+        assert np.array_equal(getattr(ours, name), getattr(stock, name))
+    # one value for each sample: of the last batch, which is short, a stock trainer has as many as of a full one
+    assert ours.losses.shape == (7,) and np.array_equal(ours.losses, stock.losses[:7])
     assert len(set(ours.losses.tolist())) == 3
 
 
-def test_only_what_was_asked_for_is_there(arguments: Any) -> None:
-    for wanted, held in ((["loss"], (False, True)), (["inputs"], (True, False)), ([], (False, False))):
-        seen = Seen()
-        args = arguments(include_for_metrics=wanted)
-        HFTrainer(bert(), args, eval_dataset=Tokens(5, "classes"), compute_metrics=seen).evaluate()
-        (call,) = seen.calls
-        assert (call.inputs is not None, call.losses is not None) == held
-        assert len(list(call)) == 2 + sum(held)
+@pytest.mark.parametrize(("names", "included"), [(["loss"], (False, True)), (["inputs"], (True, False)), ([], (0, 0))])
+def test_metrics_get_only_what_is_included(arguments: Any, names: list[str], included: tuple[bool, bool]) -> None:
+    metrics = Calls()
+    args = arguments(include_for_metrics=names)
+    HFTrainer(bert(), args, eval_dataset=Tokens(5, "classes"), compute_metrics=metrics).evaluate()
+    (call,) = metrics.calls
+    assert (call.inputs is not None, call.losses is not None) == included
+    assert len(list(call)) == 2 + sum(included)
 
 
-def test_the_losses_of_a_unit_that_sums_are_means_too(arguments: Any) -> None:
+def test_losses_of_a_unit_that_sums_are_means(arguments: Any) -> None:
     class Unit:
         def __call__(self, batch: Any) -> Any:
             raise AssertionError
@@ -92,24 +81,19 @@ def test_the_losses_of_a_unit_that_sums_are_means_too(arguments: Any) -> None:
         def evaluate(self, batch: Any) -> Any:
             return StepOutput(torch.tensor(6.0), batch["input_ids"], batch["labels"], num_targets=3)
 
-    seen = Seen()
+    metrics = Calls()
     args = arguments(include_for_metrics=["loss"])
-    HFTrainer(bert(), args, eval_dataset=Tokens(2, "classes"), compute_metrics=seen, unit=Unit()).evaluate()
-    assert seen.calls[0].losses.tolist() == [2.0, 2.0]
+    HFTrainer(bert(), args, eval_dataset=Tokens(2, "classes"), compute_metrics=metrics, unit=Unit()).evaluate()
+    assert metrics.calls[0].losses.tolist() == [2.0, 2.0]
 
 
-def test_inputs_go_by_the_name_that_the_model_has_for_them(arguments: Any) -> None:
+def test_inputs_have_the_main_input_name_of_the_model(arguments: Any) -> None:
     model: Any = bert()
     model.main_input_name = "pixel_values"
     args = arguments(include_for_metrics=["inputs"])
-    trainer = HFTrainer(model, args, eval_dataset=Tokens(2, "classes"), compute_metrics=Seen())
+    trainer = HFTrainer(model, args, eval_dataset=Tokens(2, "classes"), compute_metrics=Calls())
     with pytest.raises(DataError, match=r"'pixel_values', but the batch holds 'input_ids'"):
         trainer.evaluate()
-
-
-def test_a_word_that_is_not_among_them_is_an_error(arguments: Any) -> None:
-    with pytest.raises(ConfigError, match=r"got 'losses'.*'loss'"):
-        HFTrainer(llama(), arguments(include_for_metrics=["losses"]))
 
 
 # --- batch_eval_metrics
@@ -134,21 +118,20 @@ class Accuracy:
         return result
 
 
-def test_a_function_is_called_batch_by_batch_as_a_stock_trainer_calls_it(arguments: Any) -> None:
-    data, found = Tokens(7, "classes"), []
-    for kind in (transformers.Trainer, HFTrainer):
-        function = Accuracy()
-        args = arguments(batch_eval_metrics=True, per_device_train_batch_size=4, eval_strategy="epoch",
-                         num_train_epochs=2)  # fmt: skip
-        trainer: Any = kind(bert(), args, eval_dataset=data, compute_metrics=function)
-        first = trainer.evaluate()["eval_accuracy"]
-        second = trainer.predict(data)
-        found.append((first, second.metrics["test_accuracy"], second.predictions.tolist(), function.calls))
-    assert found[1] == found[0]
-    assert found[1][-1] == [(3, False), (3, False), (1, True)] * 2
+def test_batch_metrics_are_called_as_by_a_stock_trainer(arguments: Any) -> None:
+    data, results = Tokens(7, "classes"), []
+    for kind in KINDS:
+        metrics = Accuracy()
+        trainer: Any = kind(bert(), arguments(batch_eval_metrics=True), eval_dataset=data, compute_metrics=metrics)
+        evaluated = trainer.evaluate()["eval_accuracy"]
+        predictions = trainer.predict(data)
+        accuracies = evaluated, predictions.metrics["test_accuracy"]
+        results.append((accuracies, predictions.predictions.tolist(), metrics.calls))
+    assert results[1] == results[0]
+    assert results[1][-1] == [(3, False), (3, False), (1, True)] * 2
 
 
-def test_a_function_of_batches_keeps_no_predictions_and_may_select_the_best(arguments: Any) -> None:
+def test_batch_metrics_may_select_the_best(arguments: Any) -> None:
     data = Tokens(7, "classes")
     args = arguments(batch_eval_metrics=True, eval_strategy="epoch", metric_for_best_model="accuracy")
     trainer = HFTrainer(bert(), args, data, data, compute_metrics=Accuracy())
@@ -157,106 +140,107 @@ def test_a_function_of_batches_keeps_no_predictions_and_may_select_the_best(argu
     assert metrics["best_valid"]["eval_accuracy"] == max(row["eval_accuracy"] for row in metrics["valid"])
 
 
-def test_each_of_several_sets_has_a_last_batch(arguments: Any) -> None:
-    function = Accuracy()
-    sets = {"one": Tokens(4, "classes"), "two": Tokens(3, "classes")}
+def test_batch_metrics_have_a_last_batch_of_each_set(arguments: Any) -> None:
+    accuracy, sets = Accuracy(), {"one": Tokens(4, "classes"), "two": Tokens(3, "classes")}
     args = arguments(batch_eval_metrics=True)
-    metrics = HFTrainer(bert(), args, eval_dataset=sets, compute_metrics=function).evaluate()
-    assert function.calls == [(3, False), (1, True), (3, True)]
+    metrics = HFTrainer(bert(), args, eval_dataset=sets, compute_metrics=accuracy).evaluate()
+    assert accuracy.calls == [(3, False), (1, True), (3, True)]
     assert {"eval_one_accuracy", "eval_two_accuracy"} <= metrics.keys()
 
 
-def test_logits_of_a_language_model_come_unshifted(arguments: Any) -> None:
+def test_batch_metrics_get_the_logits_unshifted(arguments: Any) -> None:
     shapes = []
 
-    def note(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
+    def metrics(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
         shapes.append((tuple(prediction.predictions.shape), tuple(prediction.label_ids.shape)))
         return {"x": 1.0}
 
-    HFTrainer(llama(), arguments(batch_eval_metrics=True), eval_dataset=Tokens(3), compute_metrics=note).evaluate()
+    HFTrainer(llama(), arguments(batch_eval_metrics=True), eval_dataset=Tokens(3), compute_metrics=metrics).evaluate()
     assert shapes == [((3, 9, 40), (3, 9))]
 
 
-def test_a_result_that_is_no_dict_of_numbers_is_an_error(arguments: Any) -> None:
-    for result, words in ((None, "dict of numbers"), ({"x": "high"}, "'x' is no number")):
-        trainer = HFTrainer(
-            bert(), arguments(batch_eval_metrics=True), eval_dataset=Tokens(3, "classes"),
-            compute_metrics=lambda prediction, compute_result, result=result: result,
-        )  # fmt: skip
-        with pytest.raises(DataError, match=words):
-            trainer.evaluate()
+@pytest.mark.parametrize(("result", "message"), [(None, "dict of numbers"), ({"x": "high"}, "'x' is no number")])
+def test_batch_metrics_must_return_numbers(arguments: Any, result: Any, message: str) -> None:
+    def metrics(prediction: EvalPrediction, compute_result: bool) -> Any:
+        return result
+
+    data, args = Tokens(3, "classes"), arguments(batch_eval_metrics=True)
+    with pytest.raises(DataError, match=message):
+        HFTrainer(bert(), args, eval_dataset=data, compute_metrics=metrics).evaluate()
 
 
-@pytest.mark.parametrize("metrics", ["accuracy", ["accuracy"], lambda prediction: {}], ids=["name", "list", "function"])
-def test_what_cannot_be_called_batch_by_batch_is_refused(arguments: Any, metrics: Any) -> None:
-    with pytest.raises(ConfigError, match=r"batch_eval_metrics=True.*compute_result"):
-        HFTrainer(bert(), arguments(batch_eval_metrics=True), compute_metrics=metrics)
-
-
-def test_batches_and_inputs_together_are_refused(arguments: Any) -> None:
-    args = arguments(batch_eval_metrics=True, include_for_metrics=["inputs"])
-    with pytest.raises(ConfigError, match=r"batch_eval_metrics=True.*include_for_metrics=\['inputs'\]"):
-        HFTrainer(bert(), args, compute_metrics=Accuracy())
+@pytest.mark.parametrize(
+    ("fields", "metrics", "message"),
+    [
+        *[
+            ({"batch_eval_metrics": True}, metrics, r"batch_eval_metrics=True.*compute_result")
+            for metrics in ("accuracy", ["accuracy"], lambda prediction: {})
+        ],
+        (
+            {"batch_eval_metrics": True, "include_for_metrics": ["inputs"]}, Accuracy(),
+            r"batch_eval_metrics=True.*include_for_metrics=\['inputs'\]",
+        ),
+        ({"include_for_metrics": ["losses"]}, None, "got 'losses'.*'loss'"),
+    ],
+    ids=["name", "list", "function", "inputs", "unknown"],
+)  # fmt: skip
+def test_metric_options_that_contradict_are_rejected(
+    arguments: Any, fields: dict[str, Any], metrics: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HFTrainer(bert(), arguments(**fields), compute_metrics=metrics)
 
 
 # --- bf16_full_eval, fp16_full_eval
 
 
 @pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
-def test_an_evaluation_outside_of_a_run_has_the_numbers_of_a_stock_trainer(arguments: Any, name: str) -> None:
-    data, found = Tokens(7, "classes"), []
-    for kind in (transformers.Trainer, HFTrainer):
+def test_half_precision_evaluation_is_that_of_a_stock_trainer(arguments: Any, name: str) -> None:
+    data, results = Tokens(7, "classes"), []
+    for kind in KINDS:
         trainer: Any = kind(bert().float(), arguments(**{name: True}), eval_dataset=data)
-        found.append((trainer.predict(data).predictions.astype(np.float32), trainer.evaluate()["eval_loss"]))
-    assert np.array_equal(found[1][0], found[0][0])
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-2)  # theirs takes the mean in that precision
+        results.append((trainer.predict(data).predictions.astype(np.float32), trainer.evaluate()["eval_loss"]))
+    (stock, stock_loss), (ours, loss) = results
+    assert np.array_equal(ours, stock)
+    assert loss == pytest.approx(stock_loss, rel=1e-2)  # a stock trainer takes the mean in that precision
     full = HFTrainer(bert().float(), arguments(), eval_dataset=data).predict(data).predictions
-    assert not np.array_equal(full, found[1][0]) and np.abs(full - found[1][0]).max() < 0.02
+    assert not np.array_equal(full, ours) and np.abs(full - ours).max() < 0.02
 
 
-class Dtypes:
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
-        return {"x": 1.0}
-
-    def watch(self, model: Any) -> Any:
-        model.register_buffer("third", torch.tensor(1 / 3))
-        model.register_forward_hook(lambda *_: self.seen.extend({model.classifier.weight.dtype, model.third.dtype}))
-        return model
-
-
-class EvaluatesBeside(Callback):
+class EvaluatesInSteps(Callback):
     def on_step_end(self, trainer: Any) -> None:
         trainer.evaluate(Tokens(6, "classes"))
 
 
-def test_the_weights_are_the_same_to_the_bit_afterwards_and_evaluations_of_a_run_use_them(arguments: Any) -> None:
-    data, dtypes = Tokens(6, "classes"), Dtypes()
+def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) -> None:
+    """To the bit; and evaluations of a run use the weights of the run."""
+    data = Tokens(6, "classes")
     args = arguments(
         bf16_full_eval=True, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2,
         per_device_eval_batch_size=6, per_device_train_batch_size=6,
     )  # fmt: skip
-    model = dtypes.watch(bert().float())
-    before = [one.clone() for one in (*model.parameters(), *model.buffers())]
-    addresses = [one.data_ptr() for one in model.parameters()]
-    trainer = HFTrainer(model, args, data, data, callbacks=[EvaluatesBeside()])
+    model: Any = bert().float()
+    dtypes: list[Any] = []
+    model.register_buffer("third", torch.tensor(1 / 3))
+    model.register_forward_hook(lambda *_: dtypes.extend({model.classifier.weight.dtype, model.third.dtype}))
+    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    trainer = HFTrainer(model, args, data, data, callbacks=[EvaluatesInSteps()])
     trainer.evaluate()
     trainer.test(data)
     trainer.predict(data)
-    assert dtypes.seen == [torch.bfloat16] * 3
+    assert dtypes == [torch.bfloat16] * 3
     assert all(map(torch.equal, before, (*model.parameters(), *model.buffers())))
-    assert addresses == [one.data_ptr() for one in model.parameters()]
-    dtypes.seen.clear()
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    dtypes.clear()
     trainer.train()
-    assert dtypes.seen == [torch.float32] * 7
-    other = HFTrainer(bert().float(), arguments(max_steps=2, per_device_train_batch_size=6), data)
-    other.train()
-    assert distance(weights(model), weights(other.model)) == 0
+    assert dtypes == [torch.float32] * 7
+    expected = HFTrainer(bert().float(), arguments(max_steps=2, per_device_train_batch_size=6), data)
+    expected.train()
+    assert distance(weights(model), weights(expected.model)) == 0
 
 
-def test_the_weights_are_put_back_after_an_error_too(arguments: Any) -> None:
+def test_half_precision_weights_are_restored_after_an_error(arguments: Any) -> None:
     def fail(prediction: EvalPrediction) -> Any:
         raise ZeroDivisionError
 
@@ -264,4 +248,4 @@ def test_the_weights_are_put_back_after_an_error_too(arguments: Any) -> None:
     trainer = HFTrainer(model, arguments(bf16_full_eval=True), eval_dataset=Tokens(2, "classes"), compute_metrics=fail)
     with pytest.raises(ZeroDivisionError):
         trainer.evaluate()
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

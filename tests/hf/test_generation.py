@@ -1,4 +1,4 @@
-"""Evaluations whose predictions the model generates, as `Seq2SeqTrainer` has them."""
+"""Evaluations whose predictions the model generates, compared with `Seq2SeqTrainer`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from marks import thinned
 from recipes import distance, weights
 from tiny import Tokens, bert, llama, t5
 from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -16,17 +17,9 @@ from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArgume
 from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError, DataError
 
-
-@pytest.fixture
-def arguments(tmp_path: Path) -> Any:
-    def make(**options: Any) -> Seq2SeqTrainingArguments:
-        defaults = {
-            "use_cpu": True, "report_to": "none", "save_strategy": "no", "per_device_eval_batch_size": 3,
-            "predict_with_generate": True, "disable_tqdm": True,
-        }  # fmt: skip
-        return Seq2SeqTrainingArguments(str(tmp_path / "run"), **{**defaults, **options})
-
-    return make
+ARGUMENTS = Seq2SeqTrainingArguments
+DEFAULTS = {"per_device_eval_batch_size": 3, "predict_with_generate": True, "disable_tqdm": True}
+KINDS: tuple[Any, Any] = (Seq2SeqTrainer, HFTrainer)
 
 
 def score(prediction: Any) -> dict[str, float]:
@@ -44,96 +37,102 @@ def ending(model: Any) -> Any:
     return model
 
 
-CASES = {
-    "as they come": {},
-    "longer than the config says": {"generation_max_length": 30},
+LENGTHS = {
+    "default": {},
+    "longer": {"generation_max_length": 30},
     "shorter": {"generation_max_length": 12},
     "beams": {"generation_num_beams": 3, "generation_max_length": 14},
-    "by new tokens": {
+    "new tokens": {
         "generation_config": GenerationConfig(
             max_new_tokens=40, pad_token_id=0, bos_token_id=1, eos_token_id=[*range(2, 8)]
         )
     },
 }
+MODELS = {
+    "t5-pairs": (t5, "pairs"), "t5-prompts": (t5, "prompts"), "llama-prompts": (llama, "prompts"),
+    "llama-tokens": (llama, "tokens"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("make", "kind"), [(t5, "pairs"), (t5, "prompts"), (llama, "prompts"), (llama, "tokens")])
-def test_predictions_labels_and_loss_are_those_of_seq2seq_trainer(
-    arguments: Any, make: Any, kind: str, case: str
-) -> None:
-    # without any length theirs gives the first batch alone 20 new tokens
-    data, found = Tokens(7 if CASES[case] else 3, kind), []
-    for trainer_kind in (Seq2SeqTrainer, HFTrainer):
-        args = arguments(**CASES[case])
-        trainer: Any = trainer_kind(ending(make()).eval(), args, compute_metrics=score)
-        found.append(trainer.predict(data))
-    theirs, ours = found
-    assert np.array_equal(ours.predictions, np.where(theirs.predictions == -100, 0, theirs.predictions))
+@pytest.mark.parametrize(
+    ("model", "length"),
+    thinned(
+        [(model, length) for model in MODELS for length in LENGTHS],
+        [(model, length) for model in ("t5-pairs", "llama-tokens") for length in LENGTHS]
+        + [("t5-prompts", "beams"), ("llama-prompts", "longer")],
+    ),
+)
+def test_generated_predictions_are_those_of_seq2seq_trainer(arguments: Any, model: str, length: str) -> None:
+    make, samples = MODELS[model]
+    # without any length a stock trainer gives only the first batch 20 new tokens
+    data = Tokens(7 if LENGTHS[length] else 3, samples)
+    args = arguments(**LENGTHS[length])
+    stock, ours = (kind(ending(make()).eval(), args, compute_metrics=score).predict(data) for kind in KINDS)
+    assert np.array_equal(ours.predictions, np.where(stock.predictions == -100, 0, stock.predictions))
     assert len({tuple(row) for row in ours.predictions.tolist()}) > 1
-    if kind == "prompts":
+    if samples == "prompts":
         assert ours.labels is None and ours.metrics == {}
         return
-    assert ours.labels.shape == theirs.label_ids.shape
-    assert np.array_equal(np.maximum(ours.labels, 0), np.maximum(theirs.label_ids, 0))
+    assert ours.labels.shape == stock.label_ids.shape
+    assert np.array_equal(np.maximum(ours.labels, 0), np.maximum(stock.label_ids, 0))
     for name in ("test_tokens", "test_labels", "test_width"):
-        assert ours.metrics[name] == theirs.metrics[name]
+        assert ours.metrics[name] == stock.metrics[name]
 
 
 @pytest.mark.parametrize(("size", "width"), [(10, 20), (20, 31), (25, 31), (35, 35)])
-def test_answers_are_made_as_wide_as_the_config_allows(arguments: Any, size: int, width: int) -> None:
-    for kind in (Seq2SeqTrainer, HFTrainer):
+def test_generated_predictions_are_as_wide_as_the_config(arguments: Any, size: int, width: int) -> None:
+    for kind in KINDS:
         model = t5()
         model.generation_config.max_new_tokens = 30
-        model.generate = lambda size=size, **kwargs: torch.full((3, size), 5)  # type: ignore[method-assign]
+        model.generate = lambda **kwargs: torch.full((3, size), 5)  # type: ignore[method-assign]
         trainer: Any = kind(model, arguments(), compute_metrics=score)
         assert trainer.predict(Tokens(3, "pairs")).predictions.shape == (3, width)
 
 
 @pytest.mark.parametrize(("make", "kind"), [(t5, "pairs"), (llama, "tokens")])
-def test_no_split_into_batches_shows_in_the_predictions(arguments: Any, make: Any, kind: str) -> None:
-    found = []
+def test_generated_predictions_are_the_same_in_every_split(arguments: Any, make: Any, kind: str) -> None:
+    results = []
     for size in (1, 2, 7):
         args = arguments(per_device_eval_batch_size=size, generation_max_length=30)
-        found.append(HFTrainer(ending(make()), args, compute_metrics=score).predict(Tokens(7, kind)))
-    for other in found[1:]:
-        assert np.array_equal(found[0].predictions, other.predictions)
-        assert np.array_equal(found[0].labels, other.labels)
-        assert found[0].metrics == pytest.approx(other.metrics, rel=1e-6)
-    assert (
-        set(found[0].labels[:, -1]) == {-100} and -100 not in found[0].predictions and 0 in found[0].predictions[:, -1]
+        results.append(HFTrainer(ending(make()), args, compute_metrics=score).predict(Tokens(7, kind)))
+    first = results[0]
+    for other in results[1:]:
+        assert np.array_equal(first.predictions, other.predictions) and np.array_equal(first.labels, other.labels)
+        assert first.metrics == pytest.approx(other.metrics, rel=1e-6)
+    assert set(first.labels[:, -1]) == {-100} and -100 not in first.predictions and 0 in first.predictions[:, -1]
+
+
+@pytest.mark.parametrize(("make", "kind"), [(t5, "pairs"), (llama, "tokens")])
+def test_loss_is_that_of_an_evaluation_without_generation(arguments: Any, make: Any, kind: str) -> None:
+    options = {"eval_dataset": Tokens(7, kind), "compute_metrics": lambda p: {"x": 1.0}}
+    losses = [
+        HFTrainer(make(), arguments(predict_with_generate=generates), **options).evaluate()["eval_loss"]
+        for generates in (True, False)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_loss_may_have_smoothed_labels(arguments: Any) -> None:
+    args = arguments(label_smoothing_factor=0.3)
+    stock, ours = (
+        kind(t5(), args, eval_dataset=Tokens(3, "pairs"), compute_metrics=score).evaluate()["eval_loss"]
+        for kind in KINDS
     )
+    assert ours == pytest.approx(stock, rel=1e-6)
 
 
-def test_the_loss_is_that_of_an_evaluation_without_generation(arguments: Any) -> None:
-    for make, kind in ((t5, "pairs"), (llama, "tokens")):
-        losses = []
-        for generates in (True, False):
-            args = arguments(predict_with_generate=generates)
-            trainer = HFTrainer(make(), args, eval_dataset=Tokens(7, kind), compute_metrics=lambda p: {"x": 1.0})
-            losses.append(trainer.evaluate()["eval_loss"])
-        assert losses[0] == losses[1]
-
-
-def test_smoothed_labels_go_together_with_it(arguments: Any) -> None:
-    data, losses = Tokens(3, "pairs"), []
-    for kind in (Seq2SeqTrainer, HFTrainer):
-        args = arguments(label_smoothing_factor=0.3)
-        trainer: Any = kind(t5(), args, eval_dataset=data, compute_metrics=score)
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
-def test_nothing_is_generated_where_nobody_looks_at_it(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_generates_nothing_without_metrics(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = t5()
     trainer = HFTrainer(model, arguments(), eval_dataset=Tokens(3, "pairs"))
     monkeypatch.setattr(model, "generate", None)
     assert trainer.evaluate().keys() == {"eval_loss"}
     with pytest.raises(TypeError):
         trainer.predict(Tokens(3, "pairs"))
+    trainer = HFTrainer(bert(), arguments(prediction_loss_only=True), eval_dataset=Tokens(3, "classes"))
+    assert trainer.evaluate().keys() == {"eval_loss"}
 
 
-def test_what_is_generated_goes_through_preprocess_logits_for_metrics(arguments: Any) -> None:
+def test_generated_tokens_are_preprocessed(arguments: Any) -> None:
     trainer = HFTrainer(
         t5(), arguments(), eval_dataset=Tokens(3, "pairs"), compute_metrics=score,
         preprocess_logits_for_metrics=lambda tokens, labels: tokens[:, :4] * 0 + 7,
@@ -144,11 +143,11 @@ def test_what_is_generated_goes_through_preprocess_logits_for_metrics(arguments:
 SAMPLED = GenerationConfig(do_sample=True, max_new_tokens=8, pad_token_id=0, decoder_start_token_id=0, eos_token_id=2)
 
 
-def test_sampling_in_evaluations_leaves_the_numbers_of_the_training_alone(arguments: Any) -> None:
-    found, seen = [], []
+def test_sampling_leaves_the_training_unchanged(arguments: Any) -> None:
+    models, predictions = [], []
 
-    def note(prediction: Any) -> dict[str, float]:
-        seen.append(prediction.predictions.tolist())
+    def record(prediction: Any) -> dict[str, float]:
+        predictions.append(prediction.predictions.tolist())
         return {"x": 1.0}
 
     for strategy in ("steps", "no"):
@@ -157,108 +156,119 @@ def test_sampling_in_evaluations_leaves_the_numbers_of_the_training_alone(argume
             generation_config=SAMPLED,
         )  # fmt: skip
         trainer = HFTrainer(
-            t5(dropout=0.3), args, Tokens(8, "pairs"), Tokens(3, "pairs"), compute_metrics=note,
+            t5(dropout=0.3), args, Tokens(8, "pairs"), Tokens(3, "pairs"), compute_metrics=record,
             data_collator=transformers.default_data_collator,
         )  # fmt: skip
         trainer.train()
-        found.append(weights(trainer.model))
-    assert distance(*found) == 0
+        models.append(weights(trainer.model))
+    assert distance(*models) == 0
     trainer.evaluate()
     trainer.evaluate()
-    assert seen[-1] == seen[-2]  # an evaluation done again gives the same
-    assert distance(found[0], weights(t5())) > 0
+    assert predictions[-1] == predictions[-2]  # a repeated evaluation gives the same
+    assert distance(models[0], weights(t5())) > 0
 
 
-def test_best_and_stopping_go_by_what_was_generated(arguments: Any) -> None:
+def test_best_is_selected_by_generated_predictions(arguments: Any) -> None:
     args = arguments(
-        eval_strategy="epoch", num_train_epochs=2, metric_for_best_model="tokens", greater_is_better=False,
+        eval_strategy="epoch", num_train_epochs=2, metric_for_best_model="tokens", greater_is_better=False
     )  # fmt: skip
     trainer = HFTrainer(t5(), args, Tokens(8, "pairs"), Tokens(3, "pairs"), compute_metrics=score)
     metrics = trainer.train()
     assert metrics["best_valid"]["eval_tokens"] == min(row["eval_tokens"] for row in metrics["valid"])
 
 
-def test_the_generation_config_is_taken_over_and_saved_with_the_model(arguments: Any, tmp_path: Path) -> None:
+def test_generation_config_is_saved_with_the_model(arguments: Any, tmp_path: Path) -> None:
     SAMPLED.save_pretrained(tmp_path / "config")
-    for given in (SAMPLED, str(tmp_path / "config"), str(tmp_path / "config" / "generation_config.json")):
-        trainer = HFTrainer(t5(), arguments(generation_config=given), eval_dataset=Tokens(3, "pairs"))
+    for config in (SAMPLED, str(tmp_path / "config"), str(tmp_path / "config" / "generation_config.json")):
+        trainer = HFTrainer(t5(), arguments(generation_config=config), eval_dataset=Tokens(3, "pairs"))
         trainer.save_model(tmp_path / "model", overwrite=True)
-        kept = GenerationConfig.from_pretrained(tmp_path / "model")
-        assert kept.do_sample and kept.max_new_tokens == 8
+        saved = GenerationConfig.from_pretrained(tmp_path / "model")
+        assert saved.do_sample and saved.max_new_tokens == 8
         assert trainer.get_model().generation_config is not SAMPLED
 
 
-def test_the_models_own_generation_config_stays_as_it_is(arguments: Any) -> None:
-    model = t5()
+def test_generation_config_of_the_model_stays_unchanged(arguments: Any) -> None:
+    model, data = t5(), Tokens(3, "pairs")
     before = model.generation_config.to_dict()
-    HFTrainer(
-        model, arguments(generation_num_beams=2), eval_dataset=Tokens(3, "pairs"), compute_metrics=score
-    ).evaluate()
+    HFTrainer(model, arguments(generation_num_beams=2), eval_dataset=data, compute_metrics=score).evaluate()
     assert model.generation_config.to_dict() == before
 
 
-def test_what_cannot_be_meant_is_refused(arguments: Any) -> None:
-    with pytest.raises(ConfigError, match=r"needs a model with a method `generate`"):
-        HFTrainer(torch.nn.Linear(2, 2), arguments())
-    with pytest.raises(ConfigError, match=r"compute_metrics='accuracy'.*predict_with_generate"):
-        HFTrainer(t5(), arguments(), compute_metrics=["accuracy"])
-    with pytest.raises(ConfigError, match=r"sortish_sampler=True"):
-        HFTrainer(t5(), arguments(sortish_sampler=True))
+@pytest.mark.parametrize(
+    ("model", "fields", "options", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2), {}, {}, "needs a model with a method `generate`"),
+        (t5, {}, {"compute_metrics": ["accuracy"]}, "compute_metrics='accuracy'.*predict_with_generate"),
+        (t5, {"sortish_sampler": True}, {}, "sortish_sampler=True"),
+    ],
+    ids=["generate", "metrics", "sampler"],
+)
+def test_generation_rejects_what_it_cannot_do(
+    arguments: Any, model: Any, fields: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HFTrainer(model(), arguments(**fields), **options)
 
 
-def test_several_answers_to_one_question_are_an_error(arguments: Any) -> None:
+def returning_pairs() -> Any:
     model = t5()
     model.generation_config.num_return_sequences = model.generation_config.num_beams = 2
-    with pytest.raises(DataError, match="generated 6 sequences for 3 samples"):
-        HFTrainer(model, arguments()).predict(Tokens(3, "pairs"))
+    return model
 
 
-def test_without_a_token_to_pad_with_it_says_what_to_set(arguments: Any) -> None:
+def without_padding() -> Any:
     model = llama()
     model.config.pad_token_id = model.generation_config.pad_token_id = None
-    with pytest.raises(DataError, match="`pad_token`"):
-        HFTrainer(model, arguments(generation_max_length=12)).predict(Tokens(3, "prompts"))
+    return model
 
 
-def test_batches_that_are_no_dicts_are_refused(arguments: Any) -> None:
-    data = torch.utils.data.TensorDataset(torch.full((3, 4), 5), torch.full((3, 4), 5))
-    with pytest.raises(DataError, match="batches that are dicts, got a tuple"):
-        HFTrainer(llama(), arguments(), loss_fn=lambda outputs, labels: outputs.logits.sum()).predict(data)
+TUPLES = torch.utils.data.TensorDataset(torch.full((3, 4), 5), torch.full((3, 4), 5))
 
 
-def test_a_loss_is_all_that_is_computed_if_it_is_all_that_was_asked_for(arguments: Any) -> None:
-    trainer = HFTrainer(bert(), arguments(prediction_loss_only=True), eval_dataset=Tokens(3, "classes"))
-    assert trainer.evaluate().keys() == {"eval_loss"}
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (returning_pairs, Tokens(3, "pairs"), "generated 6 sequences for 3 samples"),
+        (without_padding, Tokens(3, "prompts"), "`pad_token`"),
+        (llama, TUPLES, "batches that are dicts, got a tuple"),
+    ],
+    ids=["sequences", "padding", "tuple"],
+)
+def test_generated_predictions_need_their_data(arguments: Any, model: Any, data: Any, message: str) -> None:
+    loss = {"loss_fn": lambda outputs, labels: outputs.logits.sum()} if data is TUPLES else {}
+    fields = {"generation_max_length": 12} if model is without_padding else {}
+    with pytest.raises(DataError, match=message):
+        HFTrainer(model(), arguments(**fields), **loss).predict(data)
 
 
-@pytest.mark.parametrize("given", [{"max_length": 9}, {"num_beams": 3, "max_length": 14}, {"max_new_tokens": 4}])
-def test_what_is_generated_is_said_by_a_call(arguments: Any, given: dict[str, int]) -> None:
-    found = []
-    for kind in (Seq2SeqTrainer, HFTrainer):
+@pytest.mark.parametrize("options", [{"max_length": 9}, {"num_beams": 3, "max_length": 14}, {"max_new_tokens": 4}])
+def test_generation_options_may_be_those_of_a_call(arguments: Any, options: dict[str, int]) -> None:
+    results = []
+    for kind in KINDS:
         trainer: Any = kind(ending(t5()).eval(), arguments(generation_max_length=12), compute_metrics=score)
         trainer.model.generation_config.max_length = None
-        metrics = trainer.evaluate(Tokens(4), **given)
-        predicted = trainer.predict(Tokens(4), metric_key_prefix="own", **given)
-        found.append((metrics["eval_tokens"], metrics["eval_width"], predicted.predictions.tolist()))
+        metrics = trainer.evaluate(Tokens(4), **options)
+        predictions = trainer.predict(Tokens(4), metric_key_prefix="own", **options).predictions.tolist()
         plain = trainer.evaluate(Tokens(4))
-        found[-1] += (plain["eval_tokens"], plain["eval_width"])
-    assert found[0] == found[1] and found[0][:2] != found[0][3:]
+        pairs = [(row["eval_tokens"], row["eval_width"]) for row in (metrics, plain)]
+        results.append((predictions, *pairs))
+    assert results[0] == results[1] and results[0][1] != results[0][2]
 
 
-def test_what_an_evaluation_of_a_subclass_generates_is_said_by_its_attribute(arguments: Any) -> None:
+def test_generation_options_may_be_an_attribute_of_a_subclass(arguments: Any) -> None:
     class Own(HFTrainer):
         def evaluate(self, eval_dataset: Any = None, **gen_kwargs: Any) -> Any:  # type: ignore[override]
             self._gen_kwargs = gen_kwargs
             return self.evaluation_loop(self.get_eval_dataloader(eval_dataset), "Evaluation").metrics
 
     trainer = Own(ending(t5()).eval(), arguments(), compute_metrics=score)
-    assert trainer.evaluate(Tokens(4), max_length=40)["eval_width"] == 40
-    assert trainer.evaluate(Tokens(4), max_length=30)["eval_width"] == 30
+    for length in (40, 30):
+        assert trainer.evaluate(Tokens(4), max_length=length)["eval_width"] == length
 
 
-def test_what_is_to_be_generated_is_refused_where_nothing_is(arguments: Any) -> None:
+def test_generation_options_are_rejected_without_generation(arguments: Any) -> None:
     trainer = HFTrainer(t5(), arguments(predict_with_generate=False))
-    trainer.evaluate(Tokens(4), max_length=9)  # as a script does that leaves it to its command line
+    trainer.evaluate(Tokens(4), max_length=9)  # as in a script that leaves it to its command line
     trainer = HFTrainer(t5(), None, Tokens(4))
     for call in (trainer.evaluate, trainer.predict):
         with pytest.raises(TypeError, match=r"max_length.*predict_with_generate"):

@@ -1,8 +1,7 @@
-"""What is sent to the Hub, and when; the Hub is a folder here."""
+"""Uploads to the Hub, which is a folder here."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
@@ -125,32 +124,26 @@ def opened(folder: Path) -> list[torch.Tensor]:
     return weights(BertForSequenceClassification.from_pretrained(folder))
 
 
-def test_the_repository_is_made_with_the_trainer(hub: Hub, build: Any) -> None:
+def test_repository_is_created_with_the_trainer(hub: Hub, build: Any) -> None:
     build()
     assert hub.made == ["me/mine"] and not hub.sent
 
 
-def test_every_save_uploads_the_model_and_the_last_one_is_that_of_the_end(hub: Hub, build: Any) -> None:
-    trainer = build(hub_strategy="every_save")
+@pytest.mark.parametrize("steps", [6, 5], ids=["on an interval", "off it"])
+def test_every_save_uploads_the_model(hub: Hub, build: Any, steps: int) -> None:
+    trainer = build(hub_strategy="every_save", max_steps=steps)
     trainer.train()
-    assert hub.sent == [("", f"Training in progress, step {step}") for step in (2, 4, 6)]
+    assert hub.sent == [("", f"Training in progress, step {step}") for step in (2, 4, steps)]
     assert same(opened(hub.folder), weights(trainer.get_model()))
     assert not [path for path in hub.folder.glob("**/*") if "checkpoint" in path.name]
 
 
-def test_a_run_that_ends_between_two_intervals_uploads_its_last_checkpoint(hub: Hub, build: Any) -> None:
-    trainer = build(max_steps=5)
-    trainer.train()
-    assert [message for _, message in hub.sent][-1] == "Training in progress, step 5"
-    assert same(opened(hub.folder), weights(trainer.get_model()))
-
-
-def test_saves_by_epoch_say_so(hub: Hub, build: Any) -> None:
+def test_commit_message_has_the_epoch(hub: Hub, build: Any) -> None:
     build(save_strategy="epoch", eval_strategy="epoch", max_steps=-1, num_train_epochs=2).train()
     assert hub.sent == [("", "Training in progress, epoch 1"), ("", "Training in progress, epoch 2")]
 
 
-def test_the_end_strategy_uploads_when_the_model_is_saved_or_pushed(hub: Hub, build: Any, tmp_path: Path) -> None:
+def test_end_strategy_uploads_on_save_model_and_push(hub: Hub, build: Any, tmp_path: Path) -> None:
     trainer = build(hub_strategy="end")
     trainer.train()
     assert not hub.sent
@@ -162,22 +155,25 @@ def test_the_end_strategy_uploads_when_the_model_is_saved_or_pushed(hub: Hub, bu
     assert hub.sent[1:] == [("", "End of training")]
 
 
-def test_saving_a_model_uploads_nothing_unless_that_was_asked_for(hub: Hub, build: Any, tmp_path: Path) -> None:
+def test_save_model_uploads_nothing_without_push_to_hub(hub: Hub, build: Any, tmp_path: Path) -> None:
     trainer = build(push_to_hub=False)
     trainer.train()
     trainer.save_model(tmp_path / "final")
     assert not hub.sent and not hub.made
 
 
-@pytest.mark.parametrize("limit", [None, 1])
 @pytest.mark.parametrize(
-    ("strategy", "folders"),
+    ("strategy", "folders", "limit"),
     [
-        ("checkpoint", ["last-checkpoint"] * 3),
-        ("all_checkpoints", ["checkpoint-2", "checkpoint-4", "checkpoint-6"]),
+        pytest.param("checkpoint", ["last-checkpoint"] * 3, None, marks=pytest.mark.slow),
+        ("checkpoint", ["last-checkpoint"] * 3, 1),
+        ("all_checkpoints", ["checkpoint-2", "checkpoint-4", "checkpoint-6"], None),
+        pytest.param(
+            "all_checkpoints", ["checkpoint-2", "checkpoint-4", "checkpoint-6"], 1, marks=pytest.mark.slow
+        ),
     ],
-)
-def test_checkpoints_are_uploaded_whole_and_a_run_goes_on_from_there(
+)  # fmt: skip
+def test_uploaded_checkpoints_can_be_resumed(
     hub: Hub, build: Any, strategy: str, folders: list[str], limit: int | None, tmp_path: Path
 ) -> None:
     trainer = build(hub_strategy=strategy, save_total_limit=limit)
@@ -188,16 +184,14 @@ def test_checkpoints_are_uploaded_whole_and_a_run_goes_on_from_there(
     assert more.progress.step == 8
 
 
-def test_a_save_while_an_upload_lasts_is_left_out_but_the_last_is_not(
-    hub: Hub, build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_during_an_upload_is_left_out_but_the_last(hub: Hub, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.is_slow = True
-    waited: list[int] = []
+    waits: list[int] = []
     real = transformers.Trainer._finish_current_push
 
     def finish(engine: Any) -> None:
         if hub.waiting:
-            waited.append(engine.owner.progress.step)
+            waits.append(engine.owner.progress.step)
             hub.finish()
         real(engine)
 
@@ -205,13 +199,11 @@ def test_a_save_while_an_upload_lasts_is_left_out_but_the_last_is_not(
     trainer = build(max_steps=5)
     trainer.train()
     assert [message[-6:] for _, message in hub.sent] == ["step 2", "step 5"]
-    assert waited == [5, 5]  # for that of step 2 before the last save is sent, and for the last
+    assert waits == [5, 5]  # for that of step 2 before the last save is sent, and for the last
     assert same(opened(hub.folder), weights(trainer.get_model()))
 
 
-def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(
-    hub: Hub, build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_is_not_deleted_during_its_upload(hub: Hub, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.is_slow = True
     real = transformers.Trainer._finish_current_push
     monkeypatch.setattr(transformers.Trainer, "_finish_current_push", lambda engine: (hub.finish(), real(engine)))
@@ -219,27 +211,23 @@ def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(
     assert sorted(path.name for path in hub.folder.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 4, 6)]
 
 
-def test_an_upload_that_fails_is_told_and_ends_no_run(hub: Hub, build: Any, caplog: pytest.LogCaptureFixture) -> None:
-    hub.is_down = True
-    assert build().train()["stop_reason"] == "max_steps"
-    told = [text for text in caplog.messages if "upload to the Hub has failed: no route to host" in text]
-    assert len(told) == 3
-
-
-def test_an_upload_that_cannot_be_started_is_told_and_ends_no_run(
-    hub: Hub, build: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_started", [True, False])
+def test_upload_that_fails_is_logged_and_ends_no_run(
+    hub: Hub, build: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_started: bool
 ) -> None:
-    trainer = build()
-
     def fail(folder: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer.engine, "_push_from_checkpoint", fail)
+    trainer, message = build(), "upload to the Hub has failed: no route to host"
+    hub.is_down = is_started
+    if not is_started:
+        monkeypatch.setattr(trainer.engine, "_push_from_checkpoint", fail)
+        message = "could not be sent to the Hub: [Errno 28]"
     assert trainer.train()["stop_reason"] == "max_steps"
-    assert sum("could not be sent to the Hub: [Errno 28]" in text for text in caplog.messages) == 3
+    assert sum(message in text for text in caplog.messages) == 3
 
 
-def test_a_signal_leaves_the_last_checkpoint_on_disk(hub: Hub, build: Any) -> None:
+def test_signal_leaves_the_last_checkpoint_on_disk(hub: Hub, build: Any) -> None:
     class Interrupts(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 3:
@@ -252,7 +240,7 @@ def test_a_signal_leaves_the_last_checkpoint_on_disk(hub: Hub, build: Any) -> No
     assert trainer.store.checkpoints()[-1].name == "checkpoint-3"
 
 
-def test_the_model_card_has_the_numbers_of_the_run(hub: Hub, build: Any) -> None:
+def test_model_card_has_the_numbers_of_the_run(hub: Hub, build: Any) -> None:
     trainer = build(HFTrainingArguments, max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=2, seed=7)
     metrics = trainer.train()
     trainer.push_to_hub(tags="small", language="en")
@@ -264,19 +252,27 @@ def test_the_model_card_has_the_numbers_of_the_run(hub: Hub, build: Any) -> None
     assert trainer.engine.args.num_train_epochs > 2  # which is what their loop has
 
 
-@pytest.mark.parametrize("step", [7, 3])
-def test_the_model_card_has_the_samples_of_a_step_that_batches_do_not_divide(
-    hub: Hub, tmp_path: Path, step: int
-) -> None:
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"batch_size": 4, "global_batch_size": 7}, ["train_batch_size: 4", "total_train_batch_size: 7"]),
+        ({"batch_size": 4, "global_batch_size": 3}, ["train_batch_size: 4", "total_train_batch_size: 3"]),
+        (
+            {"batch_size": 2, "epochs": 5, "learning_rate": 0.03, "seed": 8},
+            ["learning_rate: 0.03", "train_batch_size: 2", "seed: 8", "num_epochs: 5"],
+        ),
+    ],
+    ids=["step of 7", "step of 3", "all"],
+)
+def test_model_card_has_our_arguments(hub: Hub, tmp_path: Path, options: dict[str, Any], texts: list[str]) -> None:
     HFTrainer(
-        bert(), None, Lines(), processing_class=TOKENIZER, batch_size=4, global_batch_size=step,
-        save_dir=tmp_path / "run", progress_bar=False,
-    ).create_model_card()  # fmt: skip
-    card = (tmp_path / "run" / "README.md").read_text()
-    assert re.findall(r"train_batch_size: (\d+)", card) == ["4", f"{step}"]
+        bert(), None, Lines(), processing_class=TOKENIZER, save_dir=tmp_path / "run", progress_bar=False, **options
+    ).create_model_card()
+    lines = (tmp_path / "run" / "README.md").read_text().splitlines()
+    assert {f"- {text}" for text in texts} <= {*lines}
 
 
-def test_a_model_card_may_be_written_without_the_hub(hub: Hub, build: Any, tmp_path: Path) -> None:
+def test_model_card_may_be_written_without_the_hub(hub: Hub, build: Any, tmp_path: Path) -> None:
     trainer = build(push_to_hub=False, gradient_accumulation_steps=2)
     trainer.create_model_card(model_name="a name")
     card = (tmp_path / "run" / "README.md").read_text()
@@ -284,18 +280,7 @@ def test_a_model_card_may_be_written_without_the_hub(hub: Hub, build: Any, tmp_p
     assert not hub.sent
 
 
-def test_without_training_arguments_the_card_has_our_arguments(hub: Hub, tmp_path: Path) -> None:
-    trainer = HFTrainer(
-        bert(), None, Lines(), processing_class=TOKENIZER, batch_size=2, epochs=5, learning_rate=0.03, seed=8,
-        save_dir=tmp_path / "run", progress_bar=False,
-    )  # fmt: skip
-    trainer.create_model_card()
-    card = (tmp_path / "run" / "README.md").read_text()
-    for text in ("- learning_rate: 0.03", "- train_batch_size: 2", "- seed: 8", "- num_epochs: 5"):
-        assert text in card
-
-
-def test_the_arguments_that_are_written_down_are_those_of_the_user(hub: Hub, build: Any, tmp_path: Path) -> None:
+def test_saved_arguments_are_those_of_the_user(hub: Hub, build: Any, tmp_path: Path) -> None:
     trainer = build(max_grad_norm=0.5, stock=True)
     trainer.train()
     for place in (hub.folder, tmp_path / "run" / "checkpoint-6"):
@@ -303,7 +288,7 @@ def test_the_arguments_that_are_written_down_are_those_of_the_user(hub: Hub, bui
         assert (written.max_grad_norm, written.max_steps, written.save_steps) == (0.5, 6, 2)
 
 
-def test_a_model_without_a_name_is_not_pushed() -> None:
+def test_push_to_hub_needs_a_name() -> None:
     trainer = HFTrainer(bert(), None, Lines(), progress_bar=False)
     with pytest.raises(ConfigError, match=r"no name on the Hub.*hub_model_id"):
         trainer.push_to_hub()

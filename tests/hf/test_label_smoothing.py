@@ -1,9 +1,8 @@
-"""Label smoothing by transformers' arguments: its formula, and our weights of micro-batches."""
+"""`label_smoothing_factor`: the formula, and the weights of micro-batches."""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,139 +11,122 @@ import torch.nn.functional as F
 import transformers
 from recipes import Sentences, StopAt, Tagger, distance, rows, t16, weights
 from tiny import Tokens, bert, llama, t5
-from transformers import TrainingArguments
 
 from omnitrain import HFTrainer
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.hf.label_smoothing import SmoothedLoss
 
-
-@pytest.fixture
-def arguments(tmp_path: Path) -> Any:
-    def make(**options: Any) -> TrainingArguments:
-        defaults = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "report_to": "none", "save_strategy": "no",
-            "label_smoothing_factor": 0.2, "optim": "sgd", "learning_rate": 0.5, "num_train_epochs": 1,
-            "max_grad_norm": 0.0, "disable_tqdm": True,
-        }  # fmt: skip
-        return TrainingArguments(**{**defaults, **options})
-
-    return make
-
-
-class FirstLoss(transformers.TrainerCallback):
-    def __init__(self) -> None:
-        self.loss = float("nan")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 1 and "loss" in logs:
-            self.loss = logs["loss"]
+DEFAULTS = {
+    "label_smoothing_factor": 0.2, "optim": "sgd", "learning_rate": 0.5, "num_train_epochs": 1, "max_grad_norm": 0.0,
+    "disable_tqdm": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"), [(llama, "tokens"), (t5, "pairs"), (bert, "classes")], ids=["causal", "pairs", "classes"]
+    ("model", "data"), [(llama, "tokens"), (t5, "pairs"), (bert, "classes")], ids=["causal", "pairs", "classes"]
 )
-def test_loss_and_update_of_one_batch_are_those_of_a_stock_trainer(arguments: Any, model: Any, kind: str) -> None:
-    found = []
-    for trainer_kind in (transformers.Trainer, HFTrainer):
-        first = FirstLoss()
-        args = arguments(per_device_train_batch_size=6, per_device_eval_batch_size=6, logging_steps=1)
-        trainer: Any = trainer_kind(model().float(), args, train_dataset=Tokens(6, kind), callbacks=[first])
-        loss = trainer.evaluate(Tokens(6, kind))["eval_loss"]
+def test_smoothed_loss_and_update_are_those_of_a_stock_trainer(arguments: Any, model: Any, data: str) -> None:
+    args = arguments(per_device_train_batch_size=6, per_device_eval_batch_size=6, logging_steps=1)
+    results = []
+    for kind in (transformers.Trainer, HFTrainer):
+        trainer: Any = kind(model().float(), args, train_dataset=Tokens(6, data))
+        evaluated = trainer.evaluate(Tokens(6, data))["eval_loss"]
         trainer.train()
-        found.append((loss, first.loss, weights(trainer.model)))
-    (stock_eval, stock_loss, stock_weights), (loss_eval, loss, own_weights) = found
-    assert loss_eval == pytest.approx(stock_eval, rel=1e-5)
-    assert loss == pytest.approx(stock_loss, rel=1e-4)  # which theirs rounds
+        loss = next(row["loss"] for row in trainer.state.log_history if "loss" in row)
+        results.append((evaluated, loss, weights(trainer.model)))
+    (stock_evaluated, stock_loss, stock_weights), (evaluated, loss, own_weights) = results
+    assert evaluated == pytest.approx(stock_evaluated, rel=1e-5)
+    assert loss == pytest.approx(stock_loss, rel=1e-4)  # which a stock trainer rounds
     assert distance(own_weights, stock_weights) <= 1e-6
 
 
 @pytest.mark.parametrize("model", [llama, Tagger], ids=["causal", "plain module"])
-def test_every_split_of_a_step_with_masked_labels_is_the_same_step(arguments: Any, model: Any) -> None:
-    found, losses = [], []
+def test_smoothed_step_is_the_same_in_every_split(arguments: Any, model: Any) -> None:
+    """Also where labels are masked."""
+    results, losses = [], []
     for batch, accumulation in ((8, 1), (4, 2), (1, 8)):
         args = arguments(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
         data: Any = Tokens(8) if model is llama else Sentences(8)
         trainer = HFTrainer(model(), args, data)
         losses.append(trainer.train()["train_metrics_history"][0]["train_loss"])
-        found.append(weights(trainer.model))
-    assert distance(found[0], weights(model())) > 1e-3
-    assert max(distance(found[0], other) for other in found[1:]) <= 1e-12
+        results.append(weights(trainer.model))
+    assert distance(results[0], weights(model())) > 1e-3
+    assert max(distance(results[0], other) for other in results[1:]) <= 1e-12
     assert max(losses) - min(losses) <= 1e-12
 
 
-def test_the_loss_of_an_evaluation_is_the_mean_over_labels_whatever_its_batches(arguments: Any) -> None:
+def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
     model, data = llama(), Tokens(7)
-    found = [
+    losses = [
         HFTrainer(model, arguments(per_device_eval_batch_size=size), data).evaluate(data)["eval_loss"]
         for size in (1, 2, 7)
     ]
     with torch.no_grad():
         logits = model.eval()(input_ids=data.ids).logits[:, :-1]
     labels = data.labels[:, 1:]
-    logs = logits.log_softmax(-1)[labels != -100]
-    kept = labels[labels != -100]
-    expected = -(0.8 * logs[range(len(kept)), kept] + 0.2 * logs.mean(-1)).mean()
-    assert found == pytest.approx([expected.item()] * 3, rel=1e-12)
+    logs, labels = logits.log_softmax(-1)[labels != -100], labels[labels != -100]
+    expected = -(0.8 * logs[range(len(labels)), labels] + 0.2 * logs.mean(-1)).mean()
+    assert losses == pytest.approx([expected.item()] * 3, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_of_half_precision_are_summed_in_float32(dtype: torch.dtype) -> None:
+def test_smoothed_loss_of_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
     scores, labels = (8 * torch.randn(64, 1000)).to(dtype), torch.randint(0, 1000, (64,))
-    found = SmoothedLoss(0.2)({"logits": scores}, labels)
-    assert found.dtype is torch.float32
-    assert found.item() == pytest.approx(SmoothedLoss(0.2)(scores.double(), labels).item(), rel=1e-5)
+    loss = SmoothedLoss(0.2)({"logits": scores}, labels)
+    assert loss.dtype is torch.float32
+    assert loss.item() == pytest.approx(SmoothedLoss(0.2)(scores.double(), labels).item(), rel=1e-5)
 
 
-def test_a_loss_of_ones_own_beside_it_is_an_error_naming_both(arguments: Any) -> None:
-    for name in ("loss_fn", "compute_loss_func"):
-        options = {name: lambda outputs, labels, num_items_in_batch=None: 0}
-        with pytest.raises(ConfigError, match=f"label_smoothing_factor=0.2.*{name}"):
-            HFTrainer(bert(), arguments(), Tokens(4, "classes"), **options)
-    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0.2.*`unit`"):
-        HFTrainer(bert(), arguments(), Tokens(4, "classes"), unit=lambda batch: 0)
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({}, {"loss_fn": lambda outputs, labels: 0}, "label_smoothing_factor=0.2.*loss_fn"),
+        ({}, {"compute_loss_func": lambda outputs, labels: 0}, "label_smoothing_factor=0.2.*compute_loss_func"),
+        ({}, {"unit": lambda batch: 0}, "label_smoothing_factor=0.2.*`unit`"),
+        ({"label_smoothing_factor": -0.1}, {}, "between 0 and 1, got -0.1"),
+        ({"label_smoothing_factor": 1.5}, {}, "between 0 and 1, got 1.5"),
+    ],
+    ids=["loss_fn", "compute_loss_func", "unit", "negative", "above 1"],
+)
+def test_smoothing_factor_rejects_contradictions(arguments: Any, fields: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HFTrainer(bert(), arguments(**fields), Tokens(4, "classes"), **options)
 
 
-@pytest.mark.parametrize("factor", [-0.1, 1.5])
-def test_a_factor_that_is_no_share_is_an_error(arguments: Any, factor: float) -> None:
-    with pytest.raises(ConfigError, match=f"between 0 and 1, got {factor}"):
-        HFTrainer(bert(), arguments(label_smoothing_factor=factor), Tokens(4, "classes"))
-
-
-def test_samples_with_several_labels_are_not_smoothed_and_that_is_told(
-    arguments: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_smoothing_leaves_out_multi_label_problems(arguments: Any, caplog: pytest.LogCaptureFixture) -> None:
     data = [{"input_ids": row["input_ids"], "labels": torch.tensor([1.0, 0.0, 1.0]).double()} for row in Tokens(4)]
-    found = []
+    results = []
     for factor in (0.0, 0.2):
         model = bert(problem_type="multi_label_classification")
         caplog.clear()
         with caplog.at_level(logging.WARNING, "omnitrain"):
             trainer = HFTrainer(model, arguments(label_smoothing_factor=factor), data)
         assert ("label_smoothing_factor" in caplog.text) == bool(factor)
-        found.append(trainer.evaluate(data))
-    assert found[0] == found[1]
+        results.append(trainer.evaluate(data))
+    assert results[0] == results[1]
 
 
-def test_labels_that_are_no_classes_are_an_error_at_the_first_step(arguments: Any) -> None:
-    with pytest.raises(DataError, match=r"label_smoothing_factor=0.2.*float"):
-        HFTrainer(t16(), arguments(), rows(4)).train()
-    with pytest.raises(DataError, match=r"label_smoothing_factor=0.2.*none"):
-        HFTrainer(llama(), arguments(), Tokens(4, "prompts")).train()
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [(t16, rows(4), "float"), (llama, Tokens(4, "prompts"), "none")],
+    ids=["float", "none"],
+)
+def test_labels_that_are_no_classes_are_rejected(arguments: Any, model: Any, data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"label_smoothing_factor=0.2.*{message}"):
+        HFTrainer(model(), arguments(), data).train()
 
 
-def test_a_resume_with_another_factor_is_told(arguments: Any) -> None:
-    options = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
-    HFTrainer(bert(), arguments(**options), Tokens(6, "classes"), callbacks=[StopAt(1)]).train()
-    trainer = HFTrainer(bert(), arguments(**options, label_smoothing_factor=0.3), Tokens(6, "classes"))
+def test_resume_with_another_factor_is_rejected(arguments: Any) -> None:
+    fields = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
+    HFTrainer(bert(), arguments(**fields), Tokens(6, "classes"), callbacks=[StopAt(1)]).train()
+    trainer = HFTrainer(bert(), arguments(**fields, label_smoothing_factor=0.3), Tokens(6, "classes"))
     with pytest.raises(RuntimeError, match=r"loss_fn.*SmoothedLoss\(0.2\).*SmoothedLoss\(0.3\)"):
         trainer.train(resume_from="auto")
 
 
-def test_without_the_factor_the_models_own_loss_is_taken(arguments: Any) -> None:
-    data = Tokens(4, "classes")
-    model = bert()
-    found = HFTrainer(model, arguments(label_smoothing_factor=0.0), data).evaluate(data)["eval_loss"]
+def test_factor_of_zero_is_the_loss_of_the_model(arguments: Any) -> None:
+    data, model = Tokens(4, "classes"), bert()
+    loss = HFTrainer(model, arguments(label_smoothing_factor=0.0), data).evaluate(data)["eval_loss"]
     with torch.no_grad():
         logits = model.eval()(input_ids=data.ids).logits
-    assert found == pytest.approx(F.cross_entropy(logits, data.ids[:, 0] % 3).item(), rel=1e-12)
+    assert loss == pytest.approx(F.cross_entropy(logits, data.ids[:, 0] % 3).item(), rel=1e-12)

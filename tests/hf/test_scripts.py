@@ -1,6 +1,6 @@
-"""The scripts of `examples/hf`: with the import of our trainer, and with that of transformers in its place.
+"""The scripts of `examples/hf`, with the import of HFTrainer, and with that of transformers in its place.
 
-Losses are compared where the order of samples, which is our own, plays no part: with the whole set in each step.
+Losses are compared where the order of samples has no effect: with the full set in each step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import transformers
 import transformers.trainer
+from marks import thinned
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "hf"
 IMPORT = re.compile(r"^from omnitrain import HFTrainer as (\w+)  # or: (from transformers import \1)$", re.M)
@@ -28,7 +29,6 @@ SMALL = {
 }
 """The scripts, with arguments that make them quick."""
 ALIKE = ("--hidden_size", "16", "--dropout", "0", "--max_train_samples", "24", "--max_eval_samples", "12")
-every_script = pytest.mark.parametrize("name", SMALL)
 SHIFTS = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 10),
     reason="transformers counted the first token of a text, for which there is no loss, among those it divided by",
@@ -70,8 +70,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         if small:
             for maker in ("load_data", "load_texts"):
                 monkeypatch.setattr(module, maker, functools.partial(data_of, name), raising=False)
-        told = ["--output_dir", place, "--use_cpu", "--disable_tqdm", "True", *chosen, *arguments]
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, told)])
+        options = ["--output_dir", place, "--use_cpu", "--disable_tqdm", "True", *chosen, *arguments]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
         module.main()
         return place
 
@@ -94,12 +94,16 @@ def results(folder: Path) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith(of_time)}
 
 
+MARKS = {"causal_lm": SHIFTS, "summarization": pytest.mark.slow}
 WHOLE = ("--per_device_train_batch_size", 64, "--num_train_epochs", 4, "--logging_steps", 1)
 RESUMED = ("--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 2, "--save_strategy", "steps")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SHIFTS) if name == "causal_lm" else name for name in SMALL])
-def test_a_script_has_the_losses_of_transformers_where_the_order_of_samples_plays_no_part(run: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS[name]) if name in MARKS else name for name in SMALL]
+)  # fmt: skip
+def test_script_has_the_losses_of_transformers(run: Any, name: str) -> None:
+    """Where the order of samples has no effect."""
     ours, stock = (run(name, stock, *WHOLE, "--save_strategy", "no") for stock in (False, True))
     losses = history(ours), history(stock)
     assert len(losses[0]) == len(losses[1]) == 4
@@ -108,34 +112,35 @@ def test_a_script_has_the_losses_of_transformers_where_the_order_of_samples_play
     assert results(ours) == pytest.approx(results(stock), rel=1e-5)
 
 
-@every_script
-def test_a_script_goes_on_from_a_checkpoint_and_starts_afresh_without_one(run: Any, name: str) -> None:
-    told = (*RESUMED, "--logging_steps", 1)
-    first = run(name, False, *told)
+@pytest.mark.parametrize("name", thinned(SMALL, ["text_classification"]))
+def test_script_resumes_only_from_a_checkpoint_argument(run: Any, name: str) -> None:
+    options = (*RESUMED, "--logging_steps", 1)
+    first = run(name, False, *options)
     losses, metrics = history(first), results(first)
     assert len(losses) == 6 and [len(list(first.glob(f"checkpoint-{step}"))) for step in (2, 4, 6)] == [1, 1, 1]
-    run(name, False, *told, "--do_train", "False", "--model_name_or_path", first)
+    run(name, False, *options, "--do_train", "False", "--model_name_or_path", first)
     assert results(first) == pytest.approx(metrics, rel=1e-5)  # of the model that it has saved
-    run(name, False, *told)
+    run(name, False, *options)
     assert (history(first), results(first)) == (losses, metrics)
-    run(name, False, *told, "--resume_from_checkpoint", first / "checkpoint-4", folder="resumed")
+    run(name, False, *options, "--resume_from_checkpoint", first / "checkpoint-4", folder="resumed")
     resumed = first.parent / "resumed-ours"
     assert (history(resumed), results(resumed)) == (losses, metrics)
 
 
-def test_a_second_run_of_a_script_is_as_with_transformers(run: Any, capsys: Any) -> None:
-    found = []
+@pytest.mark.slow
+def test_second_run_of_a_script_is_that_of_transformers(run: Any, capsys: Any) -> None:
+    results = []
     for stock in (False, True):
         folder = run("text_classification", stock, *RESUMED)
-        losses, saved = history(folder), sorted(one.name for one in folder.glob("checkpoint-*"))
+        losses, saved = history(folder), sorted(path.name for path in folder.glob("checkpoint-*"))
         run("text_classification", stock, *RESUMED)
         assert history(folder) == losses
         longer = (*RESUMED, "--max_steps", 8, "--resume_from_checkpoint", folder / "checkpoint-6")
         run("text_classification", stock, *longer)
         steps = [row["step"] for row in json.loads((folder / "trainer_state.json").read_text())["log_history"]]
-        found.append([saved, sorted(one.name for one in folder.glob("checkpoint-*")), steps[-1]])
-    assert found[0] == found[1]
-    assert found[0][1] == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+        results.append([saved, sorted(path.name for path in folder.glob("checkpoint-*")), steps[-1]])
+    assert results[0] == results[1]
+    assert results[0][1] == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
 
 
 FULL = {
@@ -147,8 +152,8 @@ FULL = {
 
 
 @pytest.mark.slow
-@every_script
-def test_a_script_learns_as_much_as_with_transformers(run: Any, name: str) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_script_learns_as_much_as_with_transformers(run: Any, name: str) -> None:
     metric, least = FULL[name]
     ours, stock = (run(name, stock, small=False) for stock in (False, True))
     assert min(results(ours)[metric], results(stock)[metric]) > least
