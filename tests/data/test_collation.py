@@ -47,13 +47,13 @@ collate = Collator()
     ],
     ids=str,
 )
-def test_equal_shapes_are_stacked_and_keep_their_type(values: list[Any], expected: torch.Tensor) -> None:
+def test_collator_stacks_equal_shapes_and_keeps_types(values: list[Any], expected: torch.Tensor) -> None:
     for batch in (collate(values), collate([{"x": value} for value in values])["x"]):
         assert batch.dtype is expected.dtype
         assert torch.equal(batch, expected)
 
 
-def test_python_floats_take_the_default_type() -> None:
+def test_collator_gives_floats_the_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         assert collate([1.5]).dtype is torch.float64
@@ -78,7 +78,7 @@ def test_python_floats_take_the_default_type() -> None:
     ],
     ids=str,
 )
-def test_text_and_other_objects_stay_lists(values: list[Any]) -> None:
+def test_collator_keeps_text_and_objects_as_lists(values: list[Any]) -> None:
     batch = collate([{"x": value} for value in values])["x"]
     assert type(batch) is list
     assert len(batch) == len(values)
@@ -98,7 +98,7 @@ def test_text_and_other_objects_stay_lists(values: list[Any]) -> None:
     ],
     ids=["reversed", "strided", "big endian", "big endian reversed", "flipped", "broadcast"],
 )
-def test_arrays_may_lie_in_memory_as_they_like(array: np.ndarray, ragged: bool) -> None:
+def test_collator_takes_arrays_of_any_memory_layout(array: np.ndarray, ragged: bool) -> None:
     array.setflags(write=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -107,28 +107,28 @@ def test_arrays_may_lie_in_memory_as_they_like(array: np.ndarray, ragged: bool) 
     assert batch[1, :4].tolist() == array[:4].tolist()
 
 
-def test_a_batch_of_arrays_shares_no_memory_with_them() -> None:
+def test_collator_shares_no_memory_with_arrays() -> None:
     for array in (np.ones(3), np.ones(3, dtype=">f8")):
         collate([array]).zero_()
         Collator(max_length=3)([array]).zero_()
         assert array.sum() == 3
 
 
-def test_dicts_become_a_dict_and_nested_ones_too() -> None:
+def test_collator_merges_nested_dicts() -> None:
     batch = collate([{"x": {"a": 1, "b": [1]}, "label": 0}, {"label": 1, "x": {"a": 2, "b": [2, 3]}}])
     assert batch["x"]["a"].tolist() == [1, 2]
     assert batch["x"]["b"].tolist() == [[1, 0], [2, 3]]
     assert batch["label"].tolist() == [0, 1]
 
 
-def test_tuples_become_a_tuple_and_nested_ones_too() -> None:
+def test_collator_merges_nested_tuples() -> None:
     batch = collate([((torch.ones(2), np.ones(1, int)), 1), ((torch.ones(2), np.ones(3, int)), 0)])
     assert type(batch) is tuple
     (first, second), labels = batch
     assert (first.shape, second.tolist(), labels.tolist()) == ((2, 2), [[1, 0, 0], [1, 1, 1]], [1, 0])
 
 
-def test_lists_of_parts_are_taken_for_tuples_and_lists_of_numbers_for_sequences() -> None:
+def test_collator_tells_lists_of_parts_from_sequences() -> None:
     inputs, labels = collate([[torch.ones(2), 1], [torch.ones(2), 0]])
     assert (inputs.shape, labels.tolist()) == ((2, 2), [1, 0])
     assert collate([[1, 2], [3]]).tolist() == [[1, 2], [3, 0]]
@@ -137,14 +137,14 @@ def test_lists_of_parts_are_taken_for_tuples_and_lists_of_numbers_for_sequences(
 # Padding
 
 
-def test_labels_are_padded_with_minus_100_and_all_else_with_zero() -> None:
+def test_padding_is_minus_100_for_labels_and_else_zero() -> None:
     for key in ("labels", "label", "label_ids", "targets", "target"):
         batch = collate([{"x": [1, 2], key: [1]}, {"x": [3], key: [1, 2]}])
         assert batch["x"].tolist() == [[1, 2], [3, 0]]
         assert batch[key].tolist() == [[1, -100], [1, 2]]
 
 
-def test_the_last_entry_of_a_tuple_is_its_label() -> None:
+def test_padding_takes_the_last_entry_of_a_tuple_as_label() -> None:
     inputs, labels = collate([([1], [1]), ([1, 2], [1, 2])])
     assert inputs.tolist() == [[1, 0], [1, 2]]
     assert labels.tolist() == [[1, -100], [1, 2]]
@@ -154,23 +154,23 @@ def test_the_last_entry_of_a_tuple_is_its_label() -> None:
 @pytest.mark.parametrize(
     "dtype, expected", [(bool, torch.int64), (np.uint8, torch.int64), (np.int8, torch.int8), (np.int32, torch.int32)]
 )
-def test_padded_labels_have_a_type_that_can_hold_minus_100(dtype: Any, expected: torch.dtype) -> None:
+def test_padding_of_labels_has_a_dtype_for_minus_100(dtype: Any, expected: torch.dtype) -> None:
     batch = collate([{"labels": np.ones(2, dtype)}, {"labels": np.ones(1, dtype)}])["labels"]
     assert batch.tolist() == [[1, 1], [1, -100]]
     assert batch.dtype is expected
 
 
-def test_padded_masks_stay_boolean() -> None:
+def test_padding_of_masks_is_boolean() -> None:
     assert collate([{"mask": [True, True]}, {"mask": [True]}])["mask"].tolist() == [[True, True], [True, False]]
 
 
 @pytest.mark.parametrize("values", [[[], [1, 2]], [[1, 2], []]])
-def test_an_empty_sequence_does_not_make_integers_floats(values: list[list[int]]) -> None:
+def test_padding_of_an_empty_sequence_keeps_integers(values: list[list[int]]) -> None:
     assert collate(values).dtype is torch.int64
     assert sorted(collate(values).tolist()) == [[0, 0], [1, 2]]
 
 
-def test_integers_and_floats_of_unequal_length_become_floats() -> None:
+def test_padding_of_integers_and_floats_gives_floats() -> None:
     def padded(*values: Any) -> Any:
         return collate([{"input_values": value} for value in values])["input_values"].tolist()
 
@@ -191,7 +191,7 @@ def test_integers_and_floats_of_unequal_length_become_floats() -> None:
     ids=["channels", "channels as integers", "measurements", "nothing measured", "no key", "table of integers"],
 )
 @pytest.mark.parametrize("max_length", [None, 8])
-def test_what_is_no_sequence_is_never_padded(values: list[Any], key: str, max_length: int | None) -> None:
+def test_padding_needs_a_sequence(values: list[Any], key: str, max_length: int | None) -> None:
     shapes = [tuple(torch.as_tensor(value).shape) for value in (values[1], values[0])]
     words = (
         f"{f'{key!r}: ' if key else ''}entry 1 of the batch, of shape {shapes[0]}, and entry 0, of shape {shapes[1]}"
@@ -200,12 +200,12 @@ def test_what_is_no_sequence_is_never_padded(values: list[Any], key: str, max_le
         Collator(max_length=max_length)([{key: value} for value in values] if key else values)
 
 
-def test_what_is_no_sequence_is_never_cut() -> None:
+def test_max_length_needs_a_sequence() -> None:
     assert Collator(max_length=2)([torch.ones(4), torch.ones(4)]).shape == (2, 4)
     assert Collator(max_length=2)([{"x": torch.ones(3, 4)}])["x"].shape == (1, 3, 4)
 
 
-def test_known_names_and_those_with_a_padding_are_sequences_of_anything() -> None:
+def test_padding_knows_sequences_by_name_or_pad_value() -> None:
     batch = collate([{"input_features": torch.ones(2, 3)}, {"input_features": torch.ones(1, 3)}])
     assert batch["input_features"].sum(-1).tolist() == [[3, 3], [3, 0]]
     audio = Collator(pad_values={"audio": -1.0})([{"audio": [0.5]}, {"audio": [0.5, 0.25]}])["audio"]
@@ -213,7 +213,7 @@ def test_known_names_and_those_with_a_padding_are_sequences_of_anything() -> Non
 
 
 @pytest.mark.parametrize("field", ["missing", "None"])
-def test_a_row_with_a_missing_field_is_named_with_the_field(field: str) -> None:
+def test_collator_reports_the_row_of_a_missing_field(field: str) -> None:
     rows: list[dict[str, Any]] = [{"x": [1.0, 2.0], "age": 3} for _ in range(6)]
     rows[4] = {"x": [1.0, 2.0]} if field == "missing" else {"x": [1.0, 2.0], "age": None}
     with pytest.raises(DataError, match=r"'age'.*entry 4 of the batch") as caught:
@@ -221,13 +221,13 @@ def test_a_row_with_a_missing_field_is_named_with_the_field(field: str) -> None:
     assert "sample 4" in "".join(caught.value.__notes__)
 
 
-def test_each_key_may_have_its_own_padding() -> None:
+def test_padding_may_differ_by_key() -> None:
     collator = Collator(pad_value=7, pad_values={"ids": 9, "labels": -1})
     batch = collator([{"ids": [1], "x": [1], "labels": [1]}, {"ids": [1, 2], "x": [1, 2], "labels": [1, 2]}])
     assert [batch[key][0, 1].item() for key in ("ids", "x", "labels")] == [9, 7, -1]
 
 
-def test_sides_of_cutting_and_padding_are_independent() -> None:
+def test_sides_of_truncation_and_padding_are_independent() -> None:
     values = [[1, 2, 3, 4], [5]]
     results = {
         (cut, pad): Collator(max_length=2, truncation_side=cut, padding_side=pad)(values).tolist()
@@ -242,7 +242,7 @@ def test_sides_of_cutting_and_padding_are_independent() -> None:
     }
 
 
-def test_a_maximum_length_cuts_equal_sequences_too_and_lengthens_none() -> None:
+def test_max_length_cuts_equal_sequences_and_pads_none() -> None:
     assert Collator(max_length=2)([[1, 2, 3], [4, 5, 6]]).tolist() == [[1, 2], [4, 5]]
     assert Collator(max_length=5)([np.array([1, 2]), np.array([3])]).tolist() == [[1, 2], [3, 0]]
     assert Collator(max_length=1)([{"label": 3}, {"label": 4}])["label"].tolist() == [3, 4]
@@ -257,7 +257,7 @@ def test_a_maximum_length_cuts_equal_sequences_too_and_lengthens_none() -> None:
     st.sampled_from(["list", "tensor", "array"]),
     st.sampled_from(["ids", "labels"]),
 )
-def test_padding_is_what_one_would_do_by_hand(
+def test_padding_equals_padding_by_hand(
     values: list[list[int]], max_length: int | None, cut: str, pad: str, kind: str, key: str
 ) -> None:
     make = {"list": list, "tensor": lambda v: torch.tensor(v, dtype=torch.int64), "array": lambda v: np.array(v, int)}
@@ -293,7 +293,7 @@ def test_padding_is_what_one_would_do_by_hand(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_samples_that_do_not_fit_together_are_refused_with_what_differs(samples: list[Any], words: str) -> None:
+def test_collator_rejects_samples_that_do_not_fit_together(samples: list[Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         collate(samples)
 
@@ -303,7 +303,7 @@ def test_samples_that_do_not_fit_together_are_refused_with_what_differs(samples:
     [{"truncation_side": "middle"}, {"padding_side": "Right"}, {"max_length": 0}, {"max_length": -1}],
     ids=str,
 )
-def test_impossible_options_are_refused_with_their_name_and_value(options: dict[str, Any]) -> None:
+def test_collator_rejects_impossible_options(options: dict[str, Any]) -> None:
     [(name, value)] = options.items()
     with pytest.raises(ConfigError, match=f"`{name}` must be .*{value!r}"):
         Collator(**options)
@@ -332,7 +332,7 @@ class UserMapping(collections.UserDict):  # type: ignore[type-arg]
     ],
     ids=str,
 )
-def test_labels_are_found_by_name_or_at_the_end(batch: Any, labels: Any) -> None:
+def test_labels_of_a_batch_are_found_by_name_or_position(batch: Any, labels: Any) -> None:
     assert labels_of(batch) == labels
 
 
@@ -359,18 +359,18 @@ def test_labels_are_found_by_name_or_at_the_end(batch: Any, labels: Any) -> None
     ],
     ids=lambda value: "" if isinstance(value, int) else str(type(value)),
 )
-def test_the_samples_of_any_batch_are_counted(batch: Any, count: int) -> None:
+def test_count_samples_of_any_batch(batch: Any, count: int) -> None:
     assert count_samples(batch) == count
 
 
 @pytest.mark.parametrize("batch", [torch.tensor(1.0), {}, {"x": 1}, (), 3, "text", None, np.array(1)], ids=repr)
-def test_a_batch_without_samples_is_refused_by_type(batch: Any) -> None:
+def test_count_samples_rejects_a_batch_without_samples(batch: Any) -> None:
     with pytest.raises(DataError, match=type(batch).__name__):
         count_samples(batch)
 
 
 @pytest.mark.parametrize("samples", [[{"x": [1], "t": "a"}, {"x": [2, 3], "t": "b"}], [([1], 0), ([2, 3], 1)], [1, 2]])
-def test_what_is_collated_can_be_counted(samples: list[Any]) -> None:
+def test_count_samples_of_collated_batches(samples: list[Any]) -> None:
     assert count_samples(collate(samples)) == 2
 
 
@@ -378,7 +378,7 @@ Pair = collections.namedtuple("Pair", "first second")
 META = torch.device("meta")
 
 
-def test_every_tensor_of_a_batch_is_moved_and_nothing_else_is_touched() -> None:
+def test_move_to_device_moves_tensors_only() -> None:
     text = ["a"]
     batch = {
         "x": torch.ones(1),
@@ -396,14 +396,14 @@ def test_every_tensor_of_a_batch_is_moved_and_nothing_else_is_touched() -> None:
     assert batch["x"].device.type == "cpu"
 
 
-def test_what_can_move_itself_is_asked_to() -> None:
+def test_move_to_device_uses_the_method_of_objects() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     moved = move_to_device((packed, torch.ones(1)), META)[0]
     assert moved.data.device == META
     assert moved.batch_sizes.device.type == "cpu"  # as torch demands
 
 
-def test_a_tensor_that_is_there_already_is_not_copied() -> None:
+def test_move_to_device_copies_nothing_on_the_device() -> None:
     tensor = torch.ones(2)
     assert move_to_device(tensor, torch.device("cpu")) is tensor
 
@@ -441,19 +441,19 @@ BOXES = [torch.zeros(3, 2), torch.zeros(3, 1), torch.zeros(3, 2), torch.zeros(3,
         ((BOXES, [{"box": 1}] * 5), (plain(BOXES[:2]), [{"box": 1}] * 2), (plain(BOXES[4:]), [{"box": 1}])),
     ],
 )  # fmt: skip
-def test_a_batch_is_split_by_rows_and_what_holds_for_all_goes_along(batch: Any, first: Any, last: Any) -> None:
+def test_split_batch_by_rows_keeps_common_values(batch: Any, first: Any, last: Any) -> None:
     parts = split_batch(batch, 2)
     assert [plain(one) for one in (parts[0], parts[-1])] == [first, last]
     assert len(parts) == 3 and all(type(part) is type(batch) for part in parts)
     assert split_batch(batch, 5)[0] is batch
 
 
-def test_parts_are_as_equal_as_can_be() -> None:
+def test_split_batch_gives_equal_parts() -> None:
     assert [len(part) for part in split_batch(torch.arange(9), 4)] == [3, 3, 3]
     assert [len(part) for part in split_batch(torch.arange(4), 3)] == [2, 2]
 
 
-def test_a_batch_keeps_its_type_in_parts() -> None:
+def test_split_batch_keeps_the_type() -> None:
     encoding = BatchEncoding({"input_ids": torch.ones(3, 2), "n": 1})
     first, second = split_batch(encoding, 2)
     assert type(first) is BatchEncoding and first["n"] == 1
@@ -481,12 +481,12 @@ class Odd:
         (torch.tensor(1.0), "a Tensor into rows"),
     ],
 )
-def test_what_cannot_be_split_for_certain_is_refused(batch: Any, words: str) -> None:
+def test_split_batch_rejects_what_is_ambiguous(batch: Any, words: str) -> None:
     with pytest.raises(DataError, match=f"`microbatch_size` cannot split {re.escape(words)}.*split_batch"):
         split_batch(batch, 2)
 
 
-def test_inputs_are_cast_and_labels_and_numbers_are_not() -> None:
+def test_cast_inputs_leaves_labels_and_integers_unchanged() -> None:
     HALF, values = torch.bfloat16, torch.ones(2)
     whole = torch.ones(2, dtype=torch.int64)
 

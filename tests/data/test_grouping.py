@@ -30,7 +30,7 @@ def quiet(data: Any, **options: Any) -> Trainer:
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=80), group=st.integers(1, 12), pool=st.integers(1, 5),
     seed=st.integers(0, 2**63), epoch=st.integers(0, 3),
 )  # fmt: skip
-def test_each_epoch_has_each_sample_once_in_sorted_groups_and_the_longest_first(
+def test_groups_are_sorted_and_have_each_sample_once(
     sizes: list[int], group: int, pool: int, seed: int, epoch: int
 ) -> None:
     data = GroupByLength(texts(sizes), group, pool=pool)
@@ -59,7 +59,7 @@ def test_groups_save_padding_and_differ_from_epoch_to_epoch() -> None:
     assert abs(np.corrcoef(steps[1:-1], steps[2:])[0, 1]) < 0.2  # steps of alike length do not follow each other
 
 
-def test_lengths_are_found_told_or_computed() -> None:
+def test_lengths_are_found_passed_or_computed() -> None:
     data = texts([3, 1, 2])
     table = Table.from_list([{**one, "n": 7 - i} for i, one in enumerate(data)]).select([2, 0, 1])
     assert GroupByLength(data).lengths.tolist() == [3, 1, 2]
@@ -71,7 +71,7 @@ def test_lengths_are_found_told_or_computed() -> None:
     assert GroupByLength(transformed).lengths.tolist() == [4, 6, 2]
 
 
-def test_columns_that_the_model_does_not_take_are_left_out() -> None:
+def test_columns_unknown_to_the_model_are_removed() -> None:
     table = Table.from_list([{**one, "text": "?"} for one in texts([3, 1, 2, 5])])
     trainer = quiet(GroupByLength(table))
     assert set(next(iter(trainer.train_loader))) == {"input_ids", "labels"}
@@ -93,7 +93,7 @@ def test_columns_that_the_model_does_not_take_are_left_out() -> None:
         (lambda: quiet(GroupByLength(texts([1])), shuffle=False), ConfigError, "`shuffle=False` contradicts"),
     ],
 )
-def test_what_cannot_be_grouped_is_refused(make: Any, error: Any, told: str) -> None:
+def test_data_that_cannot_be_grouped_are_an_error(make: Any, error: Any, told: str) -> None:
     with pytest.raises(error, match=told):
         make()
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_grouped_is_refused(make: Any, error: Any, told: str) -> 
         (lambda data: GroupByLength(data, 4, lengths=[1] * 20), "has lengths="),
     ],
 )
-def test_a_resume_in_another_order_is_refused(now: Any, told: str, tmp_path: Path) -> None:
+def test_resume_in_another_order_is_an_error(now: Any, told: str, tmp_path: Path) -> None:
     data = texts(range(1, 21))
     options: dict[str, Any] = {"save_dir": tmp_path, "save_steps": 1}
     quiet(GroupByLength(data, 4), **options, max_steps=1, epochs=None).train()
@@ -114,7 +114,7 @@ def test_a_resume_in_another_order_is_refused(now: Any, told: str, tmp_path: Pat
         quiet(now(data), **options).train(resume_from="auto")
 
 
-def test_packed_rows_can_be_grouped_too_and_are_collated_as_they_say() -> None:
+def test_packed_rows_can_be_grouped() -> None:
     packed = PackedDataset(texts(range(1, 9)), 9, borders=("position_ids", "cu_seq_lens"))
     trainer = quiet(GroupByLength(packed, 2), batch_size=2)
     assert "cu_seq_lens_q" in next(iter(trainer.train_loader))

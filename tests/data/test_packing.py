@@ -71,7 +71,7 @@ class Reader(nn.Module):
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=60), st.integers(12, 20))
-def test_rows_are_those_of_best_fit_decreasing_and_have_each_sequence_once(sizes: list[int], length: int) -> None:
+def test_rows_are_those_of_best_fit_decreasing(sizes: list[int], length: int) -> None:
     rooms: list[int] = []  # the same, sequence by sequence
     for size in sorted(sizes, reverse=True):
         fitting = [room for room in rooms if room >= size]
@@ -84,7 +84,7 @@ def test_rows_are_those_of_best_fit_decreasing_and_have_each_sequence_once(sizes
     assert sorted(order.tolist()) == list(range(len(sizes))) and starts[-1] == len(sizes)
 
 
-def test_a_row_has_positions_borders_and_labels_by_sequence_and_is_filled_up() -> None:
+def test_row_has_positions_borders_labels_and_padding() -> None:
     data = [{"input_ids": [5, 6, 7], "labels": [-100, 1, 2], "token_type_ids": [1, 1, 1]}]
     data.append({"input_ids": [8, 9], "labels": [3, 4], "token_type_ids": [1, 0]})
     packed = PackedDataset(data, 7, borders=("position_ids", "sequence_ids"))
@@ -103,7 +103,7 @@ def test_a_row_has_positions_borders_and_labels_by_sequence_and_is_filled_up() -
 
 
 @pytest.mark.parametrize(("overlong", "kept"), [("truncate", 4), ("split", 10)])
-def test_sequences_that_are_too_long_are_cut_as_told(overlong: Any, kept: int) -> None:
+def test_overlong_sequences_are_truncated_or_split(overlong: Any, kept: int) -> None:
     packed = PackedDataset([{"input_ids": list(range(10))}], 4, overlong=overlong)
     parts = sorted(part for i in range(len(packed)) for part in packed.sequences(i))
     assert [token for _, first, stop in parts for token in range(first, stop)] == list(range(kept))
@@ -112,7 +112,7 @@ def test_sequences_that_are_too_long_are_cut_as_told(overlong: Any, kept: int) -
     assert sum(int((row["labels"] != -100).sum()) for row in rows) == kept - len(parts)
 
 
-def test_a_table_is_measured_without_reading_its_samples_and_gives_the_same_rows(
+def test_table_is_measured_without_reading_its_samples(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = texts(30)
@@ -170,12 +170,12 @@ def test_a_table_is_measured_without_reading_its_samples_and_gives_the_same_rows
         (lambda: quiet(flash(), PackedDataset(texts(9), 9)), ConfigError, "='flash_attention_2'.*'cu_seq_lens'"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(make: Any, error: Any, told: str) -> None:
+def test_data_that_cannot_be_packed_are_an_error(make: Any, error: Any, told: str) -> None:
     with pytest.raises(error, match=told):
         list(make())
 
 
-def test_streams_are_refused_before_they_are_read() -> None:
+def test_streams_are_rejected_before_they_are_read() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             raise AssertionError
@@ -189,7 +189,7 @@ def test_streams_are_refused_before_they_are_read() -> None:
 
 @pytest.mark.parametrize("make", [gpt, llama])
 @pytest.mark.parametrize("borders", ["position_ids", ("position_ids", "cu_seq_lens")])
-def test_the_loss_and_the_step_are_those_without_packing(make: Any, borders: Any) -> None:
+def test_loss_and_step_equal_those_without_packing(make: Any, borders: Any) -> None:
     data, model = texts(23), make()
     packed = PackedDataset(data, 16, borders=borders)
     unpacked = [{**one, "labels": one["input_ids"], "attention_mask": [1] * len(one["input_ids"])} for one in data]
@@ -206,7 +206,7 @@ def test_the_loss_and_the_step_are_those_without_packing(make: Any, borders: Any
     assert distance(*ends) < 1e-7 < distance(ends[0], weights(model))
 
 
-def test_a_model_of_plain_pytorch_keeps_sequences_apart_by_their_numbers() -> None:
+def test_sequence_ids_separate_sequences_in_plain_pytorch() -> None:
     torch.manual_seed(0)
     data, model = texts(23), Reader().double().requires_grad_(False)
     loss = 0.0
@@ -220,7 +220,7 @@ def test_a_model_of_plain_pytorch_keeps_sequences_apart_by_their_numbers() -> No
     assert trainer.evaluate(packed)["eval_loss"] == pytest.approx(loss / labels, rel=1e-12)
 
 
-def test_variable_length_attention_gets_one_row_and_the_places_between_sequences() -> None:
+def test_cu_seq_lens_give_one_row_with_its_borders() -> None:
     packed = PackedDataset(texts(9), 12, borders=("position_ids", "sequence_ids", "cu_seq_lens"))
     trainer = quiet(gpt(), PackedDataset(texts(9), 12, borders=("position_ids", "cu_seq_lens")), batch_size=2)
     batch = next(iter(trainer.train_loader))
@@ -233,14 +233,14 @@ def test_variable_length_attention_gets_one_row_and_the_places_between_sequences
     assert whole["sequence_ids"][0].tolist() == (whole["position_ids"][0] == 0).cumsum(0).sub(1).tolist()
 
 
-def test_rows_of_a_task_are_collated_as_they_say() -> None:
+def test_rows_of_a_task_use_their_collator() -> None:
     packed = PackedDataset(texts(9), 12, borders=("position_ids", "cu_seq_lens"))
     collate = MultiTask({"a": packed}).collate_with(Collator())
     batch = collate([("a", packed[0]), ("a", packed[1])])
     assert batch.parts["a"]["input_ids"].shape[0] == 1 and "cu_seq_lens_q" in batch.parts["a"]
 
 
-def test_a_resume_with_other_rows_is_refused(tmp_path: Path) -> None:
+def test_resume_with_other_rows_is_an_error(tmp_path: Path) -> None:
     data = texts(40)
     options: dict[str, Any] = {"save_dir": tmp_path, "save_steps": 1}
     quiet(gpt(), PackedDataset(data, 16), **options, max_steps=1, epochs=None).train()
@@ -248,7 +248,7 @@ def test_a_resume_with_other_rows_is_refused(tmp_path: Path) -> None:
         quiet(gpt(), PackedDataset(data, 16, borders=()), **options).train(resume_from="auto")
 
 
-def test_an_error_names_the_row_and_the_samples_in_it() -> None:
+def test_error_reports_the_row_and_its_samples() -> None:
     class Broken(list[Sample]):
         def __getitem__(self, index: Any) -> Any:
             if index == 5 and self.is_broken:
@@ -268,7 +268,7 @@ def test_an_error_names_the_row_and_the_samples_in_it() -> None:
     )
 
 
-def test_a_nan_is_traced_to_its_row() -> None:
+def test_nan_is_reported_with_its_row() -> None:
     class Spoilt(Reader):
         def forward(
             self, input_ids: torch.Tensor, position_ids: torch.Tensor, sequence_ids: torch.Tensor

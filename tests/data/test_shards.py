@@ -63,8 +63,11 @@ def steps(world_size: int, **options: Any) -> list[list[float]]:
     return [sorted(one for rank in ranks if turn < len(rank) for one in rank[turn]) for turn in turns]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2}])
-def test_each_step_has_the_same_samples_on_any_number_of_ranks_and_workers(options: dict[str, Any]) -> None:
+PROCESSES = pytest.mark.processes
+
+
+@pytest.mark.parametrize("options", [{}, *(pytest.param({"num_workers": n}, marks=PROCESSES) for n in (1, 2))], ids=str)
+def test_steps_are_the_same_on_any_ranks_and_workers(options: dict[str, Any]) -> None:
     whole = steps(1)
     flat = sorted(int(one) for step in whole for one in step)
     assert flat == [*range(7), 100, 101, *range(300, 305)]
@@ -74,14 +77,14 @@ def test_each_step_has_the_same_samples_on_any_number_of_ranks_and_workers(optio
         assert steps(4) == whole
 
 
-def test_a_rank_reads_no_shard_but_its_own() -> None:
+def test_rank_reads_its_shards_only() -> None:
     one = loader(1, 2)
     values(one.counted(0))
     assert [shard.read for shard in one.dataset.shards] == [0, 2, 0, 5]
     assert (one.size, len(one)) == (14, 4)
 
 
-def pass_on(ranks: int, windows: int, kind: Any) -> Any:
+def state_after(ranks: int, windows: int, kind: Any) -> Any:
     """The state of data that all ranks save after some windows of an epoch, and the windows after it."""
     states, rest = [], []
     for rank in range(ranks):
@@ -98,12 +101,10 @@ def pass_on(ranks: int, windows: int, kind: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [Shard, Seekable])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 4), (4, 1)])
-def test_a_pass_goes_on_on_another_number_of_ranks(
-    kind: Any, before: int, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_on_another_number_of_ranks(kind: Any, before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_EVERY", 2)
     for windows in (1, 2, 3):
-        mark, _ = pass_on(before, windows, kind)
+        mark, _ = state_after(before, windows, kind)
         read = 0
         found = []
         for rank in range(after):
@@ -119,11 +120,12 @@ def test_a_pass_goes_on_on_another_number_of_ranks(
 
 
 @pytest.mark.parametrize("kind", [Shard, Seekable])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("windows", [3, 5, 8])
-def test_a_rank_whose_shards_have_ended_before_goes_on_with_its_last_batch_as_a_stand_in(
-    windows: int, num_workers: int, kind: Any
-) -> None:
+@pytest.mark.parametrize(
+    ("windows", "num_workers"),
+    [(3, 0), (5, 0), (8, 0), pytest.param(5, 1, marks=PROCESSES)]
+    + [pytest.param(windows, 1, marks=[PROCESSES, pytest.mark.slow]) for windows in (3, 8)],
+)
+def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num_workers: int, kind: Any) -> None:
     sizes, last = (17, 5), None
     whole = loader(1, 2, kind, sizes, batch_size=2)
     for batch, _ in whole.rest(1, Progress(epoch=1)):
@@ -147,14 +149,14 @@ def test_a_rank_whose_shards_have_ended_before_goes_on_with_its_last_batch_as_a_
     assert not list(none.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
 
 
-def test_other_shards_than_those_of_a_checkpoint_are_refused() -> None:
-    mark, _ = pass_on(1, 1, Shard)
+def test_resume_with_other_shards_is_an_error() -> None:
+    mark, _ = state_after(1, 1, Shard)
     with pytest.raises(CheckpointError, match="has 2 shards, and had 4"):
         loader(sizes=(7, 7)).part_of(mark.state)
     assert loader().part_of({"at": 3}) is None  # of another kind of data
 
 
-def test_shards_that_cannot_be_shared_out_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_that_do_not_divide_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be shared out evenly among 3 ranks"):
         loader(0, 3)
     with caplog.at_level(logging.WARNING, "omnitrain"):
@@ -163,14 +165,14 @@ def test_shards_that_cannot_be_shared_out_are_refused(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("given", [[], "abc", 5, [iter([1])], [5], ["a"]])
-def test_what_is_no_list_of_shards_is_refused(given: Any) -> None:
+def test_sharded_stream_rejects_what_is_no_list_of_shards(given: Any) -> None:
     with pytest.raises(ConfigError, match="iterable"):
         ShardedStream(given)
     with pytest.raises(ConfigError, match="no effect on a list"):
         ShardedStream([[1]], count=1)
 
 
-def test_an_error_names_sample_and_shard_and_stays_none_of_the_end() -> None:
+def test_error_reports_sample_and_shard() -> None:
     class Broken(Shard):
         def __iter__(self) -> Iterator[Any]:
             yield torch.tensor(1.0)
@@ -187,18 +189,18 @@ def test_an_error_names_sample_and_shard_and_stays_none_of_the_end() -> None:
         values(ShardedLoader(ShardedStream([[1.0]]), 2, ends, 0).counted(0))
 
 
-def test_shards_of_hugging_face_are_all_read_once() -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=PROCESSES)])
+def test_shards_of_hf_streams_are_all_read_once(workers: int) -> None:
     hf = pytest.importorskip("datasets")
     stream = hf.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=4)
     assert isinstance(loader(), Loader)
-    for workers in (0, 1):
-        ranks = [
-            ShardedLoader(ShardedStream(stream), 3, Collator(), 0, rank=rank, world_size=2, num_workers=workers)
-            for rank in range(2)
-        ]
-        found = [[x for batch, count in rank.counted(0) if count for x in batch["x"].tolist()] for rank in ranks]
-        assert [len(one) for one in found] == [12, 12]
-        assert sorted(found[0] + found[1]) == list(range(24))
+    ranks = [
+        ShardedLoader(ShardedStream(stream), 3, Collator(), 0, rank=rank, world_size=2, num_workers=workers)
+        for rank in range(2)
+    ]
+    parts = [[x for batch, count in rank.counted(0) if count for x in batch["x"].tolist()] for rank in ranks]
+    assert [len(part) for part in parts] == [12, 12]
+    assert sorted(parts[0] + parts[1]) == list(range(24))
     assert len(ShardedStream(stream, count=2).shards) == 2
     with pytest.raises(ConfigError, match="from 1 to 4"):
         ShardedStream(stream, count=5)
@@ -207,8 +209,12 @@ def test_shards_of_hugging_face_are_all_read_once() -> None:
         ShardedStream(split)
 
 
-def test_workers_keep_the_order_and_empty_shards_their_turns() -> None:
+@PROCESSES
+def test_workers_of_shards_keep_the_order() -> None:
     assert values(loader(num_workers=3).counted(0)) == values(loader().counted(0))
-    one = loader(sizes=(0, 0, 2, 1), batch_size=1)
-    counts = [count for _, count in one.counted(0)]
+
+
+def test_empty_shards_keep_their_turns() -> None:
+    shards = loader(sizes=(0, 0, 2, 1), batch_size=1)
+    counts = [count for _, count in shards.counted(0)]
     assert counts[:7] == [0, 0, 1, 1, 0, 0, 1] and not any(counts[7:])

@@ -31,7 +31,10 @@ from omnitrain.data.loaders import make_loader  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups"),
+]
 
 # --- what runs in a process of its own, which leads a process group of its own
 
@@ -84,8 +87,11 @@ class Report(Callback):
         print("ended", trainer.progress.step, trainer.stop_reason, len(trainer.metrics["valid"]), flush=True)
 
 
-def train(kind: str, where: str, number: int, folder: str, everyone: bool = True) -> None:
-    """Train 4 steps of 8 micro-batches, with an evaluation after each; a signal comes from the place that is named."""
+def train(kind: str, where: str, number: int, folder: str, everyone: bool = True) -> list[str]:
+    """Train 4 steps of 8 micro-batches, with an evaluation after each; return the checkpoints.
+
+    A signal comes from the place that is named.
+    """
     torch.set_num_threads(1)
     if kind == "spawn":
         torch.multiprocessing.set_start_method("spawn", force=True)
@@ -111,9 +117,10 @@ def train(kind: str, where: str, number: int, folder: str, everyone: bool = True
         progress_bar=False, callbacks=[Report(send if where == "step" else None, started)], **options,
     )  # fmt: skip
     trainer.train(resume_from="auto")
+    return sorted(path.name for path in Path(folder, "run").glob("checkpoint-*"))
 
 
-# --- what came of it
+# --- signals to a run
 
 EXITS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 CASES = [
@@ -130,36 +137,32 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("workers")
-
-
 def named(kind: str, number: signal.Signals, where: str) -> str:
     return f"{kind} {number.name} {where}"
 
 
-QUICK = [CASES[i] for i in (0, 1, 2, 4, 5, 9)]
-"""One of each kind of data, and of each place and signal, which are not marked slow."""
+QUICK = [CASES[i] for i in (0, 3, 5, 9)]
+"""One of each kind of data, and of each place and signal, which are not marked slow; workers that spawn take long."""
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    """Each case that a collected test is about, and the run that goes on from where it ended."""
-    wanted = {one.callspec.id for one in request.session.items if hasattr(one, "callspec")}
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    """Each case that a collected test is about, and the run that resumes it, which returns its checkpoints."""
+    folder = tmp_path_factory.mktemp("workers")
+    ids = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
 
     def case(kind: str, number: signal.Signals, where: str, place: str, name: str = "") -> Case:
         options = {"kind": kind, "where": where, "number": int(number), "folder": str(folder / place)}
         return Case(name or place, "test_workers:train", options, processes=1)
 
     places = [(kind, number, where, named(kind, number, where)) for kind, number, where, _ in CASES]
-    places = [place for place in places if place[-1] in wanted]
-    found = play([case(kind, number, where, place) for kind, number, where, place in places], folder / "first")
-    again = [  # workers that are spawned take seconds to start, and have been looked at
-        case("map" if kind == "spawn" else kind, number, "", place, f"{place} again")
+    places = [place for place in places if place[-1] in ids]
+    first = play([case(*place) for place in places], folder / "first")
+    resumed = [  # workers that are spawned take seconds to start, and were checked in the first run
+        case("map" if kind == "spawn" else kind, number, "", place, f"{place} resumed")
         for kind, number, _, place in places
     ]
-    return joined(found, play(again, folder / "second"))
+    return joined(first, play(resumed, folder / "second"))
 
 
 def ended(outcome: Outcome) -> tuple[int, int]:
@@ -173,26 +176,20 @@ def ended(outcome: Outcome) -> tuple[int, int]:
     ("kind", "number", "where", "expected"),
     [pytest.param(*case, id=named(*case[:3]), marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_a_signal_to_the_whole_process_group_ends_the_run_in_order(
-    kind: str,
-    number: signal.Signals,
-    where: str,
-    expected: tuple[int, int],
-    outcomes: dict[str, list[Outcome]],
-    folder: Path,
+def test_signal_to_the_process_group_ends_the_run_in_order(
+    kind: str, number: signal.Signals, where: str, expected: tuple[int, int], outcomes: dict[str, list[Outcome]]
 ) -> None:
     name = named(kind, number, where)
-    (first,), (second,) = outcomes[name], outcomes[f"{name} again"]
+    (first,), (second,) = outcomes[name], outcomes[f"{name} resumed"]
     assert first.code == EXITS[number], first.output
     assert ended(first) == expected
     assert first.output.count("finishing the current step") == 1
     children = {pid for line in re.findall(r"^children (.+)$", first.output, re.MULTILINE) for pid in line.split()}
-    assert len(children) >= 2 and not [one for one in first.left if one.split()[0] in children]
+    assert len(children) >= 2 and not [process for process in first.left if process.split()[0] in children]
     assert second.code == 0, second.output
     assert ended(second) == (4, 4)
-    steps = sorted(path.name for path in (folder / name / "run").glob("checkpoint-*"))
-    kept = (4,) if expected == (1, 1) else (expected[0], 4)  # of step 1 there was the best, which a better one replaces
-    assert steps == [f"checkpoint-{step}" for step in kept]
+    steps = (4,) if expected == (1, 1) else (expected[0], 4)  # step 1 was the best, which a better one replaces
+    assert second.result == [f"checkpoint-{step}" for step in steps]
 
 
 def is_running(pid: int) -> bool:
@@ -214,8 +211,8 @@ if __name__ == "__main__":
 def program(folder: Path, kind: str, name: str, where: str, everyone: bool = True) -> list[str]:
     """Return the command of a Python that trains."""
     paths = [str(HERE), str(HERE.parent), str(HERE.parent / "distributed"), str(ROOT)]
-    told = {"paths": paths, "kind": kind, "where": where, "signal": name, "folder": str(folder), "everyone": everyone}
-    (folder / "program.py").write_text(PROGRAM.format(**told))
+    values = {"paths": paths, "kind": kind, "where": where, "signal": name, "folder": str(folder)}
+    (folder / "program.py").write_text(PROGRAM.format(**values, everyone=everyone))
     return [sys.executable, str(folder / "program.py")]
 
 
@@ -232,7 +229,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "where"), [("map", "SIGTERM", "data"), ("spawn", "SIGTERM", "data")])
-def test_a_program_with_workers_ends_with_the_exit_code_of_its_signal(
+def test_program_with_workers_exits_with_the_code_of_its_signal(
     kind: str, name: str, where: str, tmp_path: Path
 ) -> None:
     done = programs.run(*program(tmp_path, kind, name, where))
@@ -252,33 +249,18 @@ class Stuck(torch.utils.data.IterableDataset):
         while True:
             time.sleep(1000)
 
-batches = make_loader(Stuck(), 1, name="data", num_workers=1).batches(0)
-next(batches)
+stuck = make_loader(Stuck(), 1, name="data", num_workers=1).batches(0)
+next(stuck)
+unfinished = make_loader(torch.arange(100), 1, name="data", num_workers=8).batches(0)
+next(unfinished)
 """
 
 
-def said(code: str) -> tuple[int, str]:
-    """Run code as a program, and return its exit code and what it had to complain of."""
+def test_workers_neither_delay_nor_disturb_the_exit() -> None:
+    """A worker that is stuck, and those of an epoch that is left."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = programs.run(sys.executable, "-W", "ignore", "-c", code, env=environment)  # of more workers than cores
-    return done.returncode, done.stderr
-
-
-def test_a_stuck_worker_keeps_no_process_from_its_end() -> None:
-    assert said(STUCK) == (0, "")
-
-
-LEFT = """
-import torch
-from omnitrain.data.loaders import make_loader
-
-batches = make_loader(torch.arange(100), 1, name="data", num_workers=8).batches(0)
-next(batches)
-"""
-
-
-def test_an_epoch_that_is_left_ends_with_the_process_and_without_a_word() -> None:
-    assert said(LEFT) == (0, "")
+    done = programs.run(sys.executable, "-W", "ignore", "-c", STUCK, env=environment)  # warns of few cores
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Numbers(IterableDataset[Any]):
@@ -286,7 +268,7 @@ class Numbers(IterableDataset[Any]):
         return iter(torch.arange(40))
 
 
-def test_a_forked_process_that_exits_ends_no_workers_of_its_parent() -> None:
+def test_exit_of_a_forked_process_keeps_its_parents_workers() -> None:
     batches = make_loader(Numbers(), 1, name="data", num_workers=1).batches(0)
     first = int(next(batches))
     child = os.fork()
@@ -310,7 +292,7 @@ class Programs(Dataset[Any]):
         return torch.tensor(program.wait(programs.LIMIT))
 
 
-def test_programs_that_a_dataset_starts_hear_signals_as_ever() -> None:
+def test_programs_of_a_dataset_receive_signals() -> None:
     loader = make_loader(Programs(), 1, name="data", num_workers=1)
     try:
         assert [int(batch) for batch in loader.batches(0)] == [-signal.SIGTERM, -signal.SIGINT]

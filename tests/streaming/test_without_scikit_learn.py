@@ -1,4 +1,4 @@
-"""scikit-learn is an extra: a run without it trains, and a metric that needs it is refused before the first step."""
+"""Runs and metrics without scikit-learn, which is an extra."""
 
 from __future__ import annotations
 
@@ -41,62 +41,62 @@ def small_run(trainer_class: type[Any], **changes: Any) -> Any:
 
 @pytest.mark.usefixtures("without_scikit_learn")
 @pytest.mark.parametrize("name", ["Trainer", "AccelerateTrainer", "HFTrainer"])
-def test_every_trainer_trains_without_it(name: str, tmp_path: Path) -> None:
+def test_trainers_run_without_scikit_learn(name: str, tmp_path: Path) -> None:
     trainer_class = getattr(omnitrain, name)
     assert "accuracy" not in small_run(trainer_class).train()["valid"][-1]
-    found = small_run(trainer_class, compute_metrics="accuracy", optimization_metric="accuracy").train()
-    assert 0 <= found["valid"][-1]["accuracy"] <= 1
+    metrics = small_run(trainer_class, compute_metrics="accuracy", optimization_metric="accuracy").train()
+    assert 0 <= metrics["valid"][-1]["accuracy"] <= 1
 
 
 @pytest.mark.usefixtures("without_scikit_learn")
-@pytest.mark.parametrize("name", ["f1", "f1_macro", "roc_auc"])
-def test_a_trainer_refuses_a_metric_of_its_before_the_first_step(name: str) -> None:
-    with pytest.raises(MissingExtraError, match=rf"metric '{name}' needs scikit-learn.*-e '\.\[metrics\]'"):
-        small_run(Trainer, compute_metrics=["accuracy", name])
+def test_metric_of_scikit_learn_is_an_error_before_step_1() -> None:
+    for name in ("f1", "f1_macro", "roc_auc"):
+        with pytest.raises(MissingExtraError, match=rf"metric '{name}' needs scikit-learn.*-e '\.\[metrics\]'"):
+            small_run(Trainer, compute_metrics=["accuracy", name])
 
 
 @pytest.mark.usefixtures("without_scikit_learn")
-@pytest.mark.parametrize("name", sorted(NAMES - COMPUTED_HERE))
-def test_the_names_that_need_it_say_so(name: str) -> None:
-    package = "scipy" if name in ("spearman", "kendall") else "scikit-learn"
-    with pytest.raises(MissingExtraError, match=rf"'{name}' needs {package}, .*\[metrics\]") as error:
-        NamedMetrics([name])
-    assert error.value.name == package
+def test_metric_names_are_errors_if_they_need_scikit_learn() -> None:
+    for name in NAMES - COMPUTED_HERE:
+        package = "scipy" if name in ("spearman", "kendall") else "scikit-learn"
+        with pytest.raises(MissingExtraError, match=rf"'{name}' needs {package}, .*\[metrics\]") as error:
+            NamedMetrics([name])
+        assert error.value.name == package
 
 
 @pytest.mark.usefixtures("without_scikit_learn")
-@pytest.mark.parametrize("name", sorted(COMPUTED_HERE))
-def test_the_other_names_do_without(name: str) -> None:
-    metrics = NamedMetrics([name])
-    if name in {*OF_HITS, "log_loss", "perplexity", "brier", "top2_accuracy"}:
-        metrics.update(torch.eye(3), torch.arange(3))
-    else:
-        metrics.update(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 4.0]))
-    (value,) = metrics.compute().values()
-    assert value is not None and np.isfinite(value)
+def test_metric_names_without_scikit_learn_are_computed() -> None:
+    for name in COMPUTED_HERE:
+        metrics = NamedMetrics([name])
+        if name in {*OF_HITS, "log_loss", "perplexity", "brier", "top2_accuracy"}:
+            metrics.update(torch.eye(3), torch.arange(3))
+        else:
+            metrics.update(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 4.0]))
+        (value,) = metrics.compute().values()
+        assert value is not None and np.isfinite(value), name
 
 
 @pytest.mark.usefixtures("without_scikit_learn")
-def test_the_demo_of_digits_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_of_digits_reports_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--out", str(tmp_path / "demo")]) == 1
     assert "demo --data digits` needs scikit-learn" in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()
 
 
 @pytest.mark.usefixtures("without_scikit_learn")
-def test_the_demo_of_the_standard_library_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MODULES", ("csv", "json"))
+def test_demo_of_stdlib_runs_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULES", ("csv",))
     trainer = demo.stdlib(Trainer, tmp_path / "demo", epochs=1, warmup_steps=2, progress_bar=False)
     assert trainer.metrics["test"][-1]["loss"] < 4.85
 
 
-def one_of(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float]:
+def both(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float]:
     """Return a metric as it is computed here, and by scikit-learn."""
     labels = np.arange(hits + misses) % 2
     predicted = np.where(np.arange(hits + misses) < hits, labels, 1 - labels)
     metrics = NamedMetrics([kind])
     if layout == "text":
-        metrics.update([f"class {one}" for one in predicted], [f"class {one}" for one in labels])
+        metrics.update([f"class {number}" for number in predicted], [f"class {number}" for number in labels])
     elif layout == "one score":
         metrics.update(torch.tensor(predicted * 2.0 - 1), torch.tensor(labels))
     elif layout == "class scores":
@@ -109,7 +109,7 @@ def one_of(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float
 
 @pytest.mark.parametrize("kind", sorted(OF_HITS))
 @pytest.mark.parametrize("layout", ["class scores", "classes", "one score", "text"])
-def test_hits_give_scikit_learns_value_to_the_bit(kind: str, layout: str) -> None:
+def test_metrics_of_hits_equal_scikit_learn_to_the_bit(kind: str, layout: str) -> None:
     for hits, misses in ((0, 3), (1, 2), (2, 1), (7, 0), (1, 48), (333, 667), (1234, 8765)):
-        here, theirs = one_of(kind, layout, hits, misses)
+        here, theirs = both(kind, layout, hits, misses)
         assert here == theirs, (hits, misses)

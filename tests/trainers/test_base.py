@@ -69,7 +69,7 @@ class Watching(nn.Module):
 # --- processing_class
 
 
-def test_a_tokenizer_pads_as_it_does_itself_unless_there_is_a_collator(kind: Any) -> None:
+def test_tokenizer_pads_unless_there_is_a_collator(kind: Any) -> None:
     model, other = Watching(), Watching()
     trainer = make(kind, model, sentences(), processing_class=tokenizer())
     trainer.train()
@@ -84,14 +84,14 @@ def test_a_tokenizer_pads_as_it_does_itself_unless_there_is_a_collator(kind: Any
     assert not any((batch[:, 0] == 1).any() for batch in third.seen)
 
 
-def test_a_tokenizer_is_saved_beside_the_model(kind: Any, tmp_path: Path) -> None:
+def test_tokenizer_is_saved_with_the_model(kind: Any, tmp_path: Path) -> None:
     trainer = make(kind, bert(), sentences(), processing_class=tokenizer())
     assert trainer.save_model(tmp_path / "model") == tmp_path / "model"
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "model").padding_side == "left"
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
 
 
-def test_a_processing_class_that_pads_nothing_is_saved_alone(kind: Any, tmp_path: Path) -> None:
+def test_processing_class_without_padding_is_only_saved(kind: Any, tmp_path: Path) -> None:
     class Processor:
         def save_pretrained(self, folder: str) -> None:
             (Path(folder) / "processor.txt").write_text("here")
@@ -103,7 +103,7 @@ def test_a_processing_class_that_pads_nothing_is_saved_alone(kind: Any, tmp_path
 
 
 @pytest.mark.parametrize("wrong", ["bert-base-uncased", PreTrainedTokenizerFast, 7])
-def test_a_processing_class_that_cannot_be_saved_is_refused(kind: Any, wrong: Any) -> None:
+def test_processing_class_that_cannot_be_saved_is_an_error(kind: Any, wrong: Any) -> None:
     with pytest.raises(ConfigError, match="processing_class"):
         make(kind, t16(), rows(8), processing_class=wrong)
 
@@ -111,7 +111,7 @@ def test_a_processing_class_that_cannot_be_saved_is_refused(kind: Any, wrong: An
 # --- preprocess_logits_for_metrics
 
 
-def test_metrics_and_predictions_see_what_preprocessing_made_of_logits(kind: Any) -> None:
+def test_preprocessed_logits_reach_metrics_and_predictions(kind: Any) -> None:
     seen: dict[str, Any] = {}
 
     def classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_metrics_and_predictions_see_what_preprocessing_made_of_logits(kind: Any
     assert np.array_equal(predictions, plain.predict(sentences(7)).predictions.argmax(-1))
 
 
-def test_classes_of_a_causal_language_model_are_compared_with_the_next_token(kind: Any) -> None:
+def test_preprocessed_logits_of_causal_models_are_shifted(kind: Any) -> None:
     options: dict[str, Any] = {"eval_dataset": Tokens(6), "compute_metrics": "accuracy"}
     scores = make(kind, gpt(), Tokens(6), **options).evaluate()
     classes = make(
@@ -143,7 +143,7 @@ def test_classes_of_a_causal_language_model_are_compared_with_the_next_token(kin
     assert classes == scores
 
 
-def test_a_resume_notices_another_preprocessing(kind: Any, tmp_path: Path) -> None:
+def test_resume_rejects_other_preprocessing_of_logits(kind: Any, tmp_path: Path) -> None:
     def run(preprocess: Any, **how: Any) -> Any:
         options: dict[str, Any] = {"save_dir": tmp_path, "eval_dataset": rows(4), "epochs": 4, "max_steps": None}
         options |= {} if how else {"callbacks": [StopAt(1)]}
@@ -168,9 +168,7 @@ def table(size: int = 12) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def test_columns_that_the_model_does_not_take_are_left_out_and_named(
-    kind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_columns_unknown_to_the_model_are_removed_and_logged(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "omnitrain"):
         found = []
         for data in (table(), sentences()):
@@ -183,7 +181,7 @@ def test_columns_that_the_model_does_not_take_are_left_out_and_named(
     assert len(told) == 1 and told[0].endswith(": 'number', 'text'.")
 
 
-def test_columns_that_hold_labels_are_kept(kind: Any) -> None:
+def test_columns_of_labels_are_kept(kind: Any) -> None:
     data = table().rename_column("labels", "topic")
     named = make(kind, Watching(), data, processing_class=tokenizer(), label_names=["topic"])
     assert set(named.train_loader.dataset.column_names) == {"input_ids", "attention_mask", "topic"}
@@ -213,12 +211,12 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Open, Whole])
-def test_all_columns_reach_a_model_that_may_take_any(kind: Any, model: Any) -> None:
+def test_columns_all_reach_a_model_that_takes_any(kind: Any, model: Any) -> None:
     data = datasets.Dataset.from_dict({"number": range(8), "weight": [0.5] * 8, "labels": [0] * 8})
     make(kind, model(), data).train()
 
 
-def test_a_unit_and_a_transform_of_the_dataset_see_all_columns(kind: Any) -> None:
+def test_columns_all_reach_units_and_transforms(kind: Any) -> None:
     data, model = table(), bert()
     seen: list[set[str]] = []
 
@@ -233,7 +231,7 @@ def test_a_unit_and_a_transform_of_the_dataset_see_all_columns(kind: Any) -> Non
     make(kind, bert(), plain).train()
 
 
-def test_whatever_of_the_user_sees_a_batch_sees_all_columns() -> None:
+def test_columns_all_reach_custom_code_that_sees_batches() -> None:
     seen: list[set[str]] = []
 
     def collate(samples: list[Any]) -> Any:
@@ -266,13 +264,13 @@ def test_whatever_of_the_user_sees_a_batch_sees_all_columns() -> None:
         assert "number" in seen[0]
 
 
-def test_all_columns_stay_where_the_training_arguments_say_so(tmp_path: Path) -> None:
+def test_columns_stay_if_training_arguments_keep_them(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), remove_unused_columns=False, use_cpu=True, report_to="none")
     trainer = HFTrainer(Watching(), args, table(), processing_class=tokenizer())
     assert "text" in trainer.train_loader.dataset.column_names
 
 
-def test_a_model_lacks_what_no_column_gives_it(kind: Any) -> None:
+def test_columns_that_the_model_needs_must_exist(kind: Any) -> None:
     data = datasets.Dataset.from_dict({"ids": [[1, 2]] * 8, "labels": [[1, 2]] * 8})
     make(kind, Tagger(), data).train()
     with pytest.raises(DataError, match="needs 'ids'"):

@@ -37,7 +37,7 @@ class Falling:
         return {"score": -float(self.calls)}
 
 
-def test_it_goes_on_from_the_last_weights_though_the_best_were_loaded(folder: Path | None) -> None:
+def test_more_continues_from_the_last_weights_not_the_best(folder: Path | None) -> None:
     options: dict[str, Any] = {
         "eval_dataset": rows(8), "eval_steps": 1, "optimization_metric": "score", "optimization_direction": "max",
         "sanity": False,
@@ -59,7 +59,7 @@ def test_it_goes_on_from_the_last_weights_though_the_best_were_loaded(folder: Pa
     )
 
 
-def test_nothing_of_a_former_run_takes_memory_in_the_next_one(tmp_path: Path) -> None:
+def test_more_keeps_no_part_of_the_earlier_run_in_memory(tmp_path: Path) -> None:
     class Look(Callback):
         former: Any = None
         left = 0
@@ -78,7 +78,7 @@ def test_nothing_of_a_former_run_takes_memory_in_the_next_one(tmp_path: Path) ->
     assert look.left == 0
 
 
-def test_a_callback_that_saves_waits_for_no_upload_in_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_in_a_callback_waits_for_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Saves(Callback):
         waited = 0
 
@@ -103,7 +103,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return None if request.param == "memory" else tmp_path
 
 
-def test_the_evaluation_that_closed_the_shorter_run_was_never_there(folder: Path | None) -> None:
+def test_more_drops_the_closing_evaluation_of_the_first_run(folder: Path | None) -> None:
     options: dict[str, Any] = {"eval_dataset": rows(12), "eval_steps": 3, "momentum": 0.0}
     trainer = made(folder, max_steps=5, model=t16(), algorithms=[EMA(0.5)], **options)
     assert [row["step"] for row in trainer.train()["valid"]] == [3, 5]
@@ -114,7 +114,7 @@ def test_the_evaluation_that_closed_the_shorter_run_was_never_there(folder: Path
     assert same(weights(trainer.model), weights(whole.model))
 
 
-def test_patience_begins_anew_after_early_stopping(folder: Path | None) -> None:
+def test_more_restarts_patience_after_early_stopping(folder: Path | None) -> None:
     trainer = made(
         folder, max_steps=50, eval_dataset=rows(8), eval_steps=1, patience=2, sanity=False,
         compute_metrics=Falling(), optimization_metric="score", optimization_direction="max",
@@ -124,7 +124,7 @@ def test_patience_begins_anew_after_early_stopping(folder: Path | None) -> None:
     assert trainer.progress.step == 5
 
 
-def test_a_stopped_run_goes_on_in_the_middle_of_an_epoch(folder: Path | None) -> None:
+def test_more_continues_a_stopped_run_in_mid_epoch(folder: Path | None) -> None:
     trainer, whole = made(folder, epochs=9, callbacks=[StopAt(4)]), made(max_steps=7)
     assert trainer.train()["stop_reason"] == "requested"
     metrics = trainer.train(more="1ep")
@@ -133,7 +133,7 @@ def test_a_stopped_run_goes_on_in_the_middle_of_an_epoch(folder: Path | None) ->
     assert same(weights(trainer.model), weights(whole.model))
 
 
-def test_a_run_that_a_signal_has_ended_goes_on(folder: Path | None) -> None:
+def test_more_continues_after_a_signal(folder: Path | None) -> None:
     class Interrupting(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 2:
@@ -147,7 +147,7 @@ def test_a_run_that_a_signal_has_ended_goes_on(folder: Path | None) -> None:
     assert same(weights(trainer.model), weights(whole.model))
 
 
-def test_the_jump_of_a_schedule_that_goes_by_the_length_is_told(
+def test_more_warns_of_a_jump_of_the_schedule(
     folder: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace = Trace()
@@ -165,7 +165,7 @@ def test_the_jump_of_a_schedule_that_goes_by_the_length_is_told(
     assert trace.learning_rates[4] == pytest.approx(0.05 * (1 + torch.cos(torch.tensor(torch.pi * 5 / 8))) / 2)
 
 
-def test_a_rate_that_was_set_between_stays_set(folder: Path | None) -> None:
+def test_more_keeps_a_learning_rate_set_by_hand(folder: Path | None) -> None:
     trainer = made(folder, max_steps=2)
     trainer.train()
     trainer.optimizer.param_groups[0]["lr"] = 0.5
@@ -173,7 +173,7 @@ def test_a_rate_that_was_set_between_stays_set(folder: Path | None) -> None:
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_callbacks_and_tests_go_on(folder: Path | None) -> None:
+def test_more_keeps_callback_state_and_test_rows(folder: Path | None) -> None:
     class Counting(Callback):
         def __init__(self) -> None:
             self.evaluations = 0
@@ -215,7 +215,7 @@ class Pages(IterableDataset[Any]):
         self.at = state["at"]
 
 
-def test_streams_go_on_too(tmp_path: Path) -> None:
+def test_more_continues_streams(tmp_path: Path) -> None:
     for folder, length in ((tmp_path, {"max_steps": 4}), (None, {"epochs": 1})):
         trainer, whole = made(folder, train_dataset=Pages(), **length), made(max_steps=8, train_dataset=Pages())
         trainer.train()
@@ -228,7 +228,7 @@ def test_streams_go_on_too(tmp_path: Path) -> None:
         lost.train(more="1ba")
 
 
-def test_what_cannot_go_on_is_refused_by_name(tmp_path: Path) -> None:
+def test_more_that_cannot_continue_is_an_error(tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=2)
     with pytest.raises(ConfigError, match="it has not trained yet"):
         trainer.train(more=1)
@@ -261,7 +261,7 @@ def test_what_cannot_go_on_is_refused_by_name(tmp_path: Path) -> None:
         failing.train(more=1)
 
 
-def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_more_reports_a_missing_checkpoint(tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=2)
     trainer.train()
     (tmp_path / "checkpoint-2" / "omnitrain.json").unlink()
