@@ -29,6 +29,9 @@ from omnitrain.checkpoint import record
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk is slow
+if not torch.cuda.is_available():
+    for module in (torch.cuda, torch.xpu, torch.mtia):  # each would keep a formatted stack for a device that is missing
+        module.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
 Git = record.Git

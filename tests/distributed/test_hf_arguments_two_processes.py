@@ -1,26 +1,20 @@
-"""What transformers' arguments ask for, on two processes: the same numbers as on one."""
+"""Arguments of transformers on two processes: the same numbers as on one."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from backends import Job, gap, launch, sound
+from recipes import weights
+from tiny import Tokens, llama, t5
 from torch.utils.data import DataLoader, DistributedSampler
+from transformers import Seq2SeqTrainingArguments
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from backends import Job, gap, launch, sound  # noqa: E402
-from recipes import weights  # noqa: E402
-from tiny import Tokens, llama, t5  # noqa: E402
-from transformers import Seq2SeqTrainingArguments  # noqa: E402
-
-from omnitrain import HFTrainer  # noqa: E402
-
-pytestmark = pytest.mark.distributed
+from omnitrain import HFTrainer
 
 HERE = "test_hf_arguments_two_processes"
 
@@ -74,7 +68,7 @@ def generate(backend: str, folder: str) -> dict[str, Any]:
 
 
 def batches(backend: str, folder: str, shared: bool = False) -> dict[str, Any]:
-    """Evaluate 7 sequences batch by batch; `shared` has a sampler of PyTorch's deal them out."""
+    """Evaluate 7 sequences batch by batch; if `shared`, a sampler of PyTorch distributes them."""
     data, seen = Tokens(7), []
     size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
     args = arguments(folder, batch_eval_metrics=True, per_device_eval_batch_size=size)
@@ -103,7 +97,7 @@ def inputs(backend: str, folder: str) -> dict[str, Any]:
 
 
 def drop(backend: str, folder: str) -> dict[str, Any]:
-    """Train on 15 sequences in whole micro-batches of 4 over all processes, in an order of its own."""
+    """Train on 15 sequences in full micro-batches of 4 over all processes, in the order of another seed."""
     size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
     args = arguments(
         folder, dataloader_drop_last=True, data_seed=9, per_device_train_batch_size=size, gradient_accumulation_steps=1,
@@ -135,44 +129,43 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return sound(launch(jobs, folder / "launch"))
 
 
-def test_smoothed_labels_weigh_the_same_on_whatever_process_they_are(results: Any, folder: Path) -> None:
-    expected = smooth("hf", str(folder / "alone"))
-    for found in results["smooth"]:
-        assert gap(found, expected) <= 1e-12
+def test_label_smoothing_matches_one_process(results: Any, folder: Path) -> None:
+    expected = smooth("hf", str(folder / "single"))
+    for rank in results["smooth"]:
+        assert gap(rank, expected) <= 1e-12
 
 
-def test_generated_answers_come_in_the_order_of_the_data_from_all_processes(results: Any, folder: Path) -> None:
-    expected = generate("hf", str(folder / "alone"))
+def test_generated_answers_keep_the_order_of_the_data(results: Any, folder: Path) -> None:
+    """`compute_metrics` gets them on the main process."""
+    expected = generate("hf", str(folder / "single"))
     assert len({tuple(row) for row in expected["predictions"]}) > 1
-    for found in results["generate"]:
-        assert (found["predictions"], found["labels"]) == (expected["predictions"], expected["labels"])
-        assert gap(found["valid"], expected["valid"]) <= 1e-6
-    assert [results["generate"][rank]["seen"] for rank in (0, 1)] == [[*map(list, expected["seen"])], []]
+    for rank in results["generate"]:
+        assert (rank["predictions"], rank["labels"]) == (expected["predictions"], expected["labels"])
+        assert gap(rank["valid"], expected["valid"]) <= 1e-6
+    assert [rank["seen"] for rank in results["generate"]] == [[*map(list, expected["seen"])], []]
 
 
 @pytest.mark.parametrize("name", ["batches", "shared batches"])
-def test_a_function_of_batches_gets_those_of_all_processes_on_the_main_one(
-    results: Any, folder: Path, name: str
-) -> None:
-    expected = batches("hf", str(folder / "alone"))
-    assert [len(one[0]) for one in expected["seen"]] == [4, 3]
+def test_batch_metrics_get_the_batches_of_all_processes(results: Any, folder: Path, name: str) -> None:
+    expected = batches("hf", str(folder / "single"))
+    assert [len(batch[0]) for batch in expected["seen"]] == [4, 3]
     main, other = results[name]
     assert main["seen"] == expected["seen"] and other["seen"] == []
     assert main["metrics"] == other["metrics"]
     assert gap(main["metrics"], expected["metrics"]) <= 1e-6
 
 
-def test_inputs_and_losses_come_in_the_order_of_the_data(results: Any, folder: Path) -> None:
-    expected = inputs("hf", str(folder / "alone"))
+def test_inputs_and_losses_keep_the_order_of_the_data(results: Any, folder: Path) -> None:
+    expected = inputs("hf", str(folder / "single"))
     main, other = results["inputs"]
     assert main["seen"][0][0] == expected["seen"][0][0] == Tokens(7).ids.tolist() and other["seen"] == []
     assert gap(main["seen"][0][1], expected["seen"][0][1]) <= 1e-6
     assert len(set(expected["seen"][0][1])) == 7 and gap(other["metrics"], expected["metrics"]) <= 1e-6
 
 
-def test_what_does_not_fill_a_batch_of_all_processes_is_left_out(results: Any, folder: Path) -> None:
-    expected = drop("hf", str(folder / "alone"))
+def test_drop_last_counts_batches_of_all_processes(results: Any, folder: Path) -> None:
+    expected = drop("hf", str(folder / "single"))
     assert expected["progress"] == [6, 24, 2]
-    for found in results["drop"]:
-        assert found["progress"] == expected["progress"]
-        assert gap(found["weights"], expected["weights"]) <= 1e-7  # transformers takes the loss in float32
+    for rank in results["drop"]:
+        assert rank["progress"] == expected["progress"]
+        assert gap(rank["weights"], expected["weights"]) <= 1e-7  # transformers computes the loss in float32

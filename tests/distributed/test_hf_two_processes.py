@@ -1,29 +1,25 @@
-"""HFTrainer on two processes, with transformers' arguments and models; its numbers on plain ones are in the matrix."""
+"""HFTrainer on two processes, with transformers' arguments and models."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
-import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from backends import Job, gap, launch, sound
+from forking import Case, mark, play
+from recipes import Noisy, StopAt, Trace, rows, t16, weights
+from tiny import Tokens, llama
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from transformers import TrainerCallback, TrainingArguments
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from backends import Job, gap, launch, sound  # noqa: E402
-from forking import Case, Outcome, mark, play  # noqa: E402
-from recipes import Noisy, StopAt, Trace, rows, t16, weights  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments  # noqa: E402
-
-from omnitrain import Callback, HFTrainer, Trainer  # noqa: E402
-
-pytestmark = pytest.mark.distributed
+from omnitrain import Callback, HFTrainer, Trainer
 
 HERE = "test_hf_two_processes"
 CUT = 4
@@ -36,36 +32,10 @@ def rank() -> int:
 # --- what runs on every process, and on one
 
 
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of which the first tokens are a prompt without labels, longer or shorter; of some, everything."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(3, 40, (size, 9), generator=generator)
-        self.labels = self.ids.clone()
-        for index in range(size):
-            self.labels[index, : 1 + index * 5 % 12] = -100
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}
-
-
-def llama(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )
-    ).double()  # fmt: skip
-
-
 def correct(prediction: Any) -> dict[str, float]:
-    kept = prediction.label_ids != -100
-    return {"accuracy": float((prediction.predictions == prediction.label_ids)[kept].mean()), "rows": len(kept)}
+    labelled = prediction.label_ids != -100
+    hits = (prediction.predictions == prediction.label_ids)[labelled]
+    return {"accuracy": float(hits.mean()), "rows": len(labelled)}
 
 
 def speak(backend: str, folder: str) -> dict[str, Any]:
@@ -84,11 +54,10 @@ def speak(backend: str, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     metrics = trainer.train()
     predictions = trainer.predict(Tokens(7))
-    history = [row["loss"] for row in trainer.engine.state.log_history if "loss" in row]
     return {
         "losses": [row["loss"] for row in trace.logs],
         "norms": [row["grad_norm"] for row in trace.logs],
-        "theirs": history,
+        "log_history": [row["loss"] for row in trainer.engine.state.log_history if "loss" in row],
         "valid": metrics["valid"],
         "best": metrics["best_step"],
         "predictions": predictions.predictions.tolist(),
@@ -120,7 +89,7 @@ def stream(backend: str) -> dict[str, Any]:
 
 
 def move(backend: str, folder: str, cut: bool = False) -> dict[str, Any]:
-    """Save in the middle of an epoch, or go on from there; dropout is off, the data are noisy."""
+    """Save in the middle of an epoch, or resume there; dropout is off, the data are noisy."""
     trainer = HFTrainer(
         t16(), None, Noisy(27), Noisy(5), loss_fn=F.mse_loss, learning_rate=0.05, epochs=2, save_dir=folder,
         batch_size=2, global_batch_size=8, save_steps=2, progress_bar=False, callbacks=[StopAt(CUT)] if cut else [],
@@ -128,10 +97,10 @@ def move(backend: str, folder: str, cut: bool = False) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train(resume_from=None if cut else "auto")
     moments = [state[key] for state in trainer.optimizer.state_dict()["state"].values() for key in sorted(state)]
-    rows_ = [[row["epoch"], row["step"], row["train_loss"]] for row in trainer.metrics["train_metrics_history"]]
+    history = trainer.metrics["train_metrics_history"]
     return {
         "state": [one.tolist() for one in (*weights(trainer.get_model()), *moments)],
-        "history": rows_,
+        "history": [[row["epoch"], row["step"], row["train_loss"]] for row in history],
         "step": trainer.progress.step,
     }
 
@@ -157,13 +126,13 @@ def prepare(backend: str) -> dict[str, Any]:
         progress_bar=False, load_best_at_end=False, data_collator=default_collate,
     )  # fmt: skip
     metrics = trainer.train()
-    output = trainer.evaluation_loop(trainer.get_test_dataloader(rows(11)), "Prediction", metric_key_prefix="own")
+    output = trainer.evaluation_loop(trainer.get_test_dataloader(rows(11)), "Prediction", metric_key_prefix="loop")
     shares = sum(len(labels) for _, labels in trainer.get_test_dataloader(rows(11)))
     return {
         "losses": [row["eval_loss"] for row in metrics["valid"]],
         "weights": [one.tolist() for one in weights(trainer.get_model())],
         "predictions": output.predictions.tolist(),
-        "own": [output.metrics["own_loss"], output.num_samples],
+        "loop": [output.metrics["loop_loss"], output.num_samples],
         "shares": shares,
     }
 
@@ -176,8 +145,6 @@ class Counts(Callback):
         self.seen: list[int] = []
 
     def on_epoch_start(self, trainer: Any) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
         def hook(state: Any, bucket: Any) -> Any:
             self.count += 1
             return allreduce_hook(state, bucket)
@@ -208,8 +175,7 @@ def exchange(backend: str, has_length: bool, folder: str = "") -> dict[str, Any]
 
 
 def search(backend: str, folder: str) -> dict[str, Any]:
-    """Search over the learning rate, with the second trial given up; then train as if nothing had been."""
-    import optuna
+    """Search over the learning rate, where the second trial is pruned; then train as without a search."""
 
     class PrunesSecond(optuna.pruners.BasePruner):
         def prune(self, study: Any, trial: Any) -> bool:
@@ -237,8 +203,8 @@ def search(backend: str, folder: str) -> dict[str, Any]:
     }
 
 
-class AsksOnRankOne(TrainerCallback):
-    """Raises transformers' flags on the second process alone."""
+class FlagsOnRankOne(TrainerCallback):
+    """Sets transformers' flags on the second process only."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         control.should_save |= rank() == 1 and state.global_step == 2
@@ -247,10 +213,10 @@ class AsksOnRankOne(TrainerCallback):
         return control
 
 
-def ask(backend: str, folder: str) -> dict[str, Any]:
+def flag(backend: str, folder: str) -> dict[str, Any]:
     trainer = HFTrainer(
         t16(), None, rows(24), rows(3), loss_fn=F.mse_loss, epochs=2, save_dir=folder, batch_size=2, save_steps=100,
-        keep_best=0, eval_steps=100, progress_bar=False, callbacks=[AsksOnRankOne()], load_best_at_end=False,
+        keep_best=0, eval_steps=100, progress_bar=False, callbacks=[FlagsOnRankOne()], load_best_at_end=False,
     )  # fmt: skip
     metrics = trainer.train()
     saved = [path.name for path in trainer.store.checkpoints()]
@@ -286,110 +252,84 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """One launch of two processes; what one process has saved is there before, what two have saved after."""
     move("hf", str(folder / "from one"), cut=True)
-    jobs = [
-        Job("speak", "hf2", f"{HERE}:speak", {"folder": str(folder / "speak")}),
-        Job("stream", "hf2", f"{HERE}:stream"),
-        Job("cut", "hf2", f"{HERE}:move", {"folder": str(folder / "from two"), "cut": True}),
-        Job("moved", "hf2", f"{HERE}:move", {"folder": str(folder / "from one")}),
-        Job("exchange", "hf2", f"{HERE}:exchange", {"has_length": True}),
-        Job("exchange at once", "hf2", f"{HERE}:exchange", {"has_length": True, "folder": str(folder / "eager")}),
-        Job("exchange of a stream", "hf2", f"{HERE}:exchange", {"has_length": False}),
-        Job("prepare", "hf2", f"{HERE}:prepare"),
-        Job("ask", "hf2", f"{HERE}:ask", {"folder": str(folder / "ask")}),
-        Job("search", "hf2", f"{HERE}:search", {"folder": str(folder / "search")}),
-    ]
+    options: dict[str, tuple[str, dict[str, Any]]] = {
+        "speak": ("speak", {"folder": str(folder / "speak")}),
+        "stream": ("stream", {}),
+        "cut": ("move", {"folder": str(folder / "from two"), "cut": True}),
+        "moved": ("move", {"folder": str(folder / "from one")}),
+        "exchange": ("exchange", {"has_length": True}),
+        "eager exchange": ("exchange", {"has_length": True, "folder": str(folder / "eager")}),
+        "exchange of a stream": ("exchange", {"has_length": False}),
+        "prepare": ("prepare", {}),
+        "flag": ("flag", {"folder": str(folder / "flag")}),
+        "search": ("search", {"folder": str(folder / "search")}),
+    }
+    jobs = [Job(name, "hf2", f"{HERE}:{function}", more) for name, (function, more) in options.items()]
     return sound(launch(jobs, folder / "launch"))
 
 
-def test_a_language_model_with_masked_prompts_takes_the_steps_of_one_process(results: Any, folder: Path) -> None:
-    expected = speak("hf", str(folder / "alone"))
-    for found in results["speak"]:
-        for name in ("losses", "norms", "weights"):
-            assert gap(found[name], expected[name]) <= 1e-7, name  # transformers takes the loss in float32
-        assert found["losses"] == results["speak"][0]["losses"]
-
-
-def test_an_evaluation_of_uneven_size_counts_every_sample_once(results: Any, folder: Path) -> None:
-    expected = speak("hf", str(folder / "alone"))
-    for found in results["speak"]:
-        assert [row["eval_rows"] for row in found["valid"]] == [7] * len(expected["valid"])
-        assert gap(found["valid"], expected["valid"]) <= 1e-6
-        assert (found["best"], found["predictions"]) == (expected["best"], expected["predictions"])
-
-
-def test_transformers_own_history_has_the_mean_over_all_processes(results: Any, folder: Path) -> None:
+def test_language_model_matches_one_process(results: Any, folder: Path) -> None:
+    """With masked prompts, and an evaluation that counts each of 7 samples once."""
+    expected = speak("hf", str(folder / "single"))
     first, second = results["speak"]
-    assert first["theirs"] == second["theirs"]
-    assert gap(first["theirs"], first["losses"]) <= 1e-6
+    assert first["losses"] == second["losses"] and first["log_history"] == second["log_history"]
+    assert gap(first["log_history"], first["losses"]) <= 1e-6
+    for result in (first, second):
+        for name in ("losses", "norms", "weights"):
+            assert gap(result[name], expected[name]) <= 1e-7, name  # transformers computes the loss in float32
+        assert [row["eval_rows"] for row in result["valid"]] == [7] * len(expected["valid"])
+        assert gap(result["valid"], expected["valid"]) <= 1e-6
+        assert (result["best"], result["predictions"]) == (expected["best"], expected["predictions"])
 
 
-def test_a_stream_is_shared_out_as_the_native_trainer_reads_it(results: Any) -> None:
+def test_stream_is_split_as_the_native_trainer_reads_it(results: Any) -> None:
     expected = stream("native")
-    for found in results["stream"]:
-        assert gap(found, expected) <= 1e-10
+    assert all(gap(result, expected) <= 1e-10 for result in results["stream"])
 
 
-def test_a_run_saved_on_two_processes_goes_on_on_one(results: Any, folder: Path) -> None:
-    resumed = move("hf", str(folder / "from two"))
+def test_run_resumes_on_another_number_of_processes(results: Any, folder: Path) -> None:
     straight = move("hf", str(folder / "straight"))
+    resumed = move("hf", str(folder / "from two"))
     assert resumed["step"] == straight["step"] == 8 and results["cut"][0]["step"] == CUT
-    assert gap(resumed, straight) <= 1e-10
+    assert all(gap(result, straight) <= 1e-10 for result in (resumed, *results["moved"]))
 
 
-def test_a_run_saved_on_one_process_goes_on_on_two(results: Any, folder: Path) -> None:
-    straight = move("hf", str(folder / "straight again"))
-    for found in results["moved"]:
-        assert gap(found, straight) <= 1e-10
-
-
-def test_loaders_that_accelerate_has_prepared_are_shared_out_once(results: Any) -> None:
+def test_prepared_loaders_are_split_once(results: Any) -> None:
     expected = prepare("hf")
-    assert expected.pop("shares") == expected["own"][1] == len(expected["predictions"]) == 11
-    assert [found.pop("shares") for found in results["prepare"]] == [6, 6]  # who reads one himself gets a share
-    for found in results["prepare"]:
-        assert gap(found, expected) <= 1e-10
+    assert expected.pop("shares") == expected["loop"][1] == len(expected["predictions"]) == 11
+    assert [result.pop("shares") for result in results["prepare"]] == [6, 6]  # code that reads one gets a share
+    assert all(gap(result, expected) <= 1e-10 for result in results["prepare"])
 
 
-@pytest.mark.parametrize("name", ["exchange", "exchange of a stream"])
-def test_gradients_are_exchanged_once_a_step(results: Any, name: str) -> None:
-    for found in results[name]:
-        assert found["seen"] == [1, 1, 1, 1]
+def test_gradients_are_exchanged_once_a_step(results: Any) -> None:
+    """Or after each micro-batch, if the arguments say so."""
+    for lazy, eager in zip(results["exchange"], results["eager exchange"], strict=True):
+        assert (lazy["seen"], eager["seen"]) == ([1, 1, 1, 1], [3, 3, 3, 2])
+        assert gap(lazy["weights"], eager["weights"]) <= 1e-10
+    assert all(result["seen"] == [1, 1, 1, 1] for result in results["exchange of a stream"])
 
 
-def test_gradients_are_exchanged_at_once_where_that_is_asked_for(results: Any) -> None:
-    for once, at_once in zip(results["exchange"], results["exchange at once"], strict=True):
-        assert at_once["seen"] == [3, 3, 3, 2]
-        assert gap(once["weights"], at_once["weights"]) <= 1e-10
-
-
-def test_flags_that_one_process_raises_are_acted_on_by_all(results: Any) -> None:
+def test_flags_of_one_process_hold_for_all(results: Any) -> None:
     expected = {"saved": ["checkpoint-2", "checkpoint-5"], "valid": [3], "step": 5}
-    assert results["ask"] == [expected, expected]
+    assert results["flag"] == [expected, expected]
 
 
-def test_a_search_on_two_processes_finds_what_one_finds(results: Any, folder: Path) -> None:
-    expected = search("hf", str(folder / "search alone"))
+def test_search_on_two_processes_matches_one(results: Any, folder: Path) -> None:
+    expected = search("hf", str(folder / "single search"))
     main, other = results["search"]
     assert len(expected["evaluations"]) == 3 + 2 + 3
     assert gap(main, expected) <= 1e-10
     assert other["best"] is None and gap({**other, "best": expected["best"]}, expected) <= 1e-10
 
 
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, list[Outcome]]:
-    cases = [Case(how, f"{HERE}:perish", {"how": how, "folder": str(folder / how)}) for how in ("kill", "raise")]
-    return play(cases, folder / "forking")
-
-
-def test_a_process_that_is_killed_does_not_leave_the_other_waiting(outcomes: Any, folder: Path) -> None:
-    left, killed = outcomes["kill"]
-    assert killed.code == -signal.SIGKILL
-    assert left.code == 1, left.output  # None would be: still there
-    assert (folder / "kill" / "checkpoint-2" / "omnitrain.json").exists()
-
-
-def test_an_error_on_one_process_is_told_by_the_other(outcomes: Any) -> None:
-    other, failed = outcomes["raise"]
-    assert (other.code, failed.code) == (1, 1), other.output
-    assert "ValueError: boom" in failed.output
-    assert "DistributedError: Rank 1 failed in train()" in other.output
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_failure_of_one_process_ends_the_other(how: str, tmp_path: Path) -> None:
+    case = Case(how, f"{HERE}:perish", {"how": how, "folder": str(tmp_path / "run")})
+    other, failed = play([case], tmp_path / "forking")[how]
+    assert other.code == 1, other.output  # None if it still waits
+    if how == "kill":
+        assert failed.code == -signal.SIGKILL
+        assert (tmp_path / "run" / "checkpoint-2" / "omnitrain.json").exists()
+    else:
+        assert failed.code == 1 and "ValueError: boom" in failed.output
+        assert "DistributedError: Rank 1 failed in train()" in other.output

@@ -1,4 +1,4 @@
-"""`microbatch_size` on two processes: the same parts on any backend, and memory that runs out on one of them alone."""
+"""`microbatch_size` on two processes: the same parts on any backend, and memory that runs out on one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, asked_for, bound, dtype_of, launch_all, make_trainer, named, sound
+from backends import Job, asked_for, bound, dtype_of, launch_all, make_trainer, named
 from marks import thinned
 from recipes import Sentences, Tagger, distance, rows, same
 from starving import Starving, StarvingAdamW
@@ -18,8 +18,6 @@ from omnitrain.checkpoint.tensors import whole
 
 HERE = Path(__file__).stem
 BACKENDS = ("native", "ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
-SHARDED = ("fsdp", "zero2")
-PLACES = ("forward", "backward", "update", "both")
 
 
 def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -42,8 +40,8 @@ def split(backend: str, dtype: str, size: int | None) -> dict[str, Any]:
 
 
 def starve(backend: str, place: str, folder: str) -> dict[str, Any]:
-    """Train where memory runs out on the second process alone, and as with small micro-batches from the start."""
-    found: dict[str, Any] = {"tensors": {}}
+    """Train where memory runs out on the second process only, and with small micro-batches from the start."""
+    runs: dict[str, Any] = {"tensors": {}}
     for name in ("poor", "resumed", "rich"):
         is_poor = name == "poor" and (os.environ["RANK"] == "1" or place == "both")
         room = 3 if is_poor and place != "update" else 1000
@@ -57,10 +55,10 @@ def starve(backend: str, place: str, folder: str) -> dict[str, Any]:
             optimizer=optimizer, microbatch_size=2 if name == "rich" else "auto", **saves,
         )  # fmt: skip
         trainer.train("last" if name == "resumed" else None)
-        found[name] = {"size": trainer._feed.microbatch_size, "sizes": model.sizes}
-        found[name] |= {"history": trainer.metrics["train_metrics_history"], "count": trainer.optimizer.count}
-        found["tensors"] |= {f"{name}/{key}": one for key, one in tensors_of(trainer).items()}
-    return found
+        runs[name] = {"size": trainer._feed.microbatch_size, "sizes": model.sizes}
+        runs[name] |= {"history": trainer.metrics["train_metrics_history"], "count": trainer.optimizer.count}
+        runs["tensors"] |= {f"{name}/{key}": one for key, one in tensors_of(trainer).items()}
+    return runs
 
 
 def give_up(backend: str) -> dict[str, Any]:
@@ -71,10 +69,10 @@ def give_up(backend: str) -> dict[str, Any]:
     return {}
 
 
-def refuse(backend: str) -> dict[str, Any]:
-    make_trainer(
-        backend, Starving().float(), rows(16, torch.float32), loss_fn=F.mse_loss, microbatch_size="auto"
-    )  # fmt: skip
+def choose(backend: str) -> dict[str, Any]:
+    """Leave the size to the trainer."""
+    data = rows(16, torch.float32)
+    make_trainer(backend, Starving().float(), data, loss_fn=F.mse_loss, microbatch_size="auto")
     return {}
 
 
@@ -86,77 +84,73 @@ def synchronize(backend: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("memory")
-    jobs = [
-        Job(f"split-{backend}-{size}-{dtype}", backend, f"{HERE}:split", {"dtype": dtype, "size": size})
-        for backend in sorted({"native"} | set(asked_for(request, "backend", test="test_split")))
-        for dtype in (("float32", "float64") if backend == "native" else (dtype_of(backend),))
-        for size in ((None,) if backend == "native" else (3,))
-    ]
-    for backend, place in sorted(asked_for(request, "backend", "place", test="test_memory_that")):
+    folder, jobs = tmp_path_factory.mktemp("memory"), []
+    for backend in sorted({"native"} | asked_for(request, "backend", test="test_split")):
+        size = None if backend == "native" else 3
+        for dtype in ("float32", "float64") if backend == "native" else (dtype_of(backend),):
+            options = {"dtype": dtype, "size": size}
+            jobs.append(Job(f"split-{backend}-{dtype}", backend, f"{HERE}:split", options))
+    for backend, place in sorted(asked_for(request, "backend", "place")):
         name = f"starve-{backend}-{place}"
-        options = {"place": place, "folder": str(folder / name)}
-        jobs.append(Job(name, backend, f"{HERE}:starve", options))
-    jobs += [Job(f"refuse-{one}", one, f"{HERE}:refuse") for one in sorted(asked_for(request, "sharded"))]
-    jobs += [Job("synchronize-ddp", "ddp", f"{HERE}:synchronize")]
-    refused = [f"refuse-{backend}" for backend in SHARDED] + ["synchronize-ddp", "give_up-ddp"]
-    found = launch_all([*jobs, Job("give_up-ddp", "ddp", f"{HERE}:give_up")], folder)  # the last, as it ends a run
-    errors = {name: found.pop(name) for name in refused if name in found}
-    sound(found).update(errors)
-    return found
+        jobs.append(Job(name, backend, f"{HERE}:starve", {"place": place, "folder": str(folder / name)}))
+    for function, backend, _ in sorted(asked_for(request, "function", "backend", "words")):
+        jobs.append(Job(f"{function}-{backend}", backend, f"{HERE}:{function}"))
+    return launch_all([*jobs, Job("give_up-ddp", "ddp", f"{HERE}:give_up")], folder)  # the last, as it ends the run
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS[1:], ("ddp", "fsdp", "hf2")))
-def test_split_batches_give_the_numbers_of_one_process_on_every_backend(results: Any, backend: str) -> None:
-    (reference,) = results[f"split-native-None-{dtype_of(backend)}"]
-    for found in results[f"split-{backend}-3-{dtype_of(backend)}"]:
-        assert distance(found["tensors"].values(), reference["tensors"].values()) <= bound(backend)
-        assert found["counts"] == reference["counts"]
-        for one, expected in zip(found["history"], reference["history"], strict=True):
-            assert one == pytest.approx(expected, rel=1e-4 if dtype_of(backend) == "float32" else 1e-9)
+def test_split_batches_match_one_process(results: Any, backend: str) -> None:
+    (reference,) = results[f"split-native-{dtype_of(backend)}"]
+    for rank in results[f"split-{backend}-{dtype_of(backend)}"]:
+        assert distance(rank["tensors"].values(), reference["tensors"].values()) <= bound(backend)
+        assert rank["counts"] == reference["counts"]
+        for row, expected in zip(rank["history"], reference["history"], strict=True):
+            assert row == pytest.approx(expected, rel=1e-4 if dtype_of(backend) == "float32" else 1e-9)
 
 
 @pytest.mark.parametrize(
     ("backend", "place"),
     thinned(
-        [(backend, place) for backend in ("ddp", "hf2") for place in PLACES],
-        [("ddp", "forward"), ("ddp", "backward"), ("ddp", "update"), ("hf2", "backward")],
+        [(backend, place) for backend in ("ddp", "hf2") for place in ("forward", "backward", "update", "both")],
+        [("ddp", "forward"), ("ddp", "update"), ("hf2", "backward")],
     ),
 )
-def test_memory_that_runs_out_on_one_process_halves_micro_batches_on_all(
-    results: Any, backend: str, place: str
-) -> None:
+def test_oom_on_one_rank_halves_micro_batches_on_all(results: Any, backend: str, place: str) -> None:
     ranks = results[f"starve-{backend}-{place}"]
-    for rank, found in enumerate(ranks):
-        poor, size = found["poor"], 3 if place == "update" else 2
-        assert (poor["size"], found["resumed"]["size"]) == (size, size)
-        assert max(found["resumed"]["sizes"]) == size
-        if place == "update":  # the third step agrees on it; the update that had no room was made again
-            assert poor["sizes"] == [8, 8, 6] and poor["count"] == (4 if rank else 3)
+    for number, rank in enumerate(ranks):
+        assert "error" not in rank, rank
+        poor, size = rank["poor"], 3 if place == "update" else 2
+        assert (poor["size"], rank["resumed"]["size"]) == (size, size)
+        assert max(rank["resumed"]["sizes"]) == size
+        if place == "update":  # the third step agrees on it; the update that had no room was repeated
+            assert poor["sizes"] == [8, 8, 6] and poor["count"] == (4 if number else 3)
         else:
-            tried = [8, 4] if rank or place == "both" else [8, 4, 4]  # the other one comes through
+            tried = [8, 4] if number or place == "both" else [8, 4, 4]  # the other one succeeds
             assert poor["sizes"] == [*tried, *[2] * 11]
-        resumed, rich = named(found, "resumed/"), named(found, "rich/")
+        resumed, rich = named(rank, "resumed/"), named(rank, "rich/")
         assert distance(resumed.values(), rich.values()) <= (1e-12 if place == "update" else 0)
-        for one, expected in zip(found["resumed"]["history"], found["rich"]["history"], strict=True):
-            assert one == pytest.approx(expected, rel=1e-12)
+        for row, expected in zip(rank["resumed"]["history"], rank["rich"]["history"], strict=True):
+            assert row == pytest.approx(expected, rel=1e-12)
     weights = ("resumed/first", "resumed/norm.weight", "resumed/last")  # statistics are those of each process
-    assert all(same(*(named(found, name).values() for found in ranks)) for name in weights)
+    assert all(same(*(named(rank, name).values() for rank in ranks)) for name in weights)
 
 
-@pytest.mark.parametrize("sharded", thinned(SHARDED, ["fsdp"]))
-def test_where_a_forward_pass_gathers_weights_a_number_is_asked_for(results: Any, sharded: str) -> None:
-    for found in results[f"refuse-{sharded}"]:
-        assert found["error"] == "ConfigError"
-        assert "'auto'` cannot be used where the weights are sharded" in found["message"]
+@pytest.mark.parametrize(
+    ("function", "backend", "words"),
+    [
+        ("choose", "fsdp", "'auto'` cannot be used where the weights are sharded"),
+        pytest.param("choose", "zero2", "'auto'` cannot be used where the weights are sharded", marks=pytest.mark.slow),
+        ("synchronize", "ddp", "SyncBatchNorm"),
+    ],
+)
+def test_auto_size_is_an_error_where_ranks_forward_together(
+    results: Any, function: str, backend: str, words: str
+) -> None:  # fmt: skip
+    for rank in results[f"{function}-{backend}"]:
+        assert rank["error"] == "ConfigError" and words in rank["message"]
 
 
-def test_normalization_over_all_ranks_is_refused_before_the_first_step(results: Any) -> None:
-    for found in results["synchronize-ddp"]:
-        assert found["error"] == "ConfigError" and "SyncBatchNorm" in found["message"]
-
-
-def test_a_row_that_does_not_fit_on_one_process_ends_both_with_its_error(results: Any) -> None:
+def test_row_that_does_not_fit_on_one_rank_ends_both(results: Any) -> None:
     first, second = results["give_up-ddp"]
     assert second["error"] == "OutOfMemoryError"
     assert first["error"] == "DistributedError" and "CUDA out of memory" in first["message"]

@@ -1,32 +1,30 @@
-"""Meshes: hybrid sharding and tensor parallelism take the steps of one process, and their checkpoints are like any."""
+"""Meshes: hybrid sharding and tensor parallelism match one process, and their checkpoints resume anywhere."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import ParallelismConfig
+from backends import asked_for, gap
+from forking import Case, Found, play
+from marks import thinned
+from recipes import Trace
+from safetensors.torch import load_file
+from tiny import Tokens
+from torch import nn
+from torch.utils.data import TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from backends import gap  # noqa: E402
-from forking import Case, play  # noqa: E402
-from recipes import Trace  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from test_hf_two_processes import Tokens  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.data import TensorDataset  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from omnitrain import AccelerateTrainer, Algorithm, HFTrainer, Trainer  # noqa: E402
-from omnitrain.callbacks.summary import opening  # noqa: E402
-from omnitrain.checkpoint.tensors import TensorFile, whole  # noqa: E402
-
-pytestmark = pytest.mark.distributed
+from omnitrain import AccelerateTrainer, Algorithm, HFTrainer, Trainer
+from omnitrain.callbacks.summary import opening
+from omnitrain.checkpoint.tensors import TensorFile, whole
 
 MESHES: dict[str, dict[str, Any]] = {
     "shard2": {"dp_shard_size": 2},
@@ -37,13 +35,20 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 PROCESSES = {"one": 1, "shard2": 2, "replicate2": 2, "tp2": 2, "hybrid": 4, "shard2-tp2": 4}
 SHARES = {"one": 1, "shard2": 2, "replicate2": 2, "tp2": 1, "hybrid": 4, "shard2-tp2": 2}
-"""How many ranks have samples of their own."""
-KINDS = ("mlp", "llama")
-HERE = [pytest.param(one, marks=[pytest.mark.slow] if PROCESSES[one] > 2 else []) for one in MESHES]
+"""How many ranks have different samples."""
+RUNS = [*itertools.product(MESHES, ("mlp", "llama"), (False,)),
+        *itertools.product(("tp2", "shard2-tp2"), ("mlp", "llama"), (True,)), ("shard2", "mlp", True)]  # fmt: skip
+"""Mesh, model, and whether checkpoints are written in the background."""
+QUICK = [("tp2", "llama", False), ("shard2", "mlp", True)]
+UNEVEN = {
+    "tp2": "batch 7 = up to 2 x 4 accumulated;",
+    "shard2-tp2": "batch 7 = up to 2 x 2 groups of processes x 2 accumulated;",
+}
+PAIRS = [("tp2", "replicate2"), ("shard2", "tp2"), ("tp2", "hf")]
 
 
 class Planned(nn.Module):
-    """A perceptron that says how it is cut up; its last dropout is of what all ranks of a group have alike."""
+    """A perceptron with a plan for tensor parallelism; its dropout is of values that all ranks of a group share."""
 
     tp_plan = {"body.0": "colwise", "body.2": "rowwise"}  # noqa: RUF012
 
@@ -58,7 +63,7 @@ class Planned(nn.Module):
 
 
 class Indices(Algorithm):
-    """Writes down the indices of the batches of this process."""
+    """Collects the indices of the batches of this process."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -81,7 +86,7 @@ def model_of(kind: str, seed: int, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         )
     ).double()  # fmt: skip
@@ -100,8 +105,6 @@ def trainer_of(mesh: str, kind: str, dropout: float = 0.0, seed: int = 0, **opti
         return Trainer(model_of(kind, seed, dropout), *data, device="cpu", **options)
     if mesh == "hf":
         return HFTrainer(model_of(kind, seed, dropout), None, *data, **options)
-    from accelerate.utils import ParallelismConfig
-
     return AccelerateTrainer(
         model_of(kind, seed, dropout), *data, parallelism_config=ParallelismConfig(**MESHES[mesh]), **options
     )
@@ -109,8 +112,6 @@ def trainer_of(mesh: str, kind: str, dropout: float = 0.0, seed: int = 0, **opti
 
 def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **options: Any) -> dict[str, Any]:
     """Train, evaluate and predict; each process makes its model from another seed."""
-    import os
-
     rank = int(os.environ.get("RANK", "0"))
     trainer = trainer_of(mesh, kind, dropout, seed=rank, **options)
     trainer.train(resume_from=resume or None)
@@ -132,149 +133,122 @@ def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **option
     }  # fmt: skip
 
 
-def runs(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, list[Any]]:
-    made = [Case(name, "test_meshes:learn", one, processes=PROCESSES[one["mesh"]]) for name, one in cases.items()]
-    found = play(made, folder, at_once=2)
-    for name in cases:
-        for one in found[name]:
-            assert one.code == 0, one.output[-6000:]
-    return {name: [one.result for one in found[name]] for name in cases}
+def side_by_side(first: str, second: str) -> dict[str, Any]:
+    """Make two trainers, and then use each; no call of one may see the other's mesh."""
+    trainers = {mesh: trainer_of(mesh, "mlp", epochs=1) for mesh in (first, second)}
+    for trainer in trainers.values():
+        trainer.train()
+    results = {}
+    for mesh, trainer in trainers.items():
+        seen = trainer.ranks.gather("the samples", [i for batch in trainer.algorithms[0].seen for i in batch])
+        results[mesh] = {
+            "mesh": [] if trainer.mesh is None else list(trainer.mesh.mesh_dim_names),
+            "whole": trainer.resolved_config()["global_batch_size"], "samples": trainer.progress.samples, "seen": seen,
+            "evaluated": trainer.evaluate(), "predicted": trainer.predict(numbered(7)).predictions.tolist(),
+        }  # fmt: skip
+    return results
+
+
+# --- what came of it
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("one")
-    cases = {
-        kind: {"mesh": "one", "kind": kind, "save_dir": str(folder / kind), "save_steps": 3, "keep_best": 0}
-        for kind in KINDS
-    }
-    found = runs(cases, folder / "runs")
-    return {**{kind: found[kind][0] for kind in KINDS}, "folder": folder}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("meshes")
 
 
-def assert_same(found: dict[str, Any], reference: dict[str, Any], logs: int | None = None) -> None:
-    for name in ("tensors", "evaluated", "predicted", "tested"):
-        assert gap(without_speed(found[name]), without_speed(reference[name])) < 1e-9, name
-    logs = logs or len(reference["logs"])
-    assert gap(found["logs"], reference["logs"][-logs:]) < 1e-9, (found["logs"], reference["logs"][-logs:])
-    assert found["samples"] == reference["samples"] == 50
+@pytest.fixture(scope="module")
+def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str, Any]]]:
+    first, second = [], []
+
+    def learn_case(name: str, mesh: str, kind: str, **options: Any) -> Case:
+        options = {"mesh": mesh, "kind": kind, **options}
+        return Case(name, "test_meshes:learn", options, processes=PROCESSES[mesh])
+
+    def saves(name: str) -> dict[str, Any]:
+        return {"save_dir": str(folder / name), "save_steps": 3, "keep_best": 0}
+
+    runs = sorted(asked_for(request, "mesh", "kind", "is_async"))
+    first += [
+        learn_case(f"one-{kind}", "one", kind, **saves(f"one-{kind}")) for kind in sorted({run[1] for run in runs})
+    ]
+    for mesh, kind, is_async in runs:
+        name = f"{mesh}-{kind}-{is_async}"
+        first.append(learn_case(name, mesh, kind, async_save=is_async, **saves(name)))
+        checkpoints = [str(folder / source / "checkpoint-3") for source in (f"one-{kind}", name)]
+        second.append(learn_case(f"{name} resumes one", mesh, kind, resume=checkpoints[0]))
+        second.append(learn_case(f"one resumes {name}", "one", kind, resume=checkpoints[1]))
+    for mesh, batch in [(mesh, 2) for mesh in sorted(asked_for(request, "mesh"))] + [("one", 7)]:
+        first.append(learn_case(f"{mesh}-uneven", mesh, "mlp", global_batch_size=7, batch_size=batch))
+    for pair in [*sorted(asked_for(request, "first", "second")), ("one", "one")]:
+        options = dict(zip(("first", "second"), pair, strict=True))
+        first.append(Case("-".join(pair), "test_meshes:side_by_side", options, processes=PROCESSES[pair[0]]))
+    outcomes = [play(cases, folder / name, at_once=2) for cases, name in ((first, "first"), (second, "second"))]
+    found = Found[list[dict[str, Any]]]()
+    for name, ranks in [item for part in outcomes for item in part.items()]:
+        if any(rank.code for rank in ranks):
+            found.broken[name] = f"{name} has failed: {[rank.output[-6000:] for rank in ranks]}"
+        else:
+            found[name] = [rank.result for rank in ranks]
+    found.broken |= outcomes[0].broken | outcomes[1].broken
+    return found
 
 
 def without_speed(value: Any) -> Any:
     return {key: one for key, one in value.items() if "second" not in key} if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", HERE)
-def test_a_mesh_trains_as_one_process_does_and_checkpoints_go_both_ways(
-    mesh: str, kind: str, references: dict[str, Any], tmp_path: Path
-) -> None:
-    one = references[kind]
-    saved = references["folder"] / kind / "checkpoint-3"
-    found = runs(
-        {
-            "straight": {
-                "mesh": mesh,
-                "kind": kind,
-                "save_dir": str(tmp_path / "straight"),
-                "save_steps": 3,
-                "keep_best": 0,
-            },
-            "taken over": {"mesh": mesh, "kind": kind, "resume": str(saved)},
-        },
-        tmp_path / "first",
-    )
-    back = {"mesh": "one", "kind": kind, "resume": str(tmp_path / "straight" / "checkpoint-3")}
-    found |= runs({"back": back}, tmp_path / "second")
-    for result in found["straight"]:
-        assert_same(result, one)
+def assert_same(result: dict[str, Any], reference: dict[str, Any], skipped: int = 0) -> None:
+    for name in ("tensors", "evaluated", "predicted", "tested"):
+        assert gap(without_speed(result[name]), without_speed(reference[name])) < 1e-9, name
+    assert gap(result["logs"], reference["logs"][skipped:]) < 1e-9, (result["logs"], reference["logs"][skipped:])
+    assert result["samples"] == reference["samples"] == 50
+
+
+@pytest.mark.parametrize(("mesh", "kind", "is_async"), thinned(RUNS, QUICK))
+def test_mesh_matches_one_process(results: Any, folder: Path, mesh: str, kind: str, is_async: bool) -> None:
+    """Its checkpoints resume on one process, and those of one process on it."""
+    name, (reference,) = f"{mesh}-{kind}-{is_async}", results[f"one-{kind}"]
+    ranks = results[name]
+    size = MESHES[mesh].get("tp_size", 1)
+    for rank, result in enumerate(ranks):
+        assert_same(result, reference)
         assert result["whole"] == 8
-        assert result["history"].keys() == one["history"].keys()
-    for result in (*found["taken over"], *found["back"]):
-        assert_same(result, one, logs=len(one["logs"]) - 3)
+        assert result["history"].keys() == reference["history"].keys()
+        assert result["sizes"]["tp"] == size
+        assert result["mesh"] == [name.removesuffix("_size") for name in MESHES[mesh]]
+        assert result["sums"] == [sum(range(rank - rank % size, rank - rank % size + size))]
+    for result in (*results[f"{name} resumes one"], *results[f"one resumes {name}"]):
+        assert_same(result, reference, skipped=3)
     if kind == "mlp":  # the ranks of a group saw the same samples, and all of them together each one once
-        straight = [result["indices"] for result in found["straight"]]
+        indices = [result["indices"] for result in ranks]
         copies = PROCESSES[mesh] // SHARES[mesh]
-        assert all(straight[rank] == straight[rank - rank % copies] for rank in range(len(straight)))
-        assert {i for rank in straight[::copies] for batch in rank for i in batch} == set(range(25))
-    files = sorted((tmp_path / "straight" / "checkpoint-3" / "optimizer").glob("*.safetensors"))
+        assert all(indices[rank] == indices[rank - rank % copies] for rank in range(len(ranks)))
+        assert {i for rank in indices[::copies] for batch in rank for i in batch} == set(range(25))
+    files = sorted((folder / name / "checkpoint-3" / "optimizer").glob("*.safetensors"))
     state = TensorFile(files)
     written = sum(block.numel() for file in files for block in load_file(file).values())
     assert written == sum(math.prod(state.spec_of(name)[0]) for name in state), "no rank writes what another does"
-    ranks = found["straight"]
-    assert all(result["sizes"]["tp"] == MESHES[mesh].get("tp_size", 1) for result in ranks)
-    assert all(result["mesh"] == [name.removesuffix("_size") for name in MESHES[mesh]] for result in ranks)
-    size = MESHES[mesh].get("tp_size", 1)
-    assert [result["sums"] for result in ranks] == [
-        [sum(range(rank - rank % size, rank - rank % size + size))] for rank in range(len(ranks))
-    ]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "shown"),
-    [
-        pytest.param("tp2", "batch 7 = up to 2 x 4 accumulated;", id="tp2"),
-        pytest.param(
-            "shard2-tp2", "batch 7 = up to 2 x 2 groups of processes x 2 accumulated;", marks=pytest.mark.slow,
-            id="shard2-tp2",
-        ),
-    ],
-)  # fmt: skip
-def test_a_mesh_takes_steps_that_do_not_divide_and_counts_the_ranks_that_have_samples_of_their_own(
-    mesh: str, shown: str, tmp_path: Path
-) -> None:
-    case = {"kind": "mlp", "global_batch_size": 7}
-    found = runs({"one": {"mesh": "one", **case, "batch_size": 7}, "mesh": {"mesh": mesh, **case}}, tmp_path)
-    for result in found["mesh"]:
-        assert_same(result, found["one"][0])
-        assert shown in result["opening"] and result["whole"] == 7
+@pytest.mark.parametrize("mesh", thinned(UNEVEN, ["tp2"]))
+def test_uneven_steps_on_a_mesh_match_one_process(results: Any, mesh: str) -> None:
+    """The opening counts the groups of ranks with different samples."""
+    for result in results[f"{mesh}-uneven"]:
+        assert_same(result, results["one-uneven"][0])
+        assert UNEVEN[mesh] in result["opening"] and result["whole"] == 7
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("shard2-tp2", marks=pytest.mark.slow)])
-def test_a_checkpoint_of_a_mesh_written_in_the_background_is_the_same(
-    mesh: str, kind: str, references: dict[str, Any], tmp_path: Path
-) -> None:
-    case = {"mesh": mesh, "kind": kind, "save_dir": str(tmp_path / "run"), "save_steps": 3, "keep_best": 0}
-    runs({"behind": {**case, "async_save": True}}, tmp_path / "first")
-    found = runs({"back": {"mesh": "one", "kind": kind, "resume": str(tmp_path / "run" / "checkpoint-3")}}, tmp_path)
-    assert_same(found["back"][0], references[kind], logs=len(references[kind]["logs"]) - 3)
-
-
-def side_by_side(first: str, second: str) -> dict[str, Any]:
-    """Make two trainers, and then use each; no call of one may see the other's mesh."""
-    trainers = {mesh: trainer_of(mesh, "mlp", epochs=1) for mesh in (first, second)}
-    for trainer in trainers.values():
-        trainer.train()
-    found = {}
-    for mesh, trainer in trainers.items():
-        seen = [i for batch in trainer.algorithms[0].seen for i in batch]
-        seen = trainer.ranks.gather("the samples", seen)
-        found[mesh] = {
-            "mesh": [] if trainer.mesh is None else list(trainer.mesh.mesh_dim_names),
-            "whole": trainer.resolved_config()["global_batch_size"], "samples": trainer.progress.samples, "seen": seen,
-            "evaluated": trainer.evaluate(), "predicted": trainer.predict(numbered(7)).predictions.tolist(),
-        }  # fmt: skip
-    return found
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [("tp2", "replicate2"), ("shard2", "tp2"), ("tp2", "hf")], ids=lambda mesh: str(mesh)
-)
-def test_trainers_with_different_meshes_can_be_used_side_by_side(first: str, second: str, tmp_path: Path) -> None:
-    cases = [Case("both", "test_meshes:side_by_side", {"first": first, "second": second}, processes=2)]
-    cases += [Case("one", "test_meshes:side_by_side", {"first": "one", "second": "one"})]
-    found = play(cases, tmp_path, at_once=2)
-    for one in (*found["both"], *found["one"]):
-        assert one.code == 0, one.output[-6000:]
-    alone = found["one"][0].result["one"]
-    for result in found["both"]:
+@pytest.mark.parametrize(("first", "second"), thinned(PAIRS, PAIRS[2:]))
+def test_trainers_with_different_meshes_do_not_interfere(results: Any, first: str, second: str) -> None:
+    reference = results["one-one"][0]["one"]
+    for rank in results[f"{first}-{second}"]:
         for mesh in (first, second):
-            here = result.result[mesh]
-            assert here["mesh"] == [name.removesuffix("_size") for name in MESHES.get(mesh, {})]
-            assert (here["whole"], here["samples"]) == (8, 25)
-            ranks = here["seen"][:1] if SHARES.get(mesh, 2) == 1 else here["seen"]
+            result = rank[mesh]
+            assert result["mesh"] == [name.removesuffix("_size") for name in MESHES.get(mesh, {})]
+            assert (result["whole"], result["samples"]) == (8, 25)
+            ranks = result["seen"][:1] if SHARES.get(mesh, 2) == 1 else result["seen"]
             assert {i for rank in ranks for i in rank} == set(range(25))
-            assert mesh != "tp2" or here["seen"][0] == here["seen"][1]
+            assert mesh != "tp2" or result["seen"][0] == result["seen"][1]
             for name in ("evaluated", "predicted"):
-                assert gap(without_speed(here[name]), without_speed(alone[name])) < 1e-9, (mesh, name)
+                assert gap(without_speed(result[name]), without_speed(reference[name])) < 1e-9, (mesh, name)

@@ -1,4 +1,4 @@
-"""State that lies in parts is never put together whole in one process: saving and loading take a tensor at a time."""
+"""Peak memory of sharded state: starting, saving and loading hold a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,28 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, launch_all, make_trainer
+from backends import Job, asked_for, launch_all, make_trainer, sound
+from marks import thinned
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from omnitrain.checkpoint.store import Store
 
 HERE = "test_peak_memory"
-LAYERS, WIDTH = 6, 1536
-TENSOR = WIDTH * WIDTH * 4 / 2**20
-"""MiB of the largest tensor, of which there are LAYERS, with two moments each."""
+LAYERS = {8: 6, 1536: 6, 3072: 8}
+"""How many matrices a model has, by their width; those of width 8 show only that all works."""
+PARTS = {"fsdp": 1, "zero3": 3}
+"""How often each rank has its part before the first step: DeepSpeed takes that of a copy and of the gradients too."""
+needs_rss = pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or "RssAnon" not in Path("/proc/self/status").read_text(),
+    reason="this system does not say how much memory a process holds",
+)
+
+
+def tensor_size(width: int) -> float:
+    """Return the MiB of the largest tensor."""
+    return width * width * 4 / 2**20
 
 
 def anonymous() -> float:
@@ -54,29 +66,53 @@ def growth(work: Callable[[], Any]) -> float:
     return most - before
 
 
+def deep(width: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS[width])))
+
+
+def make(backend: str, width: int, empty: bool = False, **options: Any) -> Any:
+    with torch.device("meta" if empty else "cpu"):
+        model = deep(width)
+    x = torch.randn(8, width)
+    return make_trainer(backend, model, TensorDataset(x, x), loss_fn=F.mse_loss, batch_size=4, epochs=1, **options)
+
+
+def make_into(trainers: list[Any], *args: Any, **options: Any) -> None:
+    trainers.append(make(*args, **options))
+
+
 def optimizers_with_state() -> int:
     gc.collect()
     return sum(type(one) is torch.optim.AdamW and len(one.state) > 0 for one in gc.get_objects())
 
 
-def measure(backend: str, folder: str) -> dict[str, Any]:
-    """Train a step, save and load; first with a small model, which brings in the code that it takes."""
-    found: dict[str, Any] = {}
-    for width, name in ((8, "small"), (WIDTH, "large")):
-        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
-        x = torch.randn(8, width)
-        trainer = make_trainer(
-            backend, model, torch.utils.data.TensorDataset(x, x), loss_fn=F.mse_loss, batch_size=4, epochs=1,
-            save_dir=Path(folder, name), save_steps=1000,
-        )  # fmt: skip
-        del model
+def measure(backend: str, folder: str, widths: list[int]) -> dict[str, Any]:
+    """Train a step, save and load; first with a small model, which loads the code."""
+    result: dict[str, Any] = {}
+    for width in widths:
+        trainer = make(backend, width, save_dir=f"{folder}/{width}", save_steps=1000)
         trainer.train()
         before = optimizers_with_state()
         trainer.train(more="1ba")
-        found["optimizers"] = optimizers_with_state() - before
-        found["save"] = growth(trainer.save_checkpoint)
-        found["load"] = growth(lambda trainer=trainer: trainer.load_checkpoint("last"))
-    return found
+        result["optimizers"] = optimizers_with_state() - before
+        if len(widths) > 1:
+            result["save"] = growth(trainer.save_checkpoint)
+            result["load"] = growth(lambda trainer=trainer: trainer.load_checkpoint("last"))
+    return result
+
+
+def start(backend: str, folder: str, widths: list[int]) -> dict[str, Any]:
+    """Make models that only the main rank has, or that a file has, or nobody; first small ones."""
+    result: dict[str, Any] = {}
+    for width in widths:
+        for source, empty in {"main": [1], "file": [0, 1], "initializers": [0, 1]}.items():
+            options = {"init_from": f"{folder}/{width}.safetensors"} if source == "file" else {}
+            trainers: list[Any] = []
+            is_empty = int(os.environ["RANK"]) in empty
+            result[source] = growth(functools.partial(make_into, trainers, backend, width, is_empty, **options))
+            trainers.pop().backend.release()
+            gc.collect()
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -85,87 +121,52 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    if "RssAnon" not in Path("/proc/self/status").read_text():
-        pytest.skip("this system does not say how much memory a process holds")
-    jobs = [Job(one, one, f"{HERE}:measure", {"folder": str(folder / one)}) for one in ("fsdp", "zero3")]
-    return launch_all(jobs, folder)
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    jobs = []
+    for backend, width in sorted(asked_for(request, "backend", "width")):
+        name = f"measure-{backend}-{width}"
+        options = {"folder": str(folder / name), "widths": sorted({8, width})}
+        jobs.append(Job(name, backend, f"{HERE}:measure", options))
+    for backend in sorted(asked_for(request, "backend", test="test_start")):
+        for width in (8, 3072):
+            save_file(deep(width).state_dict(), folder / f"{width}.safetensors")
+        jobs.append(Job(f"start-{backend}", backend, f"{HERE}:start", {"folder": str(folder), "widths": [8, 3072]}))
+    return sound(launch_all(jobs, folder / "launch"))
 
 
-@pytest.mark.parametrize("what", ["save", "load"])
-@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
-def test_no_process_holds_more_than_a_few_tensors_at_a_time(results: Any, backend: str, what: str) -> None:
-    whole = 3 * LAYERS * TENSOR
-    for rank, result in enumerate(results[backend]):
-        assert "error" not in result, result
-        assert result[what] < 5 * TENSOR < whole / 3, f"{result[what]:.0f} MiB of {whole:.0f} on rank {rank}"
+WIDTHS = thinned([("fsdp", 8), ("zero3", 8), ("fsdp", 1536), ("zero3", 1536)], [("fsdp", 8), ("zero3", 8)])
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
-def test_a_run_that_goes_on_holds_the_moments_once(results: Any, backend: str) -> None:
-    assert [result["optimizers"] for result in results[backend]] == [0, 0]
+@needs_rss
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "width"), [("fsdp", 1536), ("zero3", 1536)])
+def test_checkpoints_hold_few_tensors_at_a_time(results: Any, folder: Path, backend: str, width: int) -> None:
+    """The quick case counts tensors: test_resume_matrix.py."""
+    everything = 3 * LAYERS[width] * tensor_size(width)
+    for rank, result in enumerate(results[f"measure-{backend}-{width}"]):
+        for what in ("save", "load"):
+            assert result[what] < 5 * tensor_size(width) < everything / 3, f"{what}: {result[what]:.0f} on rank {rank}"
+    content = Store(folder / f"measure-{backend}-{width}" / f"{width}").resolve("last")[1]
+    size = sum(entry["size"] for name, entry in content["files"].items() if not name.startswith("rng"))
+    assert size > everything * 2**20
 
 
-def test_it_is_all_of_it_that_was_saved(results: Any, folder: Path) -> None:
-    for backend in results:
-        _, content = Store(folder / backend / "large").resolve("last") or (None, {})
-        size = sum(entry["size"] for name, entry in content["files"].items() if not name.startswith("rng"))
-        assert size > 3 * LAYERS * TENSOR * 2**20
+@pytest.mark.parametrize(("backend", "width"), WIDTHS)
+def test_continued_run_holds_moments_once(results: Any, backend: str, width: int) -> None:
+    assert [result["optimizers"] for result in results[f"measure-{backend}-{width}"]] == [0, 0]
 
 
-# --- the start
-
-DEEP, BROAD = 8, 3072
-MATRIX = BROAD * BROAD * 4 / 2**20
-"""MiB of the largest tensor of a model that begins, of which there are DEEP."""
-PARTS = {"fsdp": 1, "zero3": 3}
-"""How often each rank has its part before the first step: DeepSpeed takes that of a copy and of the gradients too."""
-
-
-def deep(width: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(DEEP)))
-
-
-def _make(made: list[Any], backend: str, width: int, empty: list[int], options: dict[str, Any]) -> None:
-    with torch.device("meta" if int(os.environ["RANK"]) in empty else "cpu"):
-        model = deep(width)
-    x = torch.randn(8, width)
-    data = torch.utils.data.TensorDataset(x, x)
-    made.append(make_trainer(backend, model, data, loss_fn=F.mse_loss, batch_size=4, **options))
-
-
-def begin(backend: str, folder: str) -> dict[str, Any]:
-    """Make models of 300 MiB on the main rank alone, or on none; first small ones."""
-    found: dict[str, Any] = {}
-    for width in (8, BROAD):
-        for place, empty in {"main": [1], "file": [0, 1], "own": [0, 1]}.items():
-            options = {"init_from": f"{folder}/{width}.safetensors"} if place == "file" else {}
-            made: list[Any] = []
-            found[place] = growth(functools.partial(_make, made, backend, width, empty, options))
-            made.pop().backend.release()
-            gc.collect()
-    return found
-
-
-@pytest.fixture(scope="module")
-def begun(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    if "RssAnon" not in Path("/proc/self/status").read_text():
-        pytest.skip("this system does not say how much memory a process holds")
-    for width in (8, BROAD):
-        save_file(deep(width).state_dict(), folder / f"{width}.safetensors")
-    jobs = [Job(f"begin {one}", one, f"{HERE}:begin", {"folder": str(folder)}) for one in PARTS]
-    return launch_all(jobs, folder / "begun")
-
-
+@needs_rss
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", PARTS)
-def test_no_process_but_the_one_that_has_it_holds_the_model_whole_at_the_start(begun: Any, backend: str) -> None:
-    whole = DEEP * MATRIX
-    for rank, result in enumerate(begun[f"begin {backend}"]):
-        assert "error" not in result, result
-        for place, grown in result.items():
-            most = PARTS[backend] * whole / 2 + (3 if backend == "fsdp" else 5) * MATRIX
-            if place == "main" and rank == 0:
-                assert grown < most + whole
+def test_start_holds_full_model_only_where_it_was_made(results: Any, backend: str) -> None:
+    """The quick cases are in test_start.py."""
+    matrix = tensor_size(3072)
+    everything = LAYERS[3072] * matrix
+    for rank, result in enumerate(results[f"start-{backend}"]):
+        for source, grown in result.items():
+            most = PARTS[backend] * everything / 2 + (3 if backend == "fsdp" else 5) * matrix
+            if source == "main" and rank == 0:
+                assert grown < most + everything
             else:
-                assert grown < most < PARTS[backend] * whole / 2 + whole, f"{place}: {grown:.0f} MiB on rank {rank}"
+                assert grown < most < PARTS[backend] * everything / 2 + everything, f"{source}: {grown:.0f} MiB, {rank}"

@@ -1,4 +1,4 @@
-"""Checkpoints that every process writes a part of: killed, out of space, on folders of their own, in the background."""
+"""Checkpoints that every process writes a part of: kills, full disks, saves in the background."""
 
 from __future__ import annotations
 
@@ -6,69 +6,59 @@ import errno
 import hashlib
 import os
 import signal
-import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import make_trainer
+from forking import ON_CPU, Case, Found, Outcome, mark, play
+from marks import thinned
+from recipes import rows, t16
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from backends import make_trainer  # noqa: E402
-from forking import ON_CPU, Case, Found, Outcome, mark, play  # noqa: E402
-from recipes import rows, t16  # noqa: E402
-
-from omnitrain.checkpoint import checkpointer  # noqa: E402
-from omnitrain.checkpoint.disk import FileSystem  # noqa: E402
-from omnitrain.checkpoint.store import Store  # noqa: E402
-from omnitrain.checkpoint.tensors import whole  # noqa: E402
-
-pytestmark = pytest.mark.distributed
+from omnitrain.checkpoint import checkpointer
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensors import whole
 
 HERE = "test_sharded_saves"
-WAYS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "parts": {"consolidate": False},
-    "async": {"async_save": True},
-    "async-parts": {"consolidate": False, "async_save": True},
-    "zero2-async": {"backend": "zero2", "consolidate": False, "async_save": True},
-    "hf_fsdp-async": {"backend": "hf_fsdp", "consolidate": False, "async_save": True},
-}
+ASYNC = {"async_save": True}
+PARTS = {"consolidate": False}
+WAYS: dict[str, dict[str, Any]] = {"whole": {}, "parts": PARTS, "async-parts": PARTS | ASYNC}
 MORE: dict[str, dict[str, Any]] = {
-    "zero2": {"backend": "zero2", "consolidate": False},
-    "zero3": {"backend": "zero3", "consolidate": False},
-    "zero3-async": {"backend": "zero3", "consolidate": False, "async_save": True},
-    "hf_fsdp": {"backend": "hf_fsdp", "consolidate": False},
-    "hf2": {"backend": "hf2"},
-    "hf2-async": {"backend": "hf2", "async_save": True},
-    "hf_zero2": {"backend": "hf_zero2"},
-    "hf_zero2-async": {"backend": "hf_zero2", "async_save": True},
+    "async": ASYNC,
+    **{backend: {"backend": backend, **PARTS} for backend in ("zero2", "zero3", "hf_fsdp")},
+    **{f"{backend}-async": {"backend": backend, **PARTS, **ASYNC} for backend in ("zero2", "zero3", "hf_fsdp")},
+    **{backend: {"backend": backend} for backend in ("hf2", "hf_zero2")},
+    **{f"{backend}-async": {"backend": backend, **ASYNC} for backend in ("hf2", "hf_zero2")},
 }
-"""Ways that only the whole set of tests goes."""
-SAME = [("whole", "async"), ("parts", "async-parts"), ("zero2", "zero2-async"), ("zero3", "zero3-async"),
-        ("hf_fsdp", "hf_fsdp-async"), ("hf2", "hf2-async"), ("hf_zero2", "hf_zero2-async")]  # fmt: skip
+"""Ways that only `make test-all` tests."""
+SAME = [("whole", "async"), ("parts", "async-parts"),
+        *((backend, f"{backend}-async") for backend in ("zero2", "zero3", "hf_fsdp", "hf2", "hf_zero2"))]  # fmt: skip
 RECORD = ("config.yaml", "metrics.jsonl", "run.json", "run.lock")
 """What is in a run's folder besides its checkpoints."""
+KINDS = ("mkdir", "write", "create", "sync", "rename", "unlink", "rmdir")
 
 
 # --- what runs on every process
 
 
 class Disk(FileSystem):
-    """Notes what is done to it, and has a fault at one of the operations."""
+    """Notes what is done to it, and has a fault at one of the operations, by its number or its first words."""
 
-    def __init__(self, at: int | None = None, fault: str = "kill") -> None:
+    def __init__(self, at: int | str | None = None, fault: str = "kill") -> None:
         self.at, self.fault, self.noted = at, fault, list[str]()
         self.lock = threading.Lock()
 
     def _next(self, kind: str, path: Path) -> None:
         with self.lock:
-            self.noted.append(f"{kind} {path.name}")
-            if len(self.noted) - 1 != self.at:
+            operation = f"{kind} {path.name}"
+            self.noted.append(operation)
+            is_it = operation.startswith(self.at) if isinstance(self.at, str) else len(self.noted) - 1 == self.at
+            if not is_it:
                 return
         mark()
         if self.fault == "kill":
@@ -127,8 +117,10 @@ def make(folder: str, backend: str = "fsdp", **options: Any) -> Any:
     return make_trainer(backend, t16(dtype=torch.float32), rows(60, torch.float32), **{**defaults, **options})
 
 
-def run(folder: str, rank: int = -1, at: int | None = None, fault: str = "kill", **options: Any) -> dict[str, Any]:
-    """Train from the latest checkpoint on, with a fault of the disk of one process."""
+def run(
+    folder: str, rank: int = -1, at: int | str | None = None, fault: str = "kill", **options: Any
+) -> dict[str, Any]:
+    """Train from the latest checkpoint, with a fault of the disk of one process."""
     checkpointer._GIT_S = 60.0  # or a git that is slow would have run.json written once more, at any time
     trainer = make(folder, **options)
     disk = Disk(at if int(os.environ.get("RANK", "0")) == rank else None, fault)
@@ -145,7 +137,7 @@ def case(way: str, name: str, **options: Any) -> Case:
     return Case(name, f"{HERE}:run", {**(WAYS | MORE)[way], **options}, environment=environment)
 
 
-# --- killed, and out of space, at every operation
+# --- kills and full disks
 
 
 @pytest.fixture(scope="module", params=[WAYS, pytest.param(WAYS | MORE, marks=pytest.mark.slow)], ids=["few", "all"])
@@ -159,91 +151,96 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return found
 
 
-def test_what_is_written_in_the_background_is_what_a_save_that_waits_writes(undisturbed: Found[list[Outcome]]) -> None:
+def test_async_saves_write_the_files_of_other_saves(undisturbed: Found[list[Outcome]]) -> None:
     pairs = [pair for pair in SAME if set(pair) <= set(undisturbed)]
-    assert len(pairs) in (2, len(SAME))
-    for waits, behind in pairs:
-        for one, other in zip(undisturbed[waits], undisturbed[behind], strict=True):
-            assert one.result["files"] == other.result["files"], (waits, behind)
+    assert len(pairs) in (1, len(SAME))
+    for way, async_way in pairs:
+        for one, other in zip(undisturbed[way], undisturbed[async_way], strict=True):
+            assert one.result["files"] == other.result["files"], (way, async_way)
             assert any("optimizer" in name or "states" in name for name in one.result["files"])
 
 
-def of_first_save(noted: list[str]) -> int:
-    """Return how many operations come before the first checkpoint has its name."""
-    return next((k + 1 for k, one in enumerate(noted) if one.startswith("rename checkpoint-2.")), len(noted) // 2)
+Point = tuple[str, int, int]
+"""Way, rank and number of a file operation."""
 
 
-def points(found: Found[list[Outcome]], every: int, whole_run: bool) -> list[tuple[str, int, int]]:
-    """Return way, rank and operation of each case: one of so many."""
-    every_one = [
-        (way, rank, k)
-        for way in found
-        for rank in (0, 1)
-        for k in range(
-            len(found[way][rank].result["noted"]) if whole_run else of_first_save(found[way][rank].result["noted"])
-        )
-    ]
-    removals = {(way, 0): found[way][0].result["noted"].index("rmdir model") for way in ("whole", "async")}
-    return [one for n, one in enumerate(every_one) if n % every == every // 2 or one[2] == removals.get(one[:2])]
+def points(found: Found[list[Outcome]], kinds: Sequence[str], until: str = "") -> list[Point]:
+    """Return the operations to disturb, up to one that begins so: all of them, or one of each of these kinds."""
+    operations: list[Point] = []
+    for way in found:
+        for rank, outcome in enumerate(found[way]):
+            noted = outcome.result["noted"]
+            end = len(noted)
+            if until:
+                end = next((k + 1 for k, one in enumerate(noted) if one.startswith(until)), end // 2)
+            operations += [(way, rank, k) for k in range(end)]
+    if set(MORE) <= set(found):
+        return operations
+    few: list[Point] = []
+    for number, kind in enumerate(kinds):
+        of_kind = [
+            (way, rank, k) for way, rank, k in operations if found[way][rank].result["noted"][k].startswith(kind)
+        ]  # fmt: skip
+        few += of_kind[len(of_kind) * (number + 1) // (len(kinds) + 1) :][:1]  # another way and rank for each kind
+    return few
 
 
-def test_a_kill_of_either_process_at_every_file_operation_ends_the_other_and_costs_only_the_work_since(
+def disturbed(point: Point, fault: str, folder: Path) -> Case:
+    way, rank, k = point
+    name = f"{way}-{rank}-{k}"
+    return case(way, name, folder=str(folder / name), rank=rank, at=k, fault=fault)
+
+
+def test_kill_at_any_file_operation_costs_only_recent_work(
     undisturbed: Found[list[Outcome]], tmp_path: Path
-) -> None:
-    chosen = points(undisturbed, 1 if set(MORE) <= set(undisturbed) else 37, True)
-    assert chosen
-    names = [f"{way}-{rank}-{k}" for way, rank, k in chosen]
-    asked = [(way, name, {"folder": str(tmp_path / name)}) for (way, _, _), name in zip(chosen, names, strict=True)]
-    faults = [
-        case(way, name, **options, rank=rank, at=k)
-        for (way, name, options), (_, rank, k) in zip(asked, chosen, strict=True)
-    ]
+) -> None:  # fmt: skip
+    """The other process ends with an error; the next run ends as one that nothing happened to."""
+    chosen = points(undisturbed, KINDS)
+    assert {undisturbed[way][rank].result["noted"][k].split()[0] for way, rank, k in chosen} == set(KINDS)
+    faults = [disturbed(point, "kill", tmp_path) for point in chosen]
     killed = play(faults, tmp_path / "killed")
-    again = play([case(way, name, **options) for way, name, options in asked], tmp_path / "again")
-    wrong = []
-    for name, (way, rank, k) in zip(names, chosen, strict=True):
-        what = f"{name}: {undisturbed[way][rank].result['noted'][k]}"
-        one, other = killed[name][rank], killed[name][1 - rank]
-        if one.code != -signal.SIGKILL or other.code != 1 or "DistributedError" not in other.output:
-            wrong.append(f"{what}: ended with {one.code}, {other.code}\n{other.output[-1500:]}")
-        results = [outcome.result and outcome.result["state"] for outcome in again[name]]
-        if results != [undisturbed[way][0].result["state"]] * 2:
-            wrong.append(f"{what}: not the same end\n{again[name][0].output[-1500:]}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_a_full_disk_of_either_process_at_any_operation_costs_a_checkpoint_and_not_the_run(
-    undisturbed: Found[list[Outcome]], tmp_path: Path
-) -> None:
-    chosen = points(undisturbed, 1 if set(MORE) <= set(undisturbed) else 29, False)
-    names = [f"{way}-{rank}-{k}" for way, rank, k in chosen]
-    cases = [
-        case(way, name, folder=str(tmp_path / name), rank=rank, at=k, fault="full")
-        for (way, rank, k), name in zip(chosen, names, strict=True)
+    again = [
+        case(way, fault.name, folder=str(tmp_path / fault.name))
+        for (way, _, _), fault in zip(chosen, faults, strict=True)
     ]
-    found = play(cases, tmp_path / "full")
-    wrong = []
-    for name, (way, rank, k) in zip(names, chosen, strict=True):
-        what, folder = f"{name}: {undisturbed[way][rank].result['noted'][k]}", tmp_path / name
-        outcomes = found[name]
+    resumed = play(again, tmp_path / "resumed")
+    errors = []
+    for fault, (way, rank, k) in zip(faults, chosen, strict=True):
+        name = f"{fault.name}: {undisturbed[way][rank].result['noted'][k]}"
+        victim, other = killed[fault.name][rank], killed[fault.name][1 - rank]
+        if victim.code != -signal.SIGKILL or other.code != 1 or "DistributedError" not in other.output:
+            errors.append(f"{name}: ended with {victim.code}, {other.code}\n{other.output[-1500:]}")
+        states = [outcome.result and outcome.result["state"] for outcome in resumed[fault.name]]
+        if states != [undisturbed[way][0].result["state"]] * 2:
+            errors.append(f"{name}: not the same end\n{resumed[fault.name][0].output[-1500:]}")
+    assert not errors, "\n".join(errors)
+
+
+def test_full_disk_at_any_operation_costs_one_checkpoint(undisturbed: Found[list[Outcome]], tmp_path: Path) -> None:
+    chosen = points(undisturbed, ("mkdir", "create", "rename"), until="rename checkpoint-2.")
+    faults = [disturbed(point, "full", tmp_path) for point in chosen]
+    assert len(faults) >= 3
+    found, errors = play(faults, tmp_path / "full"), []
+    for fault, (way, rank, k) in zip(faults, chosen, strict=True):
+        name, folder = f"{fault.name}: {undisturbed[way][rank].result['noted'][k]}", tmp_path / fault.name
+        outcomes = found[fault.name]
         if [one.result and one.result["state"] for one in outcomes] != [undisturbed[way][0].result["state"]] * 2:
-            wrong.append(f"{what}: {[one.code for one in outcomes]} {''.join(one.output[-1500:] for one in outcomes)}")
+            codes = [one.code for one in outcomes]
+            errors.append(f"{name}: {codes} {''.join(one.output[-1500:] for one in outcomes)}")
             continue
         left = sorted(path.name for path in folder.iterdir() if path.name not in RECORD)
         if left != ["checkpoint-4", "last"]:
-            wrong.append(f"{what}: left {left}")
+            errors.append(f"{name}: left {left}")
         Store(folder).verify(folder / "checkpoint-4")
-    assert not wrong, "\n".join(wrong)
+    assert not errors, "\n".join(errors)
 
 
-@pytest.mark.parametrize("way", ["parts", pytest.param("async", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_required_save_that_fails_on_one_process_ends_both_with_the_same_error(
-    way: str, rank: int, undisturbed: Found[list[Outcome]], tmp_path: Path
-) -> None:
-    noted = undisturbed[way][rank].result["noted"]
-    k = next(k for k, one in enumerate(noted) if one.startswith("create rank-"))
-    failing = case(way, "run", folder=str(tmp_path / "run"), rank=rank, at=k, fault="full", save_required=True)
+@pytest.mark.parametrize(
+    ("way", "rank"), thinned([(way, rank) for way in ("parts", "async") for rank in (0, 1)], [("parts", 1)])
+)
+def test_required_save_that_fails_on_one_rank_ends_both(way: str, rank: int, tmp_path: Path) -> None:
+    failing = case(way, "run", folder=str(tmp_path / "run"), rank=rank, at="create rank-", fault="full",
+                   save_required=True)  # fmt: skip
     found = play([failing], tmp_path / "cases")["run"]
     assert [one.code for one in found] == [1, 1], found
     for one in found:

@@ -1,4 +1,4 @@
-"""A search on two processes: one of them chooses, and both run the same trials."""
+"""A search on two processes: one chooses parameters, and both run the same trials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from forking import Case, Outcome, play
+from backends import asked_for
+from forking import Case, Found, Outcome, joined, play
+from marks import thinned
 from optuna.pruners import MedianPruner
 from recipes import Keyed, KeyedModel, rows, t16
 from transformers import TrainingArguments
@@ -40,27 +42,27 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def run(trainer: str, folder: str, breaks: dict[str, str] | None = None, trials: int = 7) -> Any:
+def run(trainer: str, folder: str, breaks: dict[str, str] | None = None, trials: int = 5) -> Any:
     """Search; `breaks` has how a trial ends, by its folder and rank ("trial-0001/0") or by its folder."""
     size = 8 // int(os.environ.get("WORLD_SIZE", "1"))
 
     def make(params: dict[str, Any], folder: Path) -> Any:
         how = (breaks or {}).get(f"{folder.name}/{rank()}") or (breaks or {}).get(folder.name)
-        options: dict[str, Any] = {"progress_bar": False, "callbacks": [Breaks(7, how)] if how else []}
+        options: dict[str, Any] = {"progress_bar": False, "callbacks": [Breaks(6, how)] if how else []}
         if trainer == "accelerate":
             return AccelerateTrainer(
-                t16(), rows(40), rows(20), loss_fn=F.mse_loss, batch_size=size, epochs=3, save_dir=folder,
+                t16(), rows(40), rows(20), loss_fn=F.mse_loss, batch_size=size, epochs=2, save_dir=folder,
                 learning_rate=params["learning_rate"], **options,
             )  # fmt: skip
         args = TrainingArguments(
-            str(folder), num_train_epochs=3, per_device_train_batch_size=size, eval_strategy="epoch",
+            str(folder), num_train_epochs=2, per_device_train_batch_size=size, eval_strategy="epoch",
             learning_rate=params["learning_rate"], save_strategy="epoch", report_to="none", use_cpu=True,
         )  # fmt: skip
         return HFTrainer(
             model=KeyedModel().double(), args=args, train_dataset=Doubles(40), eval_dataset=Doubles(20), **options
         )
 
-    pruner = MedianPruner(n_startup_trials=3)
+    pruner = MedianPruner(n_startup_trials=2)
     result = search(make, RATES, trials=trials, save_dir=folder, pruner=pruner)
     return [[one.params["learning_rate"], one.score, one.score_step, one.step, one.state] for one in result.trials]
 
@@ -78,60 +80,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("searches")
 
 
+BREAKS = {
+    "killed": {"trial-0001/0": "kill"},
+    "one failed": {"trial-0001/1": "on rank 1"},
+    "both failed": {"trial-0001": "on both"},
+}
+
+
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, list[Outcome]]:
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     cases = []
-    for trainer in TRAINERS:
-        where = {"trainer": trainer, "folder": str(folder / trainer)}
-        cases.append(Case(trainer, f"{HERE}:run", where))
-        cases.append(Case(f"{trainer} alone", f"{HERE}:run", {**where, "folder": str(folder / f"{trainer} alone")},
-                          processes=1))  # fmt: skip
-    for name, breaks in {
-        "killed": {"trial-0001/0": "kill"},
-        "one failed": {"trial-0001/1": "on rank 1"},
-        "both failed": {"trial-0001": "on both"},
-    }.items():
-        options = {"trainer": "accelerate", "folder": str(folder / name), "breaks": breaks, "trials": 3}
-        cases.append(Case(name, f"{HERE}:run", options))
-    return play(cases, folder / "forking")
+
+    def add(name: str, processes: int, **options: Any) -> Case:
+        return Case(name, f"{HERE}:run", {"folder": str(folder / name), **options}, processes=processes)
+
+    for trainer in sorted({"accelerate"} | asked_for(request, "trainer")):
+        cases += [add(f"{trainer}-{processes}", processes, trainer=trainer) for processes in (1, 2)]
+    lost = asked_for(request, "name")
+    for name in sorted({"both failed"} | lost):
+        cases.append(add(name, 2, trainer="accelerate", breaks=BREAKS[name], trials=3))
+    found = play(cases, folder / "first")
+    again = [add(name, 2, trainer="accelerate", trials=3) for name in sorted(lost)]
+    for case in again:
+        case.name += " again"
+    return joined(found, play(again, folder / "second"))
 
 
-def close(found: list[Any], expected: list[Any]) -> bool:
-    return len(found) == len(expected) and all(
-        one[2:] == other[2:] and one[0] == other[0] and one[1] == pytest.approx(other[1], rel=1e-9)
-        for one, other in zip(found, expected, strict=True)
-    )
+def assert_trials(outcome: Outcome, expected: list[Any]) -> None:
+    assert outcome.code == 0, outcome.output
+    for trial, other in zip(outcome.result, expected, strict=True):
+        assert [trial[0], *trial[2:]] == [other[0], *other[2:]]
+        assert trial[1] == pytest.approx(other[1], rel=1e-9)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_two_processes_find_what_one_finds_and_both_know_it(trainer: str, outcomes: Any) -> None:
-    (alone,) = outcomes[f"{trainer} alone"]
-    assert alone.code == 0, alone.output
-    assert {one[4] for one in alone.result} == {"complete", "pruned"}
-    for found in outcomes[trainer]:
-        assert found.code == 0, found.output
-        assert close(found.result, alone.result)
+def test_search_on_two_processes_matches_one(trainer: str, outcomes: Any) -> None:
+    """Both processes have its results."""
+    (single,) = outcomes[f"{trainer}-1"]
+    assert single.code == 0, single.output
+    assert {trial[4] for trial in single.result} == {"complete", "pruned"}
+    for outcome in outcomes[f"{trainer}-2"]:
+        assert_trials(outcome, single.result)
 
 
-@pytest.mark.parametrize("name", ["killed", "one failed"])
-def test_a_search_that_loses_a_process_ends_on_both_and_goes_on_where_it_was(
-    name: str, outcomes: Any, folder: Path
-) -> None:
-    for found in outcomes[name]:
-        assert found.code not in (0, None), found.output
-    (again,) = play(
-        [Case("again", f"{HERE}:run", {"trainer": "accelerate", "folder": str(folder / name), "trials": 3})],
-        folder / f"{name} again",
-    ).values()
-    expected = outcomes["accelerate alone"][0].result[:3]
-    for found in again:
-        assert found.code == 0, found.output
-        assert close(found.result, expected)
-    starts = json.loads((folder / name / "trial-0001" / "run.json").read_text())["starts"]
-    assert len(starts) == 2
+@pytest.mark.parametrize("name", thinned(["killed", "one failed"], ["killed"]))
+def test_search_that_loses_a_process_is_resumed(name: str, outcomes: Any, folder: Path) -> None:
+    assert all(outcome.code not in (0, None) for outcome in outcomes[name]), outcomes[name]
+    for outcome in outcomes[f"{name} again"]:
+        assert_trials(outcome, outcomes["accelerate-1"][0].result[:3])
+    assert len(json.loads((folder / name / "trial-0001" / "run.json").read_text())["starts"]) == 2
 
 
-def test_a_trial_that_fails_on_both_processes_has_failed_and_the_search_goes_on(outcomes: Any) -> None:
-    for found in outcomes["both failed"]:
-        assert found.code == 0, found.output
-        assert [one[4] for one in found.result] == ["complete", "failed", "complete"]
+def test_search_continues_after_a_trial_that_fails_on_both(outcomes: Any) -> None:
+    for outcome in outcomes["both failed"]:
+        assert outcome.code == 0, outcome.output
+        assert [trial[4] for trial in outcome.result] == ["complete", "failed", "complete"]

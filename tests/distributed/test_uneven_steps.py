@@ -1,4 +1,4 @@
-"""Steps of 7 samples on one, two and three ranks with micro-batches of 2: the same numbers, and a resume on others."""
+"""Steps of 7 samples on one, two and three ranks with micro-batches of 2: the same numbers, also over resumes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress
+from backends import asked_for, bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress
 from compiled import compile_once
-from forking import ON_CPU, Case, Found, Outcome, play
+from forking import ON_CPU, Case, Found, Outcome, joined, play
 from marks import thinned
 from recipes import Tagger, Trace, rows, t16
 from torch.utils.data import IterableDataset
@@ -29,16 +29,14 @@ MOVES = [
     (("hf2", 2), ("ddp", 3)), (("zero3", 2), ("zero1", 3)), (("hf_fsdp", 3), ("hf_fsdp", 2)),
     (("hf_zero2", 3), ("zero3", 2)), (("hf_zero3", 2), ("hf2", 3)),
 ]  # fmt: skip
-"""Where a run is cut short in mid-epoch, and where it goes on."""
+"""Where a run is cut in mid-epoch, and where it is resumed."""
 
 
 def train(backend: str, dtype: str, folder: str, cut: int = 0, resume: str = "", **options: Any) -> dict[str, Any]:
-    """Train on 25 rows in steps of 7, 7, 7 and 4 an epoch; return what came of it, with tensors as lists."""
+    """Train on 25 rows in steps of 7, 7, 7 and 4 an epoch; return the results, with tensors as lists."""
     options = {"eval_steps": None, "save_steps": 6, "load_best_at_end": False, "keep_best": 0, **options}
-    found = regress(
-        backend, dtype, cut=cut, resume=resume, global_batch_size=7, save_dir=folder, **options
-    )  # fmt: skip
-    return found | {"tensors": {name: tensor.double().tolist() for name, tensor in found["tensors"].items()}}
+    result = regress(backend, dtype, cut=cut, resume=resume, global_batch_size=7, save_dir=folder, **options)
+    return result | {"tensors": {name: tensor.double().tolist() for name, tensor in result["tensors"].items()}}
 
 
 def case(name: str, where: tuple[str, int], dtype: str, folder: Path, **options: Any) -> Case:
@@ -55,61 +53,50 @@ def name_of(*places: tuple[str, int]) -> str:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     folder = tmp_path_factory.mktemp("uneven")
-    asked = [one.callspec.params for one in request.session.items if one.path == request.path and "[" in one.name]
-    straight = {(one["kind"], one["ranks"]) for one in asked if "kind" in one}
-    moves = [(one["source"], one["target"]) for one in asked if "source" in one]
+    straight, moves = sorted(asked_for(request, "kind", "ranks")), sorted(asked_for(request, "source", "target"))
+    dtypes = {dtype_of(kind) for kind, _ in straight} | {dtype_of(source[0], target[0]) for source, target in moves}
+    first = [case(f"native-{dtype}", ("native", 1), dtype, folder) for dtype in sorted(dtypes)]
+    first += [case(name_of(place), place, dtype_of(place[0]), folder) for place in straight]
+    second = []
+    for source, target in moves:
+        dtype, cut = dtype_of(source[0], target[0]), f"cut-{name_of(source)}"
+        first.append(case(cut, source, dtype, folder, cut=6))
+        checkpoint = str(folder / cut / "checkpoint-6")
+        second.append(case(name_of(source, target), target, dtype, folder, resume=checkpoint))
     compile_once()
-    dtypes = {dtype_of(kind) for kind, _ in straight} | {dtype_of(*(kind for kind, _ in one)) for one in moves}
-    first = [case(f"native-{dtype}", ("native", 1), dtype, folder) for dtype in dtypes]
-    first += [case(name_of(one), one, dtype_of(one[0]), folder) for one in straight]
-    first += [
-        case(f"cut-{name_of(source)}", source, dtype_of(source[0], target[0]), folder, cut=6)
-        for source, target in moves
-    ]
-    found = play(first, folder / "first")
-    second = [
-        case(
-            name_of(source, target),
-            target,
-            dtype_of(source[0], target[0]),
-            folder,
-            resume=str(folder / f"cut-{name_of(source)}" / "checkpoint-6"),
-        )
-        for source, target in moves
-    ]
-    found |= play(second, folder / "second")
-    return found
+    return joined(play(first, folder / "first"), play(second, folder / "second"))
 
 
 def results(outcomes: Found[list[Outcome]], name: str) -> list[dict[str, Any]]:
     ranks = outcomes[name]
-    assert {one.code for one in ranks} == {0}, [one.output[-3000:] for one in ranks]
+    assert {rank.code for rank in ranks} == {0}, [rank.output[-3000:] for rank in ranks]
     return [
-        one.result | {"tensors": {key: torch.tensor(value) for key, value in one.result["tensors"].items()}}
-        for one in ranks
+        rank.result | {"tensors": {key: torch.tensor(value) for key, value in rank.result["tensors"].items()}}
+        for rank in ranks
     ]
 
 
-def apart(outcomes: Found[list[Outcome]], *places: tuple[str, int]) -> dict[str, float]:
-    """Return what differs, by how much, between a run and that of one process, and is more than it may be."""
+def differences(outcomes: Found[list[Outcome]], *places: tuple[str, int]) -> dict[str, float]:
+    """Return what differs between a run and that of one process by more than the bound, and by how much."""
     kinds = [kind for kind, _ in places]
     found = parity(results(outcomes, name_of(*places)), results(outcomes, f"native-{dtype_of(*kinds)}")[0])
     return {name: gap for name, gap in found.items() if gap > bound(*kinds)}
 
 
-@pytest.mark.parametrize(("kind", "ranks"), thinned(SPREAD, [("ddp", 2), ("fsdp", 3), ("hf2", 3)]))
-def test_steps_that_the_ranks_do_not_divide_are_those_of_one_process(outcomes: Any, kind: str, ranks: int) -> None:
-    assert apart(outcomes, (kind, ranks)) == {}
+@pytest.mark.parametrize(("kind", "ranks"), thinned(SPREAD, [("ddp", 3), ("hf2", 3)]))
+def test_uneven_steps_match_one_process(outcomes: Any, kind: str, ranks: int) -> None:
+    assert differences(outcomes, (kind, ranks)) == {}
     for result in results(outcomes, name_of((kind, ranks))):
         assert len(result["logs"]) == 12 and result["progress"]["samples"] == 75
 
 
-@pytest.mark.parametrize(("source", "target"), thinned(MOVES, MOVES[:1]))
-def test_a_run_goes_on_in_mid_epoch_on_another_number_of_ranks(
+@pytest.mark.parametrize(("source", "target"), thinned(MOVES, MOVES[1:2]))
+def test_uneven_steps_resume_on_other_ranks(
     outcomes: Any, source: tuple[str, int], target: tuple[str, int]
-) -> None:
+) -> None:  # fmt: skip
+    """In mid-epoch."""
     assert results(outcomes, f"cut-{name_of(source)}")[0]["progress"]["samples_in_epoch"] == 14
-    assert apart(outcomes, source, target) == {}
+    assert differences(outcomes, source, target) == {}
     assert [row["step"] for row in results(outcomes, name_of(source, target))[0]["logs"]] == [*range(7, 13)]
 
 
@@ -148,7 +135,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a duration": {"max_duration": "30sp", "epochs": None},
     "steps": {"max_steps": 6, "epochs": None},
 }
-TOGETHER = "fewer samples than ranks"
 
 
 def vary(backend: str, what: str) -> dict[str, Any]:
@@ -186,53 +172,49 @@ def vary(backend: str, what: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def varied(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    asked = {one.callspec.params["what"] for one in request.session.items if "what" in getattr(one, "fixturenames", ())}
     cases = [
         Case(f"{what}-{ranks}", "test_uneven_steps:vary", {"backend": kind, "what": what}, processes=ranks)
-        for what in asked
+        for what in sorted(asked_for(request, "what"))
         for kind, ranks in (("native", 1), ("ddp", 3))
     ]
-    compile_once()
     return play(cases, tmp_path_factory.mktemp("varied"))
 
 
-@pytest.mark.parametrize("what", thinned(OPTIONS, [TOGETHER]))
-def test_options_mean_the_same_where_steps_are_dealt_out_unevenly(varied: Any, what: str) -> None:
-    (alone,) = [one.result for one in varied[f"{what}-1"]]
-    assert {one.code for one in varied[f"{what}-3"]} == {0}, [one.output[-3000:] for one in varied[f"{what}-3"]]
-    for rank, one in enumerate(varied[f"{what}-3"]):
+@pytest.mark.parametrize("what", thinned(OPTIONS, ["fewer samples than ranks", "packed sentences"]))
+def test_options_mean_the_same_in_uneven_steps(varied: Any, what: str) -> None:
+    (single,) = [outcome.result for outcome in varied[f"{what}-1"]]
+    assert {outcome.code for outcome in varied[f"{what}-3"]} == {0}, [one.output[-3000:] for one in varied[f"{what}-3"]]
+    for rank, outcome in enumerate(varied[f"{what}-3"]):
         # others than the main rank count what they compute of stand-ins too, and log nothing; packed rows have any
         # length, so what the main rank computes is no certain share of a step
-        names = alone.keys() - ({"flops"} if rank or what == "packed sentences" else set())
+        names = single.keys() - ({"flops"} if rank or what == "packed sentences" else set())
         names -= {"losses"} if what == "a sum" else set()  # those in the logs are of a micro-batch
-        apart = {name: gap(one.result[name], alone[name]) for name in names}
-        assert max(apart.values()) < 1e-10, apart
+        gaps = {name: gap(outcome.result[name], single[name]) for name in names}
+        assert max(gaps.values()) < 1e-10, gaps
 
 
-def test_a_run_on_ever_fewer_ranks_has_the_samples_of_one_process_in_their_order(tmp_path: Path) -> None:
+def test_run_on_fewer_and_fewer_ranks_keeps_its_order(tmp_path: Path) -> None:
     """On three ranks to the sixth step, on two to the ninth, and on one to the end: each time in mid-epoch."""
     dtype = "float64"
     found = play([case("one", ("native", 1), dtype, tmp_path), case("3", ("ddp", 3), dtype, tmp_path, cut=6)], tmp_path)
-    last = str(tmp_path / "3" / "last")
-    found |= play([case("2", ("ddp", 2), dtype, tmp_path, cut=9, resume=last)], tmp_path / "second")
-    last = str(tmp_path / "2" / "last")
-    found |= play([case("1", ("native", 1), dtype, tmp_path, resume=last)], tmp_path / "third")
-    one, parts = results(found, "one")[0], [results(found, name) for name in ("3", "2", "1")]
-    assert [[row["step"] for row in ranks[0]["logs"]] for ranks in parts] == [
-        [*range(1, 7)], [*range(7, 10)], [*range(10, 13)],
-    ]  # fmt: skip
+    for name, place, cut, source in (("2", ("ddp", 2), 9, "3"), ("1", ("native", 1), 0, "2")):
+        resumed = case(name, place, dtype, tmp_path, cut=cut, resume=str(tmp_path / source / "last"))
+        found = joined(found, play([resumed], tmp_path / f"launch {name}"))
+    (straight,), *parts = (results(found, name) for name in ("one", "3", "2", "1"))
+    steps = [[row["step"] for row in ranks[0]["logs"]] for ranks in parts]
+    assert steps == [[*range(1, 7)], [*range(7, 10)], [*range(10, 13)]]
     losses = [row["loss"] for ranks in parts for row in ranks[0]["logs"]]
-    assert gap(losses, [row["loss"] for row in one["logs"]]) < 1e-10
-    assert gap(parts[-1][0]["tensors"], one["tensors"]) < 1e-10
+    assert gap(losses, [row["loss"] for row in straight["logs"]]) < 1e-10
+    assert gap(parts[-1][0]["tensors"], straight["tensors"]) < 1e-10
     # in a round, ranks take their shares in the order of their numbers; a stand-in is the first sample of the data
-    assert in_order(*parts) == in_order([one])
+    assert order_of(*parts) == order_of([straight])
 
 
-def in_order(*parts: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
-    """Return the samples of each step in the order in which they were dealt out, but for the first of the data."""
-    found: dict[tuple[int, int], list[int]] = {}
+def order_of(*parts: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
+    """Return the samples of each step in the order of the ranks, without the first one of the data."""
+    order: dict[tuple[int, int], list[int]] = {}
     for ranks in parts:
         for turn in zip(*(result["indices"] for result in ranks), strict=True):
             for epoch, step, indices in turn:
-                found.setdefault((epoch, step), []).extend(index for index in indices if index)
-    return found
+                order.setdefault((epoch, step), []).extend(index for index in indices if index)
+    return order

@@ -1,4 +1,4 @@
-"""The user's module on ranks: it keeps the modes that the user gave it, and ends a run on its best weights."""
+"""The user's module on ranks: its modes in training, and the best weights at the end."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def worsen(backend: str) -> dict[str, Any]:
-    noted, data = Rates(), rows(32, torch.float32)
+    rates, data = Rates(), rows(32, torch.float32)
     trainer = make_trainer(
         backend, t16(dtype=torch.float32), data, data, loss_fn=F.mse_loss, batch_size=8, max_steps=8, eval_steps=1,
-        load_best_at_end=True, patience=4, callbacks=[noted],
+        load_best_at_end=True, patience=4, callbacks=[rates],
     )  # fmt: skip
     trainer.train()
-    ended = weights_of(trainer)
+    last = weights_of(trainer)
     return {
         "best_step": trainer.metrics["best_step"],
         "best": trainer.metrics["best_valid"]["eval_loss"],
         "last": trainer.metrics["valid"][-1]["eval_loss"],
         "stopped": trainer.metrics["stop_reason"],
         "loss": trainer.evaluate()["eval_loss"],
-        "tensors": {f"kept/{name}": one for name, one in noted.weights.items()}
-        | {f"ended/{name}": one for name, one in ended.items()},
+        "tensors": {f"best/{name}": one for name, one in rates.weights.items()}
+        | {f"last/{name}": one for name, one in last.items()},
     }
 
 
@@ -80,16 +80,12 @@ class Modes(Callback):
     """Notes what is in training, whenever something may have changed it."""
 
     def __init__(self) -> None:
-        self.seen: list[list[str]] = []
+        self.modes: list[list[str]] = []
 
-    def on_step_start(self, trainer: Any) -> None:
-        self.seen.append(in_training(trainer.model))
+    def note(self, trainer: Any, metrics: Any = None) -> None:
+        self.modes.append(in_training(trainer.model))
 
-    def on_step_end(self, trainer: Any) -> None:
-        self.seen.append(in_training(trainer.model))
-
-    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-        self.seen.append(in_training(trainer.model))
+    on_step_start = on_step_end = on_eval_end = note
 
 
 def in_training(model: nn.Module) -> list[str]:
@@ -97,20 +93,20 @@ def in_training(model: nn.Module) -> list[str]:
 
 
 def freeze(backend: str) -> dict[str, Any]:
-    model, noted, data = Composed(), Modes(), rows(32, torch.float32)
+    model, modes, data = Composed(), Modes(), rows(32, torch.float32)
     model.encoder.eval()
     model.norm.eval()
     before = in_training(model)
     statistics = {name: one.clone() for name, one in model.named_buffers()}
     trainer = make_trainer(
         backend, model, data, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=2,
-        eval_steps=1, callbacks=[noted],
+        eval_steps=1, callbacks=[modes],
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()
     return {
         "before": before,
-        "seen": [*noted.seen, in_training(trainer.model)],
+        "modes": [*modes.modes, in_training(trainer.model)],
         "moved": [name for name, one in trainer.model.named_buffers() if not torch.equal(one, statistics[name])],
     }
 
@@ -126,8 +122,8 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-class Told(logging.Handler):
-    """Keeps what is logged."""
+class Messages(logging.Handler):
+    """Collects the warnings of omnitrain while it is entered."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -136,24 +132,26 @@ class Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
+    def __enter__(self) -> Messages:
+        logging.getLogger("omnitrain").addHandler(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        logging.getLogger("omnitrain").removeHandler(self)
+
 
 def divide(backend: str, layers: list[str]) -> dict[str, Any]:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(4, 1))
-    named: dict[str, Any] = {
-        "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers
-    } if layers else {}  # fmt: skip
-    logging.getLogger("omnitrain").addHandler(told := Told())
-    try:
+    policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers} if layers else {}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
+    with Messages() as handler:
         make_trainer(
-            backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=1,
-            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **named),
+            backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=1, fsdp_plugin=plugin
         ).train()  # fmt: skip
-    finally:
-        logging.getLogger("omnitrain").removeHandler(told)
-    return {"told": [one for one in told.messages if "as one unit" in one]}
+    return {"warnings": [message for message in handler.messages if "as one unit" in message]}
 
 
 def split(backend: str) -> dict[str, Any]:
@@ -166,88 +164,79 @@ def split(backend: str) -> dict[str, Any]:
     return {}
 
 
-class Every(IterableDataset[Any]):
-    """Rows, of which a process may take its own share, with numbers that may be of the process's own generator."""
+class Stream(IterableDataset[Any]):
+    """Rows, of which a process may take its share, with noise that may differ between processes."""
 
     def __init__(self, is_split: bool, noise: bool) -> None:
-        self.own = int(os.environ["RANK"]) if is_split else None
+        self.rank = int(os.environ["RANK"]) if is_split else None
         self.noise = noise
 
     def __iter__(self) -> Any:
         generator = torch.Generator()
         generator.seed()
         for i in range(16):
-            if self.own is None or i % 2 == self.own:
+            if self.rank is None or i % 2 == self.rank:
                 yield torch.full((4,), i / 16) + self.noise * torch.randn(4, generator=generator), i
 
 
-def read_apart(backend: str, is_split: bool, noise: bool, loader: bool) -> dict[str, Any]:
-    told = Told()
-    logging.getLogger("omnitrain").addHandler(told)
-    data: Any = Every(is_split, noise)
-    given = {"train_loader": DataLoader(data, 4)} if loader else {"train_dataset": data, "batch_size": 4}
-    try:
-        make_trainer(backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, max_steps=1, **given).train()
-    finally:
-        logging.getLogger("omnitrain").removeHandler(told)
-    return {"told": [one for one in told.messages if "first sample" in one]}
-
-
-APART = {
-    f"{what}-{source}": {"is_split": what == "split", "noise": what != "same", "loader": source == "loader"}
-    for what in ("same", "noisy")
-    for source in ("stream", "loader")
-}
+def read(backend: str, is_split: bool, noise: bool, loader: bool) -> dict[str, Any]:
+    data: Any = Stream(is_split, noise)
+    options = {"train_loader": DataLoader(data, 4)} if loader else {"train_dataset": data, "batch_size": 4}
+    with Messages() as handler:
+        make_trainer(backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, max_steps=1, **options).train()
+    return {"warnings": [message for message in handler.messages if "first sample" in message]}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs = [
         Job(f"{function}-{backend}", backend, f"{HERE}:{function}")
-        for function, test in {"worsen": "test_worsened", "freeze": "test_freezing"}.items()
+        for function, test in {"worsen": "test_best_weights", "freeze": "test_frozen"}.items()
         for backend in sorted(asked_for(request, "backend", test=test))
     ]
-    jobs += [
-        Job(f"divide-{'-'.join(layers)}", "fsdp", f"{HERE}:divide", {"layers": layers}) for layers in ([], ["Block"])
-    ]
-    jobs += [Job(name, "ddp", f"{HERE}:read_apart", options) for name, options in APART.items()]
+    jobs += [Job(f"divide-{len(layers)}", "fsdp", f"{HERE}:divide", {"layers": layers}) for layers in ([], ["Block"])]
+    for noise in (False, True):
+        for loader in (False, True):
+            options = {"is_split": False, "noise": noise, "loader": loader}
+            jobs.append(Job(f"read-{noise}-{loader}", "ddp", f"{HERE}:read", options))
     found = launch_all([*jobs, Job("split-ddp", "ddp", f"{HERE}:split")], tmp_path_factory.mktemp("module"))
-    refused = found.pop("split-ddp")
-    sound(found)["split-ddp"] = refused
+    error = found.pop("split-ddp")
+    sound(found)["split-ddp"] = error
     return found
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "fsdp", "zero3")))
-def test_worsened_weights_give_way_to_the_best_on_every_rank_without_a_folder(results: Any, backend: str) -> None:
-    for found in results[f"worsen-{backend}"]:
-        assert (found["best_step"], found["stopped"]) == (3, "early_stopping")
-        assert found["last"] > found["best"]
-        assert found["loss"] == pytest.approx(found["best"], rel=1e-6)
-        assert same(named(found, "kept").values(), named(found, "ended").values())
+def test_best_weights_without_a_folder_reach_every_rank(results: Any, backend: str) -> None:
+    for rank in results[f"worsen-{backend}"]:
+        assert (rank["best_step"], rank["stopped"]) == (3, "early_stopping")
+        assert rank["last"] > rank["best"]
+        assert rank["loss"] == pytest.approx(rank["best"], rel=1e-6)
+        assert same(named(rank, "best").values(), named(rank, "last").values())
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "zero3", "hf2")))
-def test_freezing_modules_by_eval_keeps_them_so_in_steps_and_after_evaluations(results: Any, backend: str) -> None:
-    for found in results[f"freeze-{backend}"]:
-        assert found["before"] == ["", "dropout", "head"]
-        assert len(found["seen"]) > 12
-        assert all(modes == found["before"] for modes in found["seen"])
-        assert found["moved"] == []
+def test_frozen_modules_stay_in_eval_mode(results: Any, backend: str) -> None:
+    """In steps and after evaluations."""
+    for rank in results[f"freeze-{backend}"]:
+        assert rank["before"] == ["", "dropout", "head"]
+        assert len(rank["modes"]) > 12
+        assert all(modes == rank["before"] for modes in rank["modes"])
+        assert rank["moved"] == []
 
 
-def test_fsdp_tells_once_of_a_model_of_layers_that_it_gathers_as_a_whole(results: Any) -> None:
-    (main,), other = (found["told"] for found in results["divide-"])
-    assert "takes Sequential as one unit" in main and "transformer_cls_names_to_wrap=['Block']" in main
-    assert not other and not any(found["told"] for found in results["divide-Block"])
+def test_fsdp_warns_once_of_layers_in_one_unit(results: Any) -> None:
+    (warning,), other = (rank["warnings"] for rank in results["divide-0"])
+    assert "takes Sequential as one unit" in warning and "transformer_cls_names_to_wrap=['Block']" in warning
+    assert not other and not any(rank["warnings"] for rank in results["divide-1"])
 
 
-@pytest.mark.parametrize("source", ["stream", "loader"])
-def test_other_numbers_of_the_same_sample_are_told_once(results: Any, source: str) -> None:
-    assert [found["told"] for found in results[f"same-{source}"]] == [[], []]
-    (main,), other = (found["told"] for found in results[f"noisy-{source}"])
-    assert "has other numbers on each rank" in main and not other
+@pytest.mark.parametrize("loader", [False, True], ids=["stream", "loader"])
+def test_first_samples_that_differ_are_warned_of_once(results: Any, loader: bool) -> None:
+    assert [rank["warnings"] for rank in results[f"read-False-{loader}"]] == [[], []]
+    (warning,), other = (rank["warnings"] for rank in results[f"read-True-{loader}"])
+    assert "has other numbers on each rank" in warning and not other
 
 
-def test_a_stream_of_which_each_rank_has_a_share_already_is_refused(results: Any) -> None:
-    for found in results["split-ddp"]:
-        assert found["error"] == "ConfigError" and "was split by split_dataset_by_node" in found["message"]
+def test_stream_that_is_split_by_node_is_an_error(results: Any) -> None:
+    for rank in results["split-ddp"]:
+        assert rank["error"] == "ConfigError" and "was split by split_dataset_by_node" in rank["message"]

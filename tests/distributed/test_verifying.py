@@ -1,33 +1,29 @@
-"""Checkpoints that all processes hash a share of: damage that only one of them sees is noticed by both."""
+"""Checkpoints that all processes hash a share of: damage that only one of them sees is an error on both."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_sharded_saves
+import torch
+from backends import asked_for
+from forking import ON_CPU, Case, Found, Outcome, play
+from marks import thinned
+from recipes import rows
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-import test_sharded_saves  # noqa: E402
-import torch  # noqa: E402
-from forking import ON_CPU, Case, Found, Outcome, play  # noqa: E402
-from recipes import rows  # noqa: E402
-
-from omnitrain import Callback, CheckpointError  # noqa: E402
-from omnitrain.checkpoint import checkpointer, manifest, reading, verifying  # noqa: E402
-
-pytestmark = pytest.mark.distributed
+from omnitrain import Callback, CheckpointError
+from omnitrain.checkpoint import checkpointer, manifest, reading, verifying
 
 HERE = "test_verifying"
-DAMAGE = ("none", "flipped", "truncated", "missing", "unreadable", "unseen")
+WHICH = ("auto", "checkpoint-4")
 
 
-class Began(Callback):
+class FirstStep(Callback):
     def on_train_start(self, trainer: Any) -> None:
         self.step = trainer.progress.step
 
@@ -36,16 +32,16 @@ def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
     """Have hashing shared out however small the files are, and return a list that gets the names of this rank's."""
     verifying._WORTH_IT = 0
     rank, hashed = int(os.environ["RANK"]), list[str]()
-    keep = manifest.check_hashes
+    check_hashes = manifest.check_hashes
 
     def check(place: Path, files: Any) -> None:
         hashed.extend(files)
         if trouble == "unreadable" and rank == fail_on and place.name == "checkpoint-4" and files:
             place = place.with_name("gone")
-        keep(place, files)
+        check_hashes(place, files)
 
     verifying.check_hashes = check
-    if trouble == "unseen" and rank == fail_on:  # as on a disk of its own
+    if trouble == "unseen" and rank == fail_on:  # as on a local disk
         verifying._read = lambda path: None
     return hashed
 
@@ -60,29 +56,29 @@ def begin(folder: str, source: str) -> dict[str, Any]:
 
 def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -1) -> dict[str, Any]:
     """Resume, where a rank may not be able to read its share of the files."""
-    hashed, began = noted_hashes(trouble, fail_on), Began()
+    hashed, first = noted_hashes(trouble, fail_on), FirstStep()
     trainer = test_sharded_saves.make(
-        folder, consolidate=False, max_steps=6, save_steps=100, save_total_limit=None, callbacks=[began]
+        folder, consolidate=False, max_steps=6, save_steps=100, save_total_limit=None, callbacks=[first]
     )
     trainer.train(resume_from=which)
-    return {"hashed": hashed, "step": began.step, "state": test_sharded_saves.state_of(trainer)}
+    return {"hashed": hashed, "step": first.step, "state": test_sharded_saves.state_of(trainer)}
 
 
 def break_reading(fail_on: int, is_local: bool) -> None:
     """Have the disk fail one rank in the middle of reading; each reads its part, or the main one all."""
-    calls, keep, choose = itertools.count(), reading.TensorFile._fill, checkpointer.hashed_by_all
+    calls, original, choose = itertools.count(), reading.TensorFile._fill, checkpointer.hashed_by_all
 
     def fill(self: Any, name: str, box: Any, target: Any) -> None:
         if int(os.environ["RANK"]) == fail_on and next(calls) == 3:
             raise CheckpointError(f"{name} cannot be read")
-        keep(self, name, box, target)
+        original(self, name, box, target)
 
-    def chosen(*args: Any) -> Any:
-        found = choose(*args)
+    def choose_and_break(*args: Any) -> Any:
+        chosen = choose(*args)  # whose reads work
         reading.TensorFile._fill = fill
-        return found
+        return chosen
 
-    checkpointer.hashed_by_all = chosen
+    checkpointer.hashed_by_all = choose_and_break
     if not is_local:
         reading.TensorFile._is_local = lambda self: self._ranks.world_size == 1
 
@@ -131,112 +127,106 @@ def damage(folder: Path, kind: str, rank: int, of: str = "optimizer") -> None:
         part.unlink()
 
 
-READS = [("own-0", 0, True), ("own-1", 1, True), ("main", 0, False)]
+READS = [(0, True), (1, True), (0, False)]
+"""Which rank cannot read, and whether each rank reads its part or the main one all."""
 ENDS = [("fsdp", 1, True), ("fsdp", 0, False), ("zero1", 1, True), ("zero3", 1, True), ("zero3", 0, False)]
+INTACT = [("none", 0, which) for which in WHICH] + [("unseen", rank, which) for rank in (0, 1) for which in WHICH]
+DAMAGED = list(itertools.product(("flipped", "truncated", "missing", "unreadable"), (0, 1), WHICH))
+QUICK = [
+    ("none", 0, "auto"), ("unseen", 1, "auto"), ("flipped", 1, "auto"), ("missing", 0, "auto"),
+    ("flipped", 1, "checkpoint-4"), ("unreadable", 0, "checkpoint-4"),
+]  # fmt: skip
 
 
-def named(kind: str, rank: int, which: str) -> str:
-    return f"{kind}-{rank}-{which}"
+def name_of(*words: Any) -> str:
+    return "-".join(map(str, words))
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     folder = tmp_path_factory.mktemp("verifying")
     first = play([Case("train", f"{HERE}:train", {"folder": str(folder / "run")})], folder / "cases")
     assert [one.code for one in first["train"]] == [0, 0], first["train"]
+
+    def case(name: str, function: str, environment: dict[str, str] = ON_CPU, **options: Any) -> Case:
+        options = {"folder": str(folder / name), **options}
+        return Case(name, f"{HERE}:{function}", options, environment=environment)
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder / "run", folder / name, symlinks=True))
+
     cases = []
-    for kind in DAMAGE:
-        for rank in (0, 1):
-            for which in ("auto", "checkpoint-4"):
-                name = named(kind, rank, which)
-                shutil.copytree(folder / "run", folder / name, symlinks=True)
-                damage(folder / name, kind, rank)
-                which = which if which == "auto" else str(folder / name / which)
-                options = {"folder": str(folder / name), "which": which, "trouble": kind, "fail_on": rank}
-                cases.append(Case(name, f"{HERE}:resume", options))
+    for kind, rank, which in sorted({("none", 0, "auto"), *asked_for(request, "kind", "rank", "which")}):
+        run = copy(name_of(kind, rank, which))
+        damage(run, kind, rank)
+        checkpoint = which if which == "auto" else str(run / which)
+        cases.append(case(run.name, "resume", which=checkpoint, trouble=kind, fail_on=rank))
     for name in ("initial", "initial-flipped"):
-        shutil.copytree(folder / "run", folder / f"{name}-source", symlinks=True)
-        source = folder / f"{name}-source" / "checkpoint-4"
-        cases.append(Case(name, f"{HERE}:begin", {"folder": str(folder / name), "source": str(source)}))
-    damage(folder / "initial-flipped-source", "flipped", 1, of="model")
-    for name, rank, is_local in READS:
-        shutil.copytree(folder / "run", folder / name, symlinks=True)
-        options = {"folder": str(folder / name), "fail_on": rank, "is_local": is_local}
-        cases.append(Case(name, f"{HERE}:read", options))
+        source = copy(f"{name}-source")
+        if name == "initial-flipped":
+            damage(source, "flipped", 1, of="model")
+        cases.append(case(name, "begin", source=str(source / "checkpoint-4")))
+    for rank, is_local in sorted(asked_for(request, "rank", "is_local")):
+        name = copy(name_of("read", rank, is_local)).name
+        cases.append(case(name, "read", fail_on=rank, is_local=is_local))
+    for backend, rank, is_local in sorted(asked_for(request, "backend", "rank", "is_local")):
+        environment = {"DS_ACCELERATOR": "cpu"} if "zero" in backend else ON_CPU
+        options = {"backend": backend, "fail_on": rank, "is_local": is_local}
+        cases.append(case(name_of(backend, rank), "end", environment, **options))
     return play(cases, folder / "resumed")
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
-    folder, cases = tmp_path_factory.mktemp("ended"), []
-    for backend, rank, is_local in ENDS:
-        name = f"{backend}-{rank}"
-        options = {"folder": str(folder / name), "backend": backend, "fail_on": rank, "is_local": is_local}
-        environment = {"DS_ACCELERATOR": "cpu"} if "zero" in backend else dict(ON_CPU)
-        cases.append(Case(name, f"{HERE}:end", options, environment=environment))
-    return play(cases, folder / "cases")
+@pytest.mark.parametrize(("kind", "rank", "which"), thinned(INTACT, [one for one in INTACT if one in QUICK]))
+def test_each_file_is_hashed_by_one_rank_that_has_it(outcomes: Any, kind: str, rank: int, which: str) -> None:
+    ranks = outcomes[name_of(kind, rank, which)]
+    assert [one.code for one in ranks] == [0, 0], ranks
+    shares = [one.result["hashed"] for one in ranks]
+    assert len({*shares[0], *shares[1]}) == len(shares[0]) + len(shares[1])
+    assert all(f"optimizer/rank-0000{k}.safetensors" in shares[0] + shares[1] for k in (0, 1))
+    assert bool(shares[1]) == (kind == "none")
+    assert [one.result["step"] for one in ranks] == [4, 4]
 
 
-@pytest.mark.parametrize("kind", ["none", "unseen"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_file_is_hashed_by_one_of_those_that_see_it(resumed: Found[list[Outcome]], kind: str, rank: int) -> None:
-    for which in ("auto", "checkpoint-4"):
-        outcomes = resumed[named(kind, rank, which)]
-        assert [one.code for one in outcomes] == [0, 0], outcomes
-        shares = [one.result["hashed"] for one in outcomes]
-        assert len({*shares[0], *shares[1]}) == len(shares[0]) + len(shares[1])
-        assert all(f"optimizer/rank-0000{k}.safetensors" in shares[0] + shares[1] for k in (0, 1))
-        assert bool(shares[1]) == (kind == "none")
-        assert [one.result["step"] for one in outcomes] == [4, 4]
-
-
-def test_weights_to_begin_with_are_hashed_by_both(resumed: Found[list[Outcome]]) -> None:
-    outcomes = resumed["initial"]
-    assert [one.code for one in outcomes] == [0, 0], outcomes
-    names = {f"model/rank-0000{rank}.safetensors" for rank in (0, 1)}
-    assert all(len(one.result["hashed"]) == 1 for one in outcomes)
-    assert {name for one in outcomes for name in one.result["hashed"]} == names
-    outcomes = resumed["initial-flipped"]
-    assert [one.code for one in outcomes] == [1, 1], outcomes
-    for one in outcomes:
+def test_initial_weights_are_hashed_by_both_ranks(outcomes: Any) -> None:
+    ranks = outcomes["initial"]
+    assert [one.code for one in ranks] == [0, 0], ranks
+    assert all(len(one.result["hashed"]) == 1 for one in ranks)
+    names = {name for one in ranks for name in one.result["hashed"]}
+    assert names == {f"model/rank-0000{rank}.safetensors" for rank in (0, 1)}
+    ranks = outcomes["initial-flipped"]
+    assert [one.code for one in ranks] == [1, 1], ranks
+    for one in ranks:
         assert "CheckpointError" in one.output and "'model/rank-00001.safetensors' does not match" in one.output
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing", "unreadable"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_damage_is_named_on_both_or_an_older_checkpoint_taken(
-    resumed: Found[list[Outcome]], kind: str, rank: int
-) -> None:
-    asked = resumed[named(kind, rank, "checkpoint-4")]
-    assert [one.code for one in asked] == [1, 1], asked
-    for one in asked:
+@pytest.mark.parametrize(("kind", "rank", "which"), thinned(DAMAGED, [one for one in DAMAGED if one in QUICK]))
+def test_damage_is_an_error_or_an_older_checkpoint(outcomes: Any, kind: str, rank: int, which: str) -> None:
+    ranks = outcomes[name_of(kind, rank, which)]
+    if which == "auto":
+        assert [one.code for one in ranks] == [0, 0], ranks
+        assert [one.result["step"] for one in ranks] == [2, 2]
+        assert ranks[0].result["state"] == outcomes["none-0-auto"][0].result["state"]
+        assert "Taking 'checkpoint-2' instead" in ranks[0].output, ranks[0].output
+        return
+    assert [one.code for one in ranks] == [1, 1], ranks
+    for one in ranks:
         assert "CheckpointError" in one.output and "checkpoint-4" in one.output, one.output
         assert kind == "unreadable" or f"optimizer/rank-0000{rank}.safetensors" in one.output, one.output
-    found = resumed[named(kind, rank, "auto")]
-    assert [one.code for one in found] == [0, 0], found
-    assert [one.result["step"] for one in found] == [2, 2]
-    assert found[0].result["state"] == resumed[named("none", 0, "auto")][0].result["state"]
-    assert "Taking 'checkpoint-2' instead" in found[0].output, found[0].output
 
 
-@pytest.mark.parametrize(("name", "rank", "is_local"), READS)
-def test_a_disk_that_fails_one_of_them_in_the_middle_of_reading_ends_both(
-    resumed: Found[list[Outcome]], name: str, rank: int, is_local: bool
-) -> None:
-    outcomes = resumed[name]
-    assert [one.code for one in outcomes] == [1, 1], outcomes
-    assert "cannot be read" in outcomes[rank].output, outcomes[rank].output
-    assert "Error" in outcomes[1 - rank].output and "cannot be read" in outcomes[1 - rank].output, outcomes[1 - rank]
-    assert max(one.seconds for one in outcomes) < 60
+@pytest.mark.parametrize(("rank", "is_local"), thinned(READS, READS[1:]))
+def test_read_error_on_one_rank_ends_both(outcomes: Any, rank: int, is_local: bool) -> None:
+    ranks = outcomes[name_of("read", rank, is_local)]
+    assert [one.code for one in ranks] == [1, 1], ranks
+    assert "cannot be read" in ranks[rank].output, ranks[rank].output
+    assert "Error" in ranks[1 - rank].output and "cannot be read" in ranks[1 - rank].output, ranks[1 - rank]
 
 
-@pytest.mark.parametrize("name", [f"{backend}-{rank}" for backend, rank, _ in ENDS])
-def test_best_weights_that_one_of_them_cannot_read_leave_the_last_ones_on_both(
-    ended: Found[list[Outcome]], name: str
-) -> None:
-    outcomes = ended[name]
-    assert [one.code for one in outcomes] == [0, 0], outcomes
-    for one in outcomes:
+@pytest.mark.parametrize(("backend", "rank", "is_local"), thinned(ENDS, ENDS[:1]))
+def test_unreadable_best_weights_leave_the_last_ones(outcomes: Any, backend: str, rank: int, is_local: bool) -> None:
+    ranks = outcomes[name_of(backend, rank)]
+    assert [one.code for one in ranks] == [0, 0], ranks
+    for one in ranks:
         assert one.result["best"] != one.result["newest"]
         assert one.result["now"] == one.result["last"]
         assert "cannot be read" in one.output and "keeps those of the last step" in one.output, one.output
