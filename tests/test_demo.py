@@ -53,6 +53,7 @@ def test_digits_are_split(finished: tuple[BaseTrainer, Path]) -> None:
     assert set.union(*parts) == set(range(1797))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_text")
 def test_stdlib_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = demo.stdlib(Trainer, tmp_path / "demo", **SHORT | {"epochs": 5})
@@ -62,6 +63,7 @@ def test_stdlib_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "what it writes after 'def ':\n\ndef " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_hf_trainer_equals_native(tmp_path: Path) -> None:
     runs = [
         demo.digits(trainer_class, tmp_path / trainer_class.__name__, **SHORT | {"epochs": 2})

@@ -36,6 +36,7 @@ def test_native_digits_learns(tmp_path: Path) -> None:
     model.load_state_dict(load_file(tmp_path / "run" / "model" / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_native_digits_is_reproducible(tmp_path: Path) -> None:
     main = names_of("native_digits.py")["main"]
     assert main(epochs=1, out=tmp_path / "run") == main(epochs=1, out=tmp_path / "run")
@@ -249,6 +250,7 @@ def test_k_fold_holds_out_each_fold() -> None:
     assert names_of("k_fold.py")["main"](folds=3, epochs=6)["roc_auc"] > 0.97
 
 
+@pytest.mark.slow
 def test_streaming_resumes() -> None:
     accuracy, difference = names_of("streaming.py")["main"](steps=120)
     assert accuracy > 0.7
