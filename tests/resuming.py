@@ -1,4 +1,4 @@
-"""Runs that are cut short and resumed, and how two of them are compared: for the tests of saving and of killing."""
+"""Interrupted and resumed runs, and the comparison of their outcomes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,17 @@ from omnitrain.checkpoint.state import load_tensors
 
 
 class Killed(BaseException):
-    """The process is gone: nothing of the run comes after it."""
+    """Stands for the end of the process: no code of the run handles it."""
 
 
-# --- what is trained
+@contextlib.contextmanager
+def memory_folder() -> Iterator[Path]:
+    """Yield a temporary folder, in memory where the system has such a place: these tests write thousands of files."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
+        yield Path(name)
+
+
+# --- training
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -61,12 +69,12 @@ class Net(nn.Module):
 
 
 def build(save_dir: Path | None, **options: Any) -> Trainer:
-    """Make a trainer of objects that no other trainer has: 3 windows of 8, 8 and 6 samples an epoch.
+    """Return a new trainer that shares no object with another: 3 steps of 8, 8 and 6 samples an epoch.
 
-    `model`, `dataset`, `train_loader`, `callbacks` and `algorithms` are made by calling what is given, `unit` from the
-    model; `prepare` gets the trainer.
+    `model`, `dataset`, `train_loader`, `callbacks` and `algorithms` are factories, `unit` is one that takes the model;
+    `prepare` is called with the trainer.
     """
-    made = {name: options.pop(name)() for name in ("model", "dataset", "callbacks", "algorithms") if name in options}
+    parts = {name: options.pop(name)() for name in ("model", "dataset", "callbacks", "algorithms") if name in options}
     prepare = options.pop("prepare", lambda trainer: None)
     defaults: dict[str, Any] = {
         "batch_size": 4,
@@ -84,43 +92,43 @@ def build(save_dir: Path | None, **options: Any) -> Trainer:
         del defaults["batch_size"]
         data = None
     else:
-        data = made.get("dataset", Numbered())
-    model = made["model"] if "model" in made else Net()
+        data = parts.get("dataset", Numbered())
+    model = parts["model"] if "model" in parts else Net()
     if options.get("unit"):
         options["unit"] = options["unit"](model)
     trainer = Trainer(
         model,
         data,
         save_dir=save_dir,
-        callbacks=[Rates(), *made.get("callbacks", ())],
-        algorithms=[Stream(), *made.get("algorithms", ())],
+        callbacks=[Rates(), *parts.get("callbacks", ())],
+        algorithms=[Stream(), *parts.get("algorithms", ())],
         **{**defaults, **options},
     )
     prepare(trainer)
     return trainer
 
 
-# --- what is noted
+# --- recording
 
 
 class Stream(Algorithm):
-    """Writes down (epoch, index) of every sample that was trained on; the index is the last number of a row."""
+    """Records (epoch, index) of every training sample; the index is the last number of a row."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.samples: list[tuple[int, int]] = []
 
     def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        self.seen += [(trainer.progress.epoch, int(index)) for index in batch[0][:, -1]]
+        self.samples += [(trainer.progress.epoch, int(index)) for index in batch[0][:, -1]]
         return batch
 
 
 class Rates(Callback):
-    """Writes down the learning rates of all groups after every step, where the run began, and torch's generator."""
+    """Records the learning rates of all groups after every step, the start of the run, and torch's generator."""
 
-    order = -10  # before whatever kills
+    order = -10  # before the callbacks that interrupt the run
 
     def __init__(self) -> None:
-        self.seen: list[list[float]] = []
+        self.rates: list[list[float]] = []
         self.start = (0, 0)
         self.generator: torch.Tensor | None = None
 
@@ -128,19 +136,19 @@ class Rates(Callback):
         self.start = (trainer.progress.samples, windows_of(trainer))
 
     def on_step_end(self, trainer: Any) -> None:
-        self.seen.append([float(group["lr"]) for group in trainer.optimizer.param_groups])
+        self.rates.append([float(group["lr"]) for group in trainer.optimizer.param_groups])
 
     def on_train_end(self, trainer: Any) -> None:
-        self.generator = torch.get_rng_state()  # the program's own comes back after the run
+        self.generator = torch.get_rng_state()  # the program's state is restored after the run
 
 
-# --- how it ends
+# --- interrupting
 
 
 class Cut(Callback):
-    """Ends the run after a number of windows: "stop" asks for it, "signal" sends SIGTERM, "kill" raises `Killed`.
+    """Ends the run after some steps: "stop" calls `trainer.stop()`, "signal" sends SIGTERM, "kill" raises `Killed`.
 
-    A kill strikes before the next window, when what was to be saved is saved.
+    "kill" acts before the next step, after the saves of this one. A skipped step counts as a step.
     """
 
     order = 98
@@ -162,15 +170,17 @@ class Cut(Callback):
 
 
 class KillAtEvent(Callback):
-    """Raises `Killed` at the n-th event of the run, whatever it is; counts them all with n=0."""
+    """Raises `Killed` at the n-th event of the run; with n=0 it only records the events."""
 
     def __init__(self, number: int = 0, order: int = 97) -> None:
         self.number, self.order, self.count = number, order, 0
+        self.names: list[str] = []
 
 
 def _counting(event: Event) -> Any:
     def count(self: KillAtEvent, trainer: Any, *details: Any) -> None:
         self.count += 1
+        self.names.append(str(event))
         if self.count == self.number:
             raise Killed
 
@@ -187,11 +197,11 @@ def windows_of(trainer: Any) -> int:
     return trainer.progress.step + trainer.progress.skipped_steps
 
 
-# --- what is played
+# --- playing
 
 
 def disturb_generators() -> None:
-    """Leave the global generators as another process would have them."""
+    """Put the global generators into the state of some other process."""
     seed = random.SystemRandom().randrange(1 << 30)
     random.seed(seed)
     np.random.seed(seed)
@@ -212,34 +222,36 @@ def play(
     make: Callable[..., Trainer] = build,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train in parts, each a new trainer that resumes from "auto"; return what came of it, streams and rates joined.
+    """Train in parts, each with a new trainer that resumes from "auto"; return the outcome, streams and rates joined.
 
-    A part is what differs from `options` in it: "cut" is (how, window), or a callback that ends the run.
+    A part has the options that differ from `options`; its "cut" is (how, window), or a callback that ends the run, and
+    "allow_change" is an argument of its `train`.
     """
     stream: list[Any] = []
     rates: list[Any] = []
     for part in parts:
         changed = {**options, **part}
         cut = changed.pop("cut", None)
+        allowed = {"allow_change": changed.pop("allow_change")} if "allow_change" in changed else {}
         cuts = [] if cut is None else [cut if isinstance(cut, Callback) else Cut(*cut)]
-        own = changed.pop("callbacks", list)
-        trainer = make(save_dir, callbacks=lambda: [*own(), *cuts], **changed)  # noqa: B023
-        train(trainer, resume_from="auto")
-        noted = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Rates))
-        samples, windows = noted.start
-        stream = stream[:samples] + trainer.algorithms[0].seen  # type: ignore[attr-defined]
-        rates = rates[:windows] + noted.seen
+        callbacks = [*changed.pop("callbacks", list)(), *cuts]
+        trainer = make(save_dir, callbacks=lambda: callbacks, **changed)  # noqa: B023
+        train(trainer, resume_from="auto", **allowed)
+        record = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Rates))
+        samples, windows = record.start
+        stream = stream[:samples] + trainer.algorithms[0].samples  # type: ignore[attr-defined]
+        rates = rates[:windows] + record.rates
     return {"stream": stream, "rates": rates, **outcome(trainer)}
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
-    """Everything that two equal runs must agree on, in memory and in the last checkpoint."""
+    """Return what two equal runs must agree on, in memory and in the last checkpoint."""
     tensors = {f"model/{name}": tensor for name, tensor in trainer.get_model().state_dict().items()}
     for index, entry in trainer.optimizer.state_dict()["state"].items():
         entries = entry if isinstance(entry, dict) else {"shared": entry}
         tensors |= {f"optimizer/{index}/{name}": value for name, value in entries.items()}
     scaler = getattr(trainer, "scaler", None)
-    found = {
+    result = {
         "metrics": trainer.metrics.to_dict(),
         "objective": trainer.objective.state_dict(),
         "position": trainer.progress.state_dict() | {"seconds": 0},
@@ -247,36 +259,51 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "schedule": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
         "scaler": scaler.state_dict() if scaler is not None else None,
         "callbacks": [state for callback in trainer.lifecycle.callbacks if (state := callback.state_dict())],
-        "generator": [one.generator for one in trainer.lifecycle.callbacks if isinstance(one, Rates)],
+        "generator": [record.generator for record in trainer.lifecycle.callbacks if isinstance(record, Rates)],
         "tensors": tensors,
     }
     if trainer.store is not None and (last := trainer.store.resolve("auto")) is not None:
         files = sorted(file for file in last[1]["files"] if file.endswith(".safetensors"))
-        found["last"] = {file: load_tensors(last[0] / file) for file in files}
-        found["journal"] = journal(trainer.store.root)
-    return found
+        result["last"] = {file: load_tensors(last[0] / file) for file in files}
+        result["journal"] = journal(trainer.store.root)
+    return result
+
+
+def comparable(result: dict[str, Any]) -> dict[str, Any]:
+    """Return an outcome without what the process that was killed took with it: its samples and rates."""
+    return {key: value for key, value in result.items() if key not in ("stream", "rates")}
+
+
+def assert_same(result: Any, expected: Any, case: object = "") -> None:
+    """Compare two outcomes bit for bit.
+
+    Raises:
+        AssertionError: If they differ; it says in what.
+    """
+    problems = differences(result, expected)
+    assert not problems, f"{case}: {problems[:5]}"
 
 
 def journal(save_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without speeds, and without those that close a run."""
-    found = []
+    """Return the rows of metrics.jsonl without speeds, and without the final row of a run."""
+    result = []
     for line in (save_dir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if not row.get("final"):
-            found.append({key: value for key, value in row.items() if not key.endswith("_per_second")})
-    return found
+            result.append({key: value for key, value in row.items() if not key.endswith("_per_second")})
+    return result
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Name what differs between two outcomes; tensors and numbers must be equal to the bit, NaN equals NaN."""
+    """Describe how two outcomes differ; tensors and numbers must be equal to the bit, NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype == b.dtype and torch.equal(a, b):
             return []
         return [f"{where}: {a.flatten()[:3].tolist()} != {b.flatten()[:3].tolist()}"]
     if isinstance(a, dict) and isinstance(b, dict):
         keys = {**a, **b}
-        return [found for key in keys for found in differences(a.get(key), b.get(key), f"{where}/{key}")]
+        return [text for key in keys for text in differences(a.get(key), b.get(key), f"{where}/{key}")]
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
         pairs = enumerate(zip(a, b, strict=True))
-        return [found for i, (one, other) in pairs for found in differences(one, other, f"{where}[{i}]")]
+        return [text for i, (left, right) in pairs for text in differences(left, right, f"{where}[{i}]")]
     return [] if a == b or (a != a and b != b) else [f"{where}: {str(a)[:200]} != {str(b)[:200]}"]

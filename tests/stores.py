@@ -4,51 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import programs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from omnitrain.checkpoint.mirror import MirroredStore, make_store
+from omnitrain.checkpoint.remote import Place
+from omnitrain.settings import local_folder
+
 Fault = Callable[[str, str], None]
-"""Called with what is done ("write", "read", "info", "list", "remove", "copy") and the path; raises, waits or kills."""
+"""Called with what is done ("write", "read", "remove", "copy") and the path; raises, waits or kills."""
 
 
 class Watched:
-    """Notes what is done to a store, in order, and lets a fault happen before it."""
+    """Records what is done to a store, in order, and calls a fault before it."""
 
     done: ClassVar[list[tuple[str, str]]] = []
     fault: ClassVar[Fault] = staticmethod(lambda what, path: None)
 
     @classmethod
-    def does(cls, what: str, path: str) -> None:
+    def record(cls, what: str, path: str) -> None:
         Watched.done.append((what, path.partition("run/")[2] or path))
         Watched.fault(what, path)
 
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
-        self.does("write", path)
+        self.record("write", path)
         super().pipe_file(path, value, **options)  # type: ignore[misc]
 
     def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
-        self.does("write", rpath)
+        self.record("write", rpath)
         super().put_file(lpath, rpath, **options)  # type: ignore[misc]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        self.does("read", path)
+        self.record("read", path)
         return super().cat_file(path, start=start, end=end, **options)  # type: ignore[misc]
 
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
-        return super().info(path, **options)  # type: ignore[misc]
-
     def rm_file(self, path: str) -> None:
-        self.does("remove", path)
+        self.record("remove", path)
         super().rm_file(path)  # type: ignore[misc]
 
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
-        self.does("copy", path2)
+        self.record("copy", path2)
         super().cp_file(path1, path2, **options)  # type: ignore[misc]
 
 
@@ -82,7 +86,7 @@ class InFolder(Watched, LocalFileSystem):
 
 
 def register() -> None:
-    """Have fsspec take these classes, and not those of another import of this file, as that of doctests is."""
+    """Register these classes with fsspec, not those of another import of this file, such as that of doctests."""
     fsspec.register_implementation("watched", InMemory, clobber=True)
     fsspec.register_implementation("shelf", InFolder, clobber=True)
 
@@ -92,7 +96,7 @@ register()
 
 @contextlib.contextmanager
 def watching() -> Iterator[type[Watched]]:
-    """Empty the store in memory, and let nothing happen to it at first."""
+    """Empty the store in memory, and remove faults before and after."""
     register()
     InMemory.store.clear()
     InMemory.pseudo_dirs[:] = [""]
@@ -111,6 +115,51 @@ def content_of(address: str) -> dict[str, bytes]:
     return {path.strip("/")[start:]: fs.cat_file(path) for path in sorted(fs.find(root))}
 
 
+# --- runs on a store
+
+
+@contextlib.contextmanager
+def mirroring(address: str) -> Iterator[MirroredStore]:
+    """Take the store inside; at the end all is uploaded."""
+    mirror = make_store(address)
+    assert isinstance(mirror, MirroredStore)
+    mirror.take()
+    try:
+        yield mirror
+    finally:
+        mirror.finish()
+        mirror.lock.release()
+
+
+def save_texts(mirror: MirroredStore, *steps: int, text: str = "weights") -> None:
+    """Save checkpoints with a small file, model.safetensors."""
+    for step in steps:
+        mirror.save(step, lambda folder: (folder / "model.safetensors").write_text(text), {})
+
+
+def remote_steps(address: str) -> list[int]:
+    """Return the steps of the complete checkpoints there."""
+    return sorted(Place(address).copies())
+
+
+def remote_folders(address: str) -> set[str]:
+    """Return the names of all folders there."""
+    return {name.partition("/")[0] for name in content_of(address) if "/" in name}
+
+
+def lose_machine(address: str) -> None:
+    """Delete all that was written on this machine."""
+    shutil.rmtree(local_folder(address).parent)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + programs.LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
 # --- S3's protocol on the loopback
 
 
@@ -121,7 +170,7 @@ class S3:
         address: The endpoint, http://127.0.0.1:port.
         fault: Called with the method, the path, WSGI's environment and `start_response`; returns a body to answer
             instead, or None.
-        asked: The requests so far, as (method, path).
+        requests: The requests so far, as (method, path).
     """
 
     def __init__(self) -> None:
@@ -134,15 +183,15 @@ class S3:
 
         self._moto = DomainDispatcherApplication(create_backend_app)
         self.fault: Callable[[str, str, Any, Any], list[bytes] | None] = lambda method, path, environ, answer: None
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
         self.address = f"http://127.0.0.1:{self._server.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        self.asked.append((method, path))
+        self.requests.append((method, path))
         body = self.fault(method, path, environ, start_response)
         return self._moto(environ, start_response) if body is None else body
 
@@ -152,7 +201,7 @@ class S3:
 
 
 def s3_variables(server: S3) -> dict[str, str]:
-    """Return the variables of the environment by which s3fs finds the server; retries are short."""
+    """Return the environment variables by which s3fs connects to the server, without long retries."""
     return {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -164,5 +213,5 @@ def s3_variables(server: S3) -> dict[str, str]:
 
 
 def shelf_of(folder: Path) -> dict[str, str]:
-    """Return the variables of the environment by which shelf:// finds its folder."""
+    """Return the environment variables by which shelf:// finds its folder."""
     return {"OMNITRAIN_TEST_SHELF": str(folder)}

@@ -1,19 +1,19 @@
-"""What `omnitrain launch` refuses, and what it tells torchrun and accelerate. It launches in `distributed/`."""
+"""Command line of `omnitrain launch`, and the commands and environments of its processes."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 
-from omnitrain import ConfigError, MissingExtraError, cli, launch
-from omnitrain.launch import Launch
+sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
 
-ROOT = Path(__file__).resolve().parent.parent
+from forking import Case, play  # noqa: E402
+
+from omnitrain import ConfigError, MissingExtraError, cli, launch  # noqa: E402
+from omnitrain.launch import Launch  # noqa: E402
 
 
 @pytest.fixture
@@ -23,18 +23,11 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    launches: list[Launch] = []
-    monkeypatch.setattr(launch, "start", lambda one: launches.append(one) or 0)
-    return launches
-
-
-# What may be typed
+# --- the command line
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "fragment"),
     [
         ([], "script"),
         (["-n", "two", "train.py"], "'two'"),
@@ -44,36 +37,50 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         (["-n", "2"], "script"),
     ],
 )
-def test_wrong_words_exit_with_2_and_are_named(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launch_rejects_words(words: list[str], fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["launch", *words])
     assert exit_.value.code == 2
-    assert expected in capsys.readouterr().err
+    assert fragment in capsys.readouterr().err
 
 
-def test_words_after_the_script_are_the_scripts_own(started: list[Launch]) -> None:
-    assert cli.main(["launch", "-n", "2", "--zero", "3", "train.py", "-n", "7", "--fsdp", "x"]) == 0
-    assert started == [Launch("train.py", ["-n", "7", "--fsdp", "x"], processes=2, zero=3)]
-
-
-def test_every_option_arrives(started: list[Launch]) -> None:
-    machines = ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--max-restarts", "3"]
-    assert cli.main(["launch", "-n", "4", "--fsdp", "--cpu", *machines, "-m", "package.train", "--lr", "1"]) == 0
-    assert started == [Launch("package.train", ["--lr", "1"], 4, True, None, True, True, 2, "a:1", 3)]
-
-
-def test_what_cannot_work_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_reports_errors_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "-n", "0", "train.py"]) == 2
     assert capsys.readouterr().err.startswith("omnitrain: Cannot start 0 process(es)")
 
 
-# What is refused before anything starts
+MACHINES = ["--rdzv-endpoint", "a:1", "--max-restarts", "3"]
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("words", "expected"),
+    [
+        (  # what follows the script belongs to it
+            ["-n", "2", "--zero", "3", "train.py", "-n", "7", "--fsdp", "x"],
+            Launch("train.py", ["-n", "7", "--fsdp", "x"], processes=2, zero=3),
+        ),
+        (
+            ["-n", "4", "--fsdp", "--cpu", "--nnodes", "2", *MACHINES, "-m", "package.train", "--lr", "1"],
+            Launch("package.train", ["--lr", "1"], 4, True, None, True, True, 2, "a:1", 3),
+        ),
+        (
+            ["--nnodes", "1:4", *MACHINES, "train.py"],
+            Launch("train.py", [], 1, False, None, False, False, "1:4", "a:1", 3),
+        ),
+    ],
+)
+def test_launch_reads_options(words: list[str], expected: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[Launch] = []
+    monkeypatch.setattr(launch, "start", lambda job: launches.append(job) or 0)
+    assert cli.main(["launch", *words]) == 0
+    assert launches == [expected]
+
+
+# --- checks before anything starts
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
     [
         ({"processes": 0}, "Cannot start 0 process"),
         ({"processes": -2}, "Cannot start -2 process"),
@@ -91,16 +98,16 @@ def test_what_cannot_work_exits_with_2_and_no_traceback(capsys: pytest.CaptureFi
         ({"script": "missing.py"}, "no script 'missing.py'"),
     ],
 )
-def test_what_cannot_work_is_an_error_that_names_it(options: dict[str, Any], expected: str, script: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
+def test_check_rejects_options(options: dict[str, Any], fragment: str, script: str) -> None:
+    with pytest.raises(ConfigError, match=fragment):
         Launch(**{"script": script, **options}).check()
 
 
-def test_a_module_need_not_be_a_file() -> None:
+def test_check_of_a_module_needs_no_file() -> None:
     Launch("package.train", is_module=True).check()
 
 
-def test_more_processes_than_gpus_are_refused_but_not_on_processors(script: str) -> None:
+def test_check_rejects_more_processes_than_gpus(script: str) -> None:
     with pytest.raises(ConfigError, match=r"`-n 3` .* \(2\)"):
         Launch(script, processes=3).check(gpus=2)
     Launch(script, processes=2).check(gpus=2)
@@ -108,73 +115,72 @@ def test_more_processes_than_gpus_are_refused_but_not_on_processors(script: str)
     Launch(script, processes=3, cpu=True).check(gpus=2)
 
 
-def test_zero_without_deepspeed_names_the_extra(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_missing_deepspeed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"-e .*\[deepspeed\]"):
         Launch(script, zero=2).check()
     Launch(script, fsdp=True).check()
 
 
-# What torchrun and accelerate are told
+# --- commands and environments
 
 
-def test_one_machine_takes_a_free_port_and_several_meet_at_one() -> None:
-    assert "--standalone" in Launch("a.py", processes=2).command()
-    words = " ".join(Launch("a.py", processes=2, machines=3, endpoint="a:1").command())
-    assert "--nnodes 3 --rdzv-backend c10d --rdzv-endpoint a:1" in words
-    assert "--standalone" not in words
+SEVERAL = "--rdzv-backend c10d --rdzv-endpoint a:1"
 
 
-def test_a_run_whose_machines_come_and_go_has_no_number_of_processes() -> None:
-    launch = Launch("a.py", processes=2, machines="1:4", endpoint="a:1", max_restarts=3)
-    assert "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint a:1" in " ".join(launch.command())
-    assert "OMNITRAIN_NUM_PROCESSES" not in launch.environment(cores=8)
-    assert launch.environment(cores=8)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in Launch("a.py", max_restarts=3).environment(cores=8)
+@pytest.mark.parametrize(
+    ("options", "fragment", "absent"),
+    [
+        ({"processes": 2}, "--standalone", "--rdzv"),
+        ({"machines": 3, "endpoint": "a:1"}, f"--nnodes 3 {SEVERAL}", "--standalone"),
+        ({"machines": "1:4", "endpoint": "a:1", "max_restarts": 3}, f"--nnodes 1:4 {SEVERAL}", "--standalone"),
+        ({"is_module": True}, " -m a.b -x", "--nnodes"),
+    ],
+)
+def test_command_of_machines_and_modules(options: dict[str, Any], fragment: str, absent: str) -> None:
+    command = " ".join(Launch("a.b", ["-x"], **options).command())
+    assert fragment in command and absent not in command
 
 
-def test_the_number_of_machines_is_read_from_the_command_line(started: list[Launch]) -> None:
-    assert cli.main(["launch", "--nnodes", "1:4", "--rdzv-endpoint", "a:1", "--max-restarts", "1", "train.py"]) == 0
-    assert cli.main(["launch", "--nnodes", "2", "--rdzv-endpoint", "a:1", "train.py"]) == 0
-    assert [one.machines for one in started] == ["1:4", 2]
-
-
-def test_a_module_is_started_as_one() -> None:
-    assert Launch("a.b", ["-x"], is_module=True).command()[-3:] == ["-m", "a.b", "-x"]
-
-
-def test_the_processes_are_told_how_many_they_are_on_all_machines() -> None:
-    told = Launch("a.py", processes=4, machines=2, endpoint="a:1").environment(cores=8)
-    assert told["OMNITRAIN_NUM_PROCESSES"] == "8"
+SHARDED = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, {}),
-        ({"fsdp": True}, {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "false", "FSDP_VERSION": "2"}),
-        (
-            {"zero": 2},
-            {
-                "ACCELERATE_USE_FSDP": "false",
-                "ACCELERATE_USE_DEEPSPEED": "true",
-                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-            },
-        ),
+        ({"fsdp": True}, {**SHARDED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
+        ({"zero": 2}, {**SHARDED, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
         ({"cpu": True}, {"ACCELERATE_USE_CPU": "true"}),
     ],
 )
-def test_accelerate_is_told_what_was_asked_for_and_no_more(options: dict[str, Any], expected: dict[str, str]) -> None:
-    told = Launch("a.py", processes=2, **options).environment(cores=2)
-    assert {key: value for key, value in told.items() if key.startswith(("ACCELERATE_", "FSDP_"))} == expected
+def test_environment_sets_only_requested_options(options: dict[str, Any], expected: dict[str, str]) -> None:
+    environment = Launch("a.py", processes=2, **options).environment(cores=2)
+    values = {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    assert values == expected
 
 
-def test_deepspeed_on_processors_is_kept_off_the_gpus_without_accelerates_switch() -> None:
-    told = Launch("a.py", processes=2, zero=3, cpu=True).environment(cores=2)
-    assert (told["ACCELERATE_USE_CPU"], told["DS_ACCELERATOR"], told["CUDA_VISIBLE_DEVICES"]) == ("false", "cpu", "")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"machines": 2, "endpoint": "a:1"}, {"OMNITRAIN_NUM_PROCESSES": "8"}),  # of all machines
+        (  # of machines that come and go
+            {"machines": "1:4", "endpoint": "a:1", "max_restarts": 3},
+            {"OMNITRAIN_NUM_PROCESSES": None, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        ),
+        ({"max_restarts": 3}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None}),
+        (  # accelerate's switch would turn DeepSpeed off
+            {"zero": 3, "cpu": True},
+            {"ACCELERATE_USE_CPU": "false", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        ),
+    ],
+)
+def test_environment_of_machines_and_processors(options: dict[str, Any], expected: dict[str, str | None]) -> None:
+    environment = Launch("a.py", processes=4, **options).environment(cores=8)
+    assert {name: environment.get(name) for name in expected} == expected
 
 
-def test_processes_share_the_cores_unless_the_user_has_said_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_shares_cores_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert Launch("a.py", processes=2).environment(cores=9)["OMP_NUM_THREADS"] == "4"
     assert Launch("a.py", processes=9).environment(cores=2)["OMP_NUM_THREADS"] == "1"
@@ -182,12 +188,16 @@ def test_processes_share_the_cores_unless_the_user_has_said_how(monkeypatch: pyt
     assert "OMP_NUM_THREADS" not in Launch("a.py", processes=2).environment(cores=9)
 
 
-# How it ends
+# --- the end
 
 
-def test_the_exit_code_is_the_scripts(script: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = programs.run(sys.executable, "-m", "omnitrain.cli", "launch", script, env=environment)
-    assert done.returncode == 7
-    assert "exit code 7" in done.stderr
-    assert "Traceback" not in done.stderr
+def run_command(words: list[str]) -> None:
+    sys.exit(cli.main(words))
+
+
+@pytest.mark.processes
+def test_launch_exits_with_code_of_the_script(script: str, tmp_path: Path) -> None:
+    case = Case("exit", "test_launch:run_command", {"words": ["launch", script]}, processes=1)
+    (outcome,) = play([case], tmp_path / "cases")["exit"]
+    assert outcome.code == 7
+    assert "exit code 7" in outcome.output and "Traceback" not in outcome.output

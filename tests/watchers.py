@@ -1,4 +1,4 @@
-"""Every watcher there is, for runs that are compared with one that nobody watches: a new one gets a line here."""
+"""One of each watcher, for runs that are compared with an unwatched one: a new watcher gets a line here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from omnitrain.events import Histogram
 
 
 class Listener(Callback):
-    """Hears of every event, and reports what loggers show besides numbers; `heard` has the events' names."""
+    """Subscribes to every event, and reports what loggers show besides numbers; `heard` has the events' names."""
 
     def __init__(self) -> None:
         self.heard = set[str]()
@@ -39,25 +39,21 @@ class Listener(Callback):
         return {"listened": float(len(self.heard))}
 
 
-def _told(name: str) -> Callable[..., None]:
-    def told(self: Listener, trainer: Any, *_: Any) -> None:
+def _handler(name: str) -> Callable[..., None]:
+    def handle(self: Listener, trainer: Any, *_: Any) -> None:
         self.heard.add(name)
         if name == "log":
             trainer.lifecycle.report({"words": "a text", "values": Histogram([0.0, 1.0], [2], 0.0, 1.0, 1.0, 1.0)})
 
-    return told
+    return handle
 
 
 for _event in Event:
-    setattr(Listener, f"on_{_event.value}", _told(_event.value))
+    setattr(Listener, f"on_{_event.value}", _handler(_event.value))
 
 
 def watchers(folder: Path) -> dict[str, Callback]:
-    """Return one of each, by name; JSON lines and the progress bar come by the arguments of `watched`.
-
-    Args:
-        folder: Where they write what is not in the run's own folder.
-    """
+    """Return one of each, by name, that writes to the folder; `run` adds JSON lines and the progress bar."""
     return {
         "listener": Listener(),
         "hooks": HookCallback({"on_train_step_end": lambda *_, **__: None}),
@@ -74,7 +70,7 @@ def watchers(folder: Path) -> dict[str, Callback]:
 
 
 def run(make: Callable[..., Any], folder: Path | None) -> Any:
-    """Train a small model with dropout for two epochs, watched by all if there is a folder, and else by nobody.
+    """Train a small model with dropout for two epochs; with all watchers if there is a folder, else with none.
 
     Args:
         make: Makes a trainer of a model, a training set, an evaluation set, and arguments.
@@ -106,7 +102,7 @@ def _data(size: int) -> TensorDataset:
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
-    """Return what watching may not change: weights, which dropout has drawn for, the moments of this rank, history."""
+    """Return what watching may not change: the weights (which depend on dropout), this rank's moments, the history."""
     moments = {
         f"{place}/{name}": value.to_local() if hasattr(value, "to_local") else value
         for place, state in enumerate(trainer.optimizer.state.values())
@@ -114,10 +110,10 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
     assert moments
     return {
-        "tensors": {**{name: whole(one) for name, one in trainer.backend.model_tensors().items()}, **moments},
+        "tensors": {**{name: whole(tensor) for name, tensor in trainer.backend.model_tensors().items()}, **moments},
         "history": {name: trainer.metrics[name] for name in ("train_metrics_history", "valid", "best_valid")},
     }
 
 
 TRACES = ("tensorboard/*", "run/metrics.csv", "run/metrics.jsonl", "run/run.json", "profile/*.json.gz")
-"""What they leave in the folder, so that a watcher that did not watch is noticed."""
+"""Files of the watchers in the folder."""

@@ -1,7 +1,8 @@
-"""Adapters of PEFT are in PEFT's own form wherever they are saved."""
+"""Checkpoints and saved models with adapters, in PEFT's own format."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import peft
 import pytest
 import torch
 from adapting import TRAINERS, adapted, agree, content_of, lora, make, reopened, run, weights_of
+from marks import thinned
 from safetensors.torch import load_file
 from tiny import Tokens, llama
 from torch import nn
@@ -20,65 +22,65 @@ from omnitrain import ConfigError, HFTrainer
 pytestmark = pytest.mark.filterwarnings("ignore:.*embedding layers found in `target_modules`")
 
 
+def check_reopens(
+    trainer: Any,
+    folder: Path,
+    expected: dict[str, torch.Tensor] | None = None,
+    base: Callable[[], Any] = llama,
+) -> None:
+    """Check that PEFT opens what `save_model` writes and the last checkpoint of the run in `folder / "run"`."""
+    trainer.save_model(folder / "model")
+    for path in (folder / "model", folder / "run" / "last"):
+        assert agree(reopened(path, base()), weights_of(trainer) if expected is None else expected), path
+        assert not (path / "config.json").exists()  # transformers would look for the base in the folder
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_peft_opens_a_saved_model_and_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    trainer = run(kind, adapted(), tmp_path / "run")
-    trainer.save_model(tmp_path / "model")
-    for folder in (tmp_path / "model", tmp_path / "run" / "last"):
-        assert agree(reopened(folder), weights_of(trainer)), folder
-        assert not (folder / "config.json").exists()  # transformers would look for the base in the folder
+def test_adapters_reopen_in_peft(kind: str, tmp_path: Path) -> None:
+    check_reopens(run(kind, adapted(), tmp_path / "run"), tmp_path)
     assert not (tmp_path / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_each_of_several_adapters_is_saved_with_the_modules_that_are_trained_whole(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_adapters_are_saved_per_name_with_full_modules(kind: str, tmp_path: Path) -> None:
     model = adapted(modules_to_save=["lm_head"])
     model.add_adapter("other", lora(2, r=3))
     trainer = run(kind, model, tmp_path / "run")
     trainer.save_model(tmp_path / "model")
-    after = weights_of(trainer)
+    weights = weights_of(trainer)
     for folder in (tmp_path / "model", tmp_path / "run" / "last"):
         default, other = reopened(folder), reopened(folder, adapter="other")
         assert any("lm_head.modules_to_save.default" in name for name in default)
-        found = {name: one for name, one in {**default, **other}.items() if name in after}
-        adapters = {name for name in after if "lora_" in name or "modules_to_save" in name}
-        assert adapters <= found.keys() and all(torch.equal(found[name], after[name]) for name in adapters)
-    kept = content_of(tmp_path / "run" / "last")["frozen"]
-    assert not any("lora_" in name or "modules_to_save" in name for name in kept)
-    held = load_file(tmp_path / "run" / "last" / "model.safetensors")
-    assert "base_model.model.lm_head.original_module.weight" in held  # a new head is made at random
+        saved = {name: tensor for name, tensor in {**default, **other}.items() if name in weights}
+        adapters = {name for name in weights if "lora_" in name or "modules_to_save" in name}
+        assert adapters <= saved.keys() and all(torch.equal(saved[name], weights[name]) for name in adapters)
+    frozen = content_of(tmp_path / "run" / "last")["frozen"]
+    assert not any("lora_" in name or "modules_to_save" in name for name in frozen)
+    tensors = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    assert "base_model.model.lm_head.original_module.weight" in tensors  # a new head is random
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_adapters_of_transformers_own_integration_are_saved_too(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_adapters_of_transformers_integration_reopen(kind: str, tmp_path: Path) -> None:
     model = llama()
     model.add_adapter(lora())
     trainer = run(kind, model, tmp_path / "run")
-    trainer.save_model(tmp_path / "model")
-    after = {f"base_model.model.{name}": one for name, one in weights_of(trainer).items()}
-    for folder in (tmp_path / "model", tmp_path / "run" / "last"):
-        assert agree(reopened(folder), after), folder
+    check_reopens(trainer, tmp_path, {f"base_model.model.{name}": value for name, value in weights_of(trainer).items()})
 
 
-def test_embeddings_with_new_rows_are_saved_with_the_adapters(tmp_path: Path) -> None:
+def test_adapters_include_resized_embeddings(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
 
-    def grown() -> Any:
+    def resized(seed: int = 4) -> Any:
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         base.resize_token_embeddings(44, mean_resizing=False)
         return base
 
-    trainer = run("native", adapted(grown()), tmp_path / "run")
-    trainer.save_model(tmp_path / "model")
-    torch.manual_seed(4)
-    other = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
-    other.resize_token_embeddings(44, mean_resizing=False)
-    for folder in (tmp_path / "model", tmp_path / "run" / "last"):
-        assert agree(reopened(folder, other), weights_of(trainer)), folder
+    check_reopens(run("native", adapted(resized(3)), tmp_path / "run"), tmp_path, base=resized)
 
 
-def test_adapters_of_a_model_that_is_none_of_transformers_are_saved(tmp_path: Path) -> None:
+def test_adapters_of_a_plain_module_reopen(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -89,71 +91,66 @@ def test_adapters_of_a_model_that_is_none_of_transformers_are_saved(tmp_path: Pa
             logits = self.out(self.embed(input_ids))
             return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
-    model = adapted(Net(), target_modules=["out"])
-    trainer = run("native", model, tmp_path / "run")
-    trainer.save_model(tmp_path / "model")
-    for folder in (tmp_path / "model", tmp_path / "run" / "last"):
-        assert agree(reopened(folder, Net()), weights_of(trainer)), folder
+    check_reopens(run("native", adapted(Net(), target_modules=["out"]), tmp_path / "run"), tmp_path, base=Net)
 
 
-def test_a_learned_prompt_is_saved_in_peft_s_own_form(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    trainer = run("native", peft.get_peft_model(llama(), config).double(), tmp_path / "run")
-    after = weights_of(trainer)["prompt_encoder.default.embedding.weight"]
-    again = reopened(tmp_path / "run" / "last")["prompt_encoder.default.embedding.weight"]
-    assert torch.equal(again.float(), after.float())  # PEFT makes it in fp32
-
-
-def test_a_checkpoint_in_the_background_has_the_adapters_of_its_own_step(tmp_path: Path) -> None:
-    trainer = run("native", adapted(), tmp_path / "run", async_save=True, save_steps=1, max_steps=3)
-    for step in (1, 2, 3):
-        (folder,) = (tmp_path / "run").glob(f"checkpoint-*{step}")
-        found = reopened(folder)
-        straight = run("native", adapted(), max_steps=step, epochs=2)
-        assert agree(found, weights_of(straight)), step
-    assert trainer.progress.step == 3
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_adapters_replace_nothing_unasked(kind: str, tmp_path: Path) -> None:
-    model = peft.get_peft_model(llama(), lora(), adapter_name="named")
-    trainer = make(kind, model)
-    trainer.save_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"named/adapter_config.json' already exists. Pass overwrite=True"):
-        trainer.save_model(tmp_path / "model")
-    trainer.save_model(tmp_path / "model", overwrite=True)
-    make(kind, llama()).save_model(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"model.safetensors' already exists"):
-        trainer.save_model(tmp_path / "plain")
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="it is a file"):
-        trainer.save_model(tmp_path / "file")
-
-
-def test_a_stock_trainer_goes_on_from_a_checkpoint_without_the_base(tmp_path: Path) -> None:
-    def arguments(name: str, steps: int) -> TrainingArguments:
-        return TrainingArguments(
-            str(tmp_path / name), max_steps=steps, per_device_train_batch_size=4, save_strategy="steps", save_steps=2,
-            learning_rate=0.05, report_to="none", use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
-
-    ours = HFTrainer(adapted(), arguments("ours", 2), Tokens(8), stock_checkpoints=True)
-    ours.train()
-    stock: Any = Stock(adapted(seed=5), arguments("stock", 2), train_dataset=Tokens(8))
-    stock.train(resume_from_checkpoint=str((tmp_path / "ours" / "last").resolve()))
-    assert agree(dict(stock.model.named_parameters()), weights_of(ours))
-
-
-def test_adapters_are_saved_from_modules_that_are_compiled(tmp_path: Path) -> None:
+def test_adapters_of_compiled_modules_reopen_and_load(tmp_path: Path) -> None:
     model = adapted()
     layers = model.base_model.model.model.layers
     layers[0] = torch.compile(layers[0], backend="eager")
-    trainer = run("native", model, tmp_path / "run", max_steps=1, epochs=None)
-    trainer.save_model(tmp_path / "model")
-    after = {name.replace("_orig_mod.", ""): one for name, one in weights_of(trainer).items()}
-    for folder in (tmp_path / "model", tmp_path / "run" / "last"):
-        assert agree(reopened(folder), after), folder
-    resumed = make("native", adapted(), tmp_path / "run", epochs=1)
+    trainer = make("native", model, tmp_path / "run")
+    trainer.save_checkpoint()
+    weights = {name.replace("_orig_mod.", ""): value for name, value in weights_of(trainer).items()}
+    check_reopens(trainer, tmp_path, weights)
+    resumed = make("native", adapted(), tmp_path / "run")
     resumed.load_checkpoint(tmp_path / "run" / "last")
-    assert agree(weights_of(resumed), after)
+    assert agree(weights_of(resumed), weights)
+
+
+def test_adapters_prompt_tuning_reopens(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = run("native", peft.get_peft_model(llama(), config).double(), tmp_path / "run")
+    name = "prompt_encoder.default.embedding.weight"
+    saved = reopened(tmp_path / "run" / "last")[name]
+    assert torch.equal(saved.float(), weights_of(trainer)[name].float())  # PEFT makes it in fp32
+
+
+def test_adapters_of_async_saves_are_those_of_their_step(tmp_path: Path) -> None:
+    trainer = run("native", adapted(), tmp_path / "run", async_save=True, save_steps=1, max_steps=3)
+    assert trainer.progress.step == 3
+    for step in (1, 2, 3):
+        straight = run("native", adapted(), max_steps=step, epochs=2)
+        assert agree(reopened(tmp_path / "run" / f"checkpoint-{step}"), weights_of(straight)), step
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_adapters_overwrite_only_if_asked(kind: str, tmp_path: Path) -> None:
+    trainer = make(kind, peft.get_peft_model(llama(), lora(), adapter_name="named"))
+    make(kind, llama()).save_model(tmp_path / "plain")
+    (tmp_path / "file").touch()
+    trainer.save_model(tmp_path / "model")
+    for name, message in (
+        ("model", r"named/adapter_config.json' already exists. Pass overwrite=True"),
+        ("plain", r"model.safetensors' already exists"),
+        ("file", "it is a file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer.save_model(tmp_path / name)
+    trainer.save_model(tmp_path / "model", overwrite=True)
+
+
+def test_adapters_resume_in_a_stock_trainer(tmp_path: Path) -> None:
+    """transformers' own Trainer resumes from a checkpoint that does not contain the base model."""
+
+    def arguments(name: str) -> TrainingArguments:
+        return TrainingArguments(
+            str(tmp_path / name), max_steps=2, per_device_train_batch_size=4, save_strategy="steps", save_steps=2,
+            learning_rate=0.05, report_to="none", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+
+    trainer = HFTrainer(adapted(), arguments("ours"), Tokens(8), stock_checkpoints=True)
+    trainer.train()
+    stock: Any = Stock(adapted(seed=5), arguments("stock"), train_dataset=Tokens(8))
+    stock.train(resume_from_checkpoint=str((tmp_path / "ours" / "last").resolve()))
+    assert agree(dict(stock.model.named_parameters()), weights_of(trainer))

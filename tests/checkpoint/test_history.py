@@ -1,10 +1,9 @@
-"""The history is encoded once: how long a save takes does not depend on how many rows there are."""
+"""The history file of a checkpoint: each row is encoded once."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from forging import content_of, seal
 from resuming import build
 
+from omnitrain.checkpoint import history as history_module
 from omnitrain.checkpoint.history import HISTORY, Lines, read_history
 from omnitrain.metrics import MetricsDict
 
@@ -25,7 +25,7 @@ def history(evaluations: int) -> MetricsDict:
     return metrics
 
 
-def test_rows_that_were_there_are_not_encoded_again_and_those_of_another_history_are() -> None:
+def test_history_lines_are_reused_unless_rows_differ() -> None:
     lines, metrics = Lines(), history(3)
     first, _ = lines.up_to({"train_metrics_history": 0, "valid": 2, "test": 0}, metrics)
     metrics.add_train({"epoch": 1, "step": 3, "train_loss": float("nan")})
@@ -35,53 +35,32 @@ def test_rows_that_were_there_are_not_encoded_again_and_those_of_another_history
     assert lines.up_to({"train_metrics_history": 0, "valid": 1, "test": 0}, history(1))[0] == first.splitlines(True)[0]
 
 
-def test_checkpoint_that_is_copied_away_alone_has_its_history(tmp_path: Path) -> None:
+def test_history_is_in_a_checkpoint_that_is_copied_away(tmp_path: Path) -> None:
     build(tmp_path / "run", epochs=2).train()
-    alone = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
+    folder = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
     shutil.rmtree(tmp_path / "run")
     trainer = build(tmp_path / "other")
-    trainer.load_checkpoint(alone)
+    trainer.load_checkpoint(folder)
     assert [row["step"] for row in trainer.metrics["valid"]] == [3, 6]
     assert [row["epoch"] for row in trainer.metrics["train_metrics_history"]] == [1, 2]
-    assert "valid" not in content_of(alone)["metrics"]
+    assert "valid" not in content_of(folder)["metrics"]
 
 
-def test_history_in_the_manifest_of_an_older_checkpoint_is_still_read(tmp_path: Path) -> None:
+def test_history_in_the_manifest_of_old_checkpoints_is_read(tmp_path: Path) -> None:
     build(tmp_path / "run", epochs=2).train()
-    old = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
-    content = content_of(old)
-    expected = content["metrics"] = read_history(old, content)
-    (old / HISTORY).unlink()
+    folder = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
+    content = content_of(folder)
+    expected = content["metrics"] = read_history(folder, content)
+    (folder / HISTORY).unlink()
     del content["files"][HISTORY]
-    seal(old, content)
+    seal(folder, content)
     trainer = build(tmp_path / "other")
-    trainer.load_checkpoint(old)
+    trainer.load_checkpoint(folder)
     assert json.loads(json.dumps(trainer.metrics)) == json.loads(json.dumps(expected))
 
 
-def seconds_of_saves(trainer: Any, evaluations: int) -> float:
-    """The fastest of some saves of a run with a long history, each after one more evaluation."""
-    trainer.lifecycle.metrics = history(evaluations)
-    trainer.save_checkpoint()
-    found = []
-    for step in range(5):
-        trainer.metrics.add_valid({"epoch": 1.0, "step": step, "eval_loss": 0.5}, best=False)
-        start = time.perf_counter()
-        trainer.save_checkpoint()
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-@pytest.mark.slow
-def test_save_after_a_hundred_thousand_evaluations_takes_about_as_long_as_one_after_ten(tmp_path: Path) -> None:
-    few, many = (seconds_of_saves(build(tmp_path / str(n)), n) for n in (10, 100_000))
-    print(f"a save takes {few * 1000:.1f} ms after 10 evaluations, {many * 1000:.1f} ms after 100,000")
-    assert many < few + 0.15
-
-
-def test_save_encodes_new_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from omnitrain.checkpoint import history as module
-
+def test_history_save_encodes_only_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a save does not grow with the rows before it."""
     trainer, encoded = build(tmp_path), []
 
     class Counting:
@@ -92,6 +71,11 @@ def test_save_encodes_new_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
             encoded.append(value)
             return json.dumps(value, **options)
 
-    monkeypatch.setattr(module, "json", Counting)
-    seconds_of_saves(trainer, 200)
-    assert len(encoded) == 205
+    monkeypatch.setattr(history_module, "json", Counting)
+    trainer.lifecycle.metrics = history(200)
+    trainer.save_checkpoint()
+    assert len(encoded) == 200
+    for step in range(3):
+        trainer.metrics.add_valid({"epoch": 1.0, "step": step, "eval_loss": 0.5}, best=False)
+        trainer.save_checkpoint()
+        assert len(encoded) == 201 + step

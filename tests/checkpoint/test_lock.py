@@ -1,17 +1,16 @@
-"""One run at a time writes into a folder, whoever else tries, however the one before ended."""
+"""The lock of a run folder: one run at a time, however the one before it ended."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import programs
 import pytest
 import torch.nn.functional as F
 from recipes import rows, t16
-from resuming import build, differences, outcome, play, train
+from resuming import build, differences, play, train
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Trainer
 from omnitrain.checkpoint import lock as lock_module
@@ -30,50 +29,71 @@ RUN: dict[str, Any] = {"save_steps": 2, "eval_steps": 2, "log_steps": 1}
 TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
-class Holder:
-    """A process that trains into a folder and waits after step 3 until it is told to go on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.told, self.goes_on = folder / "told", folder / "goes_on"
-        self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            wait_for(self.told.exists)
-            return
-        code = 1
-        try:
-            build(folder / "run", callbacks=lambda: [Waits(self.told, self.goes_on)], **RUN).train()
-            code = 0
-        finally:
-            os._exit(code)
-
-    def wait(self) -> int:
-        if self._code is None:
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._code
-
-    def end(self, number: int = signal.SIGKILL) -> None:
-        if self._code is None:
-            os.kill(self.pid, number)
-            self.wait()
-
-
-class Waits(Callback):
-    """Says that step 3 is done, and waits until it is told to go on."""
-
-    def __init__(self, told: Path, goes_on: Path) -> None:
-        self.told, self.goes_on = told, goes_on
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 3:
-            self.told.touch()
-            wait_for(self.goes_on.exists)
+def set_waits(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    for name, value in seconds.items():
+        monkeypatch.setattr(lock_module, name, value)
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"BEAT_S": 0.1, "WATCH_S": 1.0, "STALE_S": 2.0, "LEAVE_S": 0.2, "SETTLE_S": 0.05}.items():
-        monkeypatch.setattr(lock_module, name, seconds)
+    set_waits(monkeypatch, BEAT_S=0.1, WATCH_S=0.2, STALE_S=0.3, LEAVE_S=0.1, SETTLE_S=0.02)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + programs.LIMIT
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.01)
+
+
+def fork(function: Callable[[], Any]) -> int:
+    """Call a function in a child, which exits with the number that it returns, else 0, or 1 after an error."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            result = function()
+            code = result if isinstance(result, int) else 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Pauses(Callback):
+    """Reports step 3 by a file, and waits for another one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paused, self.proceed = folder / "paused", folder / "proceed"
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 3:
+            self.paused.touch()
+            wait_for(self.proceed.exists)
+
+
+class Holder:
+    """A process that trains into a folder and pauses after step 3."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pauses = Pauses(folder)
+        self.pid = fork(lambda: build(folder / "run", callbacks=lambda: [self.pauses], **RUN).train())
+        self.has_ended = False
+        wait_for(self.pauses.paused.exists)
+
+    def finish(self) -> int:
+        self.pauses.proceed.touch()
+        self.has_ended = True
+        return exit_code(self.pid)
+
+    def kill(self) -> None:
+        if not self.has_ended:
+            os.kill(self.pid, signal.SIGKILL)
+            self.has_ended = True
+            os.waitpid(self.pid, 0)
 
 
 @pytest.fixture
@@ -81,36 +101,33 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
     """A run in another process, in the middle of its work."""
     process = Holder(tmp_path)
     yield process
-    process.end()
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + programs.LIMIT
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.01)
+    process.kill()
 
 
 def owner_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / LOCK).read_text())
 
 
-def leave(folder: Path, **changed: Any) -> dict[str, Any]:
+def leave_lock(folder: Path, **changes: Any) -> None:
     """Leave the lock of a run that is gone, as another machine or container would have left it."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = Lock(folder)
-    with lock.held():
-        owner = owner_of(folder) | changed
+    with Lock(folder).held():
+        owner = owner_of(folder) | changes
     (folder / LOCK).write_text("")
-    owner["inode"] = changed.get("inode", (folder / LOCK).stat().st_ino)
+    owner["inode"] = changes.get("inode", (folder / LOCK).stat().st_ino)
     (folder / LOCK).write_text(json.dumps(owner))
-    return owner
+
+
+def check_takes(folder: Path) -> None:
+    with Lock(folder).held():
+        assert owner_of(folder)["pid"] == os.getpid()
 
 
 # --- two runs
 
 
-def test_a_second_run_on_a_folder_is_refused_and_the_first_one_is_not_disturbed(tmp_path: Path, holder: Holder) -> None:
+@pytest.mark.processes
+def test_lock_rejects_a_second_run_and_leaves_the_first(tmp_path: Path, holder: Holder) -> None:
     run = tmp_path / "run"
     for options in ({"resume_from": "auto"}, {"resume_from": "last"}, {}):
         second = build(run, overwrite=not options, save_steps=1)
@@ -119,30 +136,24 @@ def test_a_second_run_on_a_folder_is_refused_and_the_first_one_is_not_disturbed(
         assert second.progress.step == 0
     with pytest.raises(CheckpointError, match="in use by process"):
         build(run).save_checkpoint()
-    holder.goes_on.touch()
-    assert holder.wait() == 0
+    assert holder.finish() == 0
     assert not (run / LOCK).exists()
-    undisturbed = play(tmp_path / "undisturbed", **RUN)
-    found = play(run, **RUN)
-    assert not differences(found["last"], undisturbed["last"]) and not differences(
-        found["journal"], undisturbed["journal"]
-    )
+    undisturbed, disturbed = play(tmp_path / "undisturbed", **RUN), play(run, **RUN)
+    for key in ("last", "journal"):
+        assert not differences(disturbed[key], undisturbed[key])
 
 
-def test_a_run_goes_on_at_once_where_one_was_killed(tmp_path: Path, holder: Holder, caplog: Any) -> None:
-    holder.end()
+@pytest.mark.processes
+def test_lock_of_a_killed_run_is_taken_at_once(tmp_path: Path, holder: Holder, caplog: Any) -> None:
+    holder.kill()
     assert owner_of(tmp_path / "run")["pid"] == holder.pid
-    begin = time.monotonic()
-    lock = Lock(tmp_path / "run")
-    with lock.held():
-        assert owner_of(tmp_path / "run")["pid"] == os.getpid()
-    assert time.monotonic() - begin < lock_module.WATCH_S
-    assert f"left locked by process {holder.pid}" in caplog.text
-    trainer = train(build(tmp_path / "run", **RUN), resume_from="auto")
-    assert trainer.progress.step == 9
+    check_takes(tmp_path / "run")
+    assert f"left locked by process {holder.pid}" in caplog.text and "sign of life" not in caplog.text
+    assert train(build(tmp_path / "run", **RUN), resume_from="auto").progress.step == 9
 
 
-def test_a_copy_of_a_folder_in_use_is_free(tmp_path: Path, holder: Holder, caplog: Any) -> None:
+@pytest.mark.processes
+def test_lock_in_a_copy_of_a_folder_is_ignored(tmp_path: Path, holder: Holder, caplog: Any) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     trainer = train(build(tmp_path / "copy", **RUN), resume_from="auto")
     assert trainer.progress.step == 9 and not (tmp_path / "copy" / LOCK).exists()
@@ -150,61 +161,55 @@ def test_a_copy_of_a_folder_in_use_is_free(tmp_path: Path, holder: Holder, caplo
     assert owner_of(tmp_path / "run")["pid"] == holder.pid
 
 
-def test_of_many_that_start_at_once_one_has_the_folder(tmp_path: Path) -> None:
-    code = """
-    import sys, time
-    from pathlib import Path
-    from omnitrain.checkpoint import lock as module
-    module.LEAVE_S = 0.0
-    folder, go, name = map(Path, sys.argv[1:])
-    lock = module.Lock(folder)
-    while not go.exists():
-        pass
-    try:
-        lock.take()
-    except module.CheckpointError:
-        sys.exit(3)
-    assert not list(folder.glob("inside-*")), "two at once"
-    (folder / f"inside-{name}").touch()
-    time.sleep(0.3)
-    (folder / f"inside-{name}").unlink()
-    lock.release()
-    """
-    for stale in (False, True):
-        folder, go = tmp_path / f"run-{stale}", tmp_path / f"go-{stale}"
-        folder.mkdir()
-        if stale:
-            leave(folder)
-        arguments = [sys.executable, "-c", textwrap.dedent(code), str(folder), str(go)]
-        started = [subprocess.Popen([*arguments, str(number)]) for number in range(4)]
-        time.sleep(0.5)
-        go.touch()
-        codes = sorted(process.wait(programs.LIMIT) for process in started)
-        assert set(codes) <= {0, 3} and 0 in codes
+@pytest.mark.processes
+@pytest.mark.parametrize("stale", [False, True])
+def test_lock_has_one_winner_of_many_at_once(stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_waits(monkeypatch, LEAVE_S=0.0)
+    if stale:
+        leave_lock(tmp_path)
+
+    def compete(number: int) -> int:
+        lock, code = Lock(tmp_path), 3
+        (tmp_path / f"ready-{number}").touch()
+        while len(list(tmp_path.glob("ready-*"))) < 4:
+            pass
+        try:
+            lock.take()
+            code = 0
+        except CheckpointError:
+            pass
+        (tmp_path / f"tried-{number}").touch()
+        wait_for(lambda: len(list(tmp_path.glob("tried-*"))) == 4)  # with the lock, if this process has it
+        if not code:
+            lock.release()
+        return code
+
+    children = [fork(lambda number=number: compete(number)) for number in range(4)]  # type: ignore[misc]
+    assert sorted(map(exit_code, children)) == [0, 3, 3, 3]
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_every_trainer_locks_its_folder_while_it_trains(kind: str, tmp_path: Path) -> None:
-    seen: list[bool] = []
+def test_lock_is_held_while_each_trainer_trains(kind: str, tmp_path: Path) -> None:
+    pids: list[int] = []
 
-    class Looks(Callback):
+    class Look(Callback):
         def on_step_end(self, trainer: Any) -> None:
-            seen.append(owner_of(tmp_path / "run")["pid"] == os.getpid())
+            pids.append(owner_of(tmp_path / "run")["pid"])
             with pytest.raises(CheckpointError, match="in use by process"):
                 Store(tmp_path / "run").take()
 
     options: dict[str, Any] = {"device": "cpu"} if kind == "native" else {}
     trainer = TRAINERS[kind](
-        t16(), rows(8), loss_fn=F.mse_loss, epochs=1, batch_size=4, progress_bar=False, callbacks=[Looks()],
+        t16(), rows(8), loss_fn=F.mse_loss, epochs=1, batch_size=4, progress_bar=False, callbacks=[Look()],
         save_dir=tmp_path / "run", **options,
     )  # fmt: skip
     trainer.train()
-    assert seen == [True, True] and not (tmp_path / "run" / LOCK).exists()
+    assert pids == [os.getpid()] * 2 and not (tmp_path / "run" / LOCK).exists()
     trainer.save_checkpoint()
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-def test_a_run_that_ends_by_an_error_gives_the_folder_back(tmp_path: Path) -> None:
+def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_step_end(self, trainer: Any) -> None:
             raise RuntimeError("boom")
@@ -218,77 +223,81 @@ def test_a_run_that_ends_by_an_error_gives_the_folder_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shift", [-3600.0, 0.0, 3600.0], ids=["an hour behind", "right", "an hour ahead"])
-def test_a_run_on_another_machine_is_known_by_its_signs_of_life_whatever_its_clock_says(
-    tmp_path: Path, shift: float, caplog: Any
+def test_lock_elsewhere_lives_by_its_signs_of_life(
+    tmp_path: Path, shift: float, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    leave(run, boot="another", host="elsewhere")
+    """A run on another machine is alive as long as it touches its lock, whatever its clock says."""
+    leave_lock(tmp_path, boot="another", host="elsewhere")
+    ends = threading.Event()
 
-    def shift_clock() -> None:
-        now = time.time() + shift
-        os.utime(run / LOCK, (now, now))
+    def beat() -> None:
+        moment = time.time() + shift
+        os.utime(tmp_path / LOCK, (moment, moment))
 
-    shift_clock()
-    beats = subprocess.Popen(
-        [sys.executable, "-c", "import os, sys, time\nwhile True:\n    time.sleep(0.1)\n"
-         f"    now = time.time() + {shift}\n    os.utime(sys.argv[1], (now, now))", str(run / LOCK)]
-    )  # fmt: skip
+    def live() -> None:
+        while not ends.wait(0.02):
+            beat()
+
+    beat()
+    thread = threading.Thread(target=live)
+    thread.start()
     try:
-        with pytest.raises(CheckpointError, match=r"in use by process .* on 'elsewhere'"):
-            Lock(run).take()
+        with monkeypatch.context() as patch:
+            set_waits(patch, WATCH_S=programs.LIMIT, STALE_S=programs.LIMIT)
+            with pytest.raises(CheckpointError, match=r"in use by process .* on 'elsewhere'"):
+                Lock(tmp_path).take()
     finally:
-        beats.kill()
-        beats.wait()
-    shift_clock()
-    with Lock(run).held():
-        assert owner_of(run)["pid"] == os.getpid()
+        ends.set()
+        thread.join()
+    check_takes(tmp_path)
     assert "Waiting for a sign of life" in caplog.text and "It is taken over" in caplog.text
 
 
-def test_a_process_in_another_container_is_not_taken_for_the_one_of_its_number(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    # on this kernel, and its lock of the system is gone: so is the process, whatever has its number here
-    leave(run, namespace="pid:[1]", pid=os.getppid())
-    begin = time.monotonic()
-    with Lock(run).held():
-        assert time.monotonic() - begin < lock_module.WATCH_S
+def test_lock_of_another_container_is_known_by_the_kernel(tmp_path: Path, caplog: Any) -> None:
+    """Its kernel lock is gone, so its process is, whatever process has that number here."""
+    leave_lock(tmp_path, namespace="pid:[1]", pid=os.getppid())
+    check_takes(tmp_path)
+    assert "sign of life" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("changed", "is_free"),
+    ("changes", "is_free"),
     [
         ({"pid": 1 << 22}, True),
-        ({"pid": os.getppid(), "started": "1"}, True),  # the number is another process's now
+        ({"pid": os.getppid(), "started": "1"}, True),  # the number is that of another process now
         ({"pid": os.getppid(), "started": None}, False),
         ({"pid": os.getpid()}, True),  # an earlier run of this program, which could not remove its lock
         ({"namespace": "pid:[1]"}, True),  # after a wait
         ({"pid": os.getppid(), "started": None, "inode": 1}, True),  # a copy
     ],
+    ids=["dead", "number reused", "alive", "this process", "other container", "copy"],
 )
-def test_without_locks_of_the_system_the_process_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], is_free: bool
+def test_lock_without_flock_asks_for_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_free: bool
 ) -> None:
-    monkeypatch.setattr(lock_module, "_flock", lambda descriptor: None)
-    run = tmp_path / "run"
-    leave(run, **changed)
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", flock)
+    leave_lock(tmp_path, **changes)
     if is_free:
-        with Lock(run).held():
-            assert owner_of(run)["pid"] == os.getpid()
-            with pytest.raises(CheckpointError, match="in use by process"):
-                Lock(run).take()
-    else:
-        with pytest.raises(CheckpointError, match="in use by process"):
-            Lock(run).take()
+        lock = Lock(tmp_path)
+        lock.take()
+        assert owner_of(tmp_path)["pid"] == os.getpid()
+    with pytest.raises(CheckpointError, match="in use by process"):
+        Lock(tmp_path).take()
+    if is_free:
+        lock.release()
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"pid": "x"}', "\0" * 300])
-def test_a_lock_that_says_nothing_keeps_nobody_out(tmp_path: Path, text: str) -> None:
+def test_lock_without_an_owner_is_taken(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK).write_text(text)
-    with Lock(tmp_path).held():
-        assert owner_of(tmp_path)["pid"] == os.getpid()
+    check_takes(tmp_path)
 
 
-def test_a_stopped_process_has_its_folder_still(tmp_path: Path, holder: Holder) -> None:
+@pytest.mark.processes
+def test_lock_of_a_stopped_process_is_respected(tmp_path: Path, holder: Holder) -> None:
     os.kill(holder.pid, signal.SIGSTOP)
     try:
         with pytest.raises(CheckpointError, match=f"in use by process {holder.pid}"):
@@ -297,95 +306,68 @@ def test_a_stopped_process_has_its_folder_still(tmp_path: Path, holder: Holder) 
         os.kill(holder.pid, signal.SIGCONT)
 
 
-def test_a_worker_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_lock_is_not_held_by_forked_workers(tmp_path: Path) -> None:
+    """A data loader's worker may outlive its run."""
     lock = Lock(tmp_path)
     lock.take()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
+    reader, writer = os.pipe()
+    child = fork(lambda: (os.close(writer), os.read(reader, 1)))
     lock.release()
-    with Lock(tmp_path).held():
-        pass
-    os.close(reading)
-    os.close(writing)
-    os.waitpid(child, 0)
+    check_takes(tmp_path)
+    os.close(reader)
+    os.close(writer)
+    assert exit_code(child) == 0
 
 
 # --- a lock that is lost
 
 
-def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-
+def test_lock_taken_over_ends_the_saves_of_a_run(tmp_path: Path) -> None:
     class TakesOver(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 3:
-                (run / LOCK).unlink()
+                (tmp_path / LOCK).unlink()
                 other.take()
 
-    other = Lock(run)
-    trainer = build(run, save_steps=2, callbacks=lambda: [TakesOver()])
+    other = Lock(tmp_path)
+    trainer = build(tmp_path, save_steps=2, callbacks=lambda: [TakesOver()])
     with pytest.raises(CheckpointError, match=f"was taken over by process {os.getpid()}"):
         trainer.train()
-    assert [path.name for path in Store(run).checkpoints()] == ["checkpoint-2"]
-    assert owner_of(run)["token"] == other.token
+    assert [path.name for path in Store(tmp_path).checkpoints()] == ["checkpoint-2"]
+    assert owner_of(tmp_path)["token"] == other.token
     other.release()
 
 
-def test_a_lock_that_somebody_deleted_is_made_anew_at_the_next_save(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    seen: list[bool] = []
+def test_lock_that_was_deleted_is_restored_by_a_save(tmp_path: Path) -> None:
+    states: list[bool] = []
 
-    class Deletes(Callback):
+    class Delete(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 1:
-                (run / LOCK).unlink()
-            seen.append((run / LOCK).exists())
+                (tmp_path / LOCK).unlink()
+            states.append((tmp_path / LOCK).exists())
 
-    build(run, save_steps=2, callbacks=lambda: [Deletes()]).train()
-    assert seen[:3] == [False, False, True] and not (run / LOCK).exists()
+    build(tmp_path, save_steps=2, callbacks=lambda: [Delete()]).train()
+    assert states[:3] == [False, False, True] and not (tmp_path / LOCK).exists()
 
 
-@pytest.mark.parametrize("what", ["open", "write", "utime", "unlink"])
-def test_a_disk_that_fails_does_not_keep_a_run_from_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("operation", ["open", "write", "utime", "unlink"])
+def test_lock_on_a_failing_disk_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = getattr(os, what)
+    original = getattr(os, operation)
 
     def fails(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if what == "open" and LOCK not in str(path):
-            return real(path, *args, **kwargs)
-        raise OSError(28, "No space left on device")
+        if operation == "open" and LOCK not in str(path):
+            return original(path, *args, **kwargs)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     caplog.set_level(logging.WARNING)
     lock = Lock(tmp_path)
-    monkeypatch.setattr(lock_module.os, what, fails)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(lock_module.os, operation, fails)
         with lock.held():
             lock.check()
-    finally:
-        monkeypatch.setattr(lock_module.os, what, real)
-    assert ("Nothing keeps another run out" in caplog.text) == (what == "open")
-    with Lock(tmp_path).held():
-        assert owner_of(tmp_path)["pid"] == os.getpid()
-
-
-# --- retention
-
-
-def test_the_last_checkpoint_that_verifies_is_never_deleted(tmp_path: Path, caplog: Any) -> None:
-    run = tmp_path / "run"
-    trainer = build(run, save_steps=2, epochs=2)
-    train(trainer)
-    newest = Store(run).path(6)
-    weights = newest / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(bytes(data))
-    (run / "best").unlink()
-    assert Store(run).prune(keep_last=1, keep_best=1, direction="min") == []
-    assert "would be left that verifies" in caplog.text
-    assert outcome(build(run)) is not None and Store(run).path(4).exists()
+    assert ("Nothing keeps another run out" in caplog.text) == (operation == "open")
+    check_takes(tmp_path)

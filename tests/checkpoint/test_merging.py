@@ -1,9 +1,10 @@
-"""`omnitrain checkpoint` and checkpoints that hold a part of a model: exported, merged, shown, compared."""
+"""`omnitrain checkpoint` with checkpoints that have a part of a model: export, merge, show, diff."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapting import adapted, agree, lora, make, reopened, run, weights_of
-from forging import content_of, seal
+from forging import content_of, seal, spoil
 from recipes import rows, t16
 from safetensors.torch import load_file
 from tiny import Tokens, bert, llama
@@ -24,12 +25,31 @@ from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.shards import own_blocks, write_shards
 from omnitrain.cli import main
 
+Command = Callable[..., tuple[int, str]]
 
-def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    capsys.readouterr()
-    code = main(["checkpoint", *map(str, words)])
-    told = capsys.readouterr()
-    return code, told.out + told.err
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """`omnitrain checkpoint`, which returns its exit code and what it prints."""
+
+    def call(*words: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["checkpoint", *map(str, words)])
+        return code, "".join(capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def export(command: Command, tmp_path: Path) -> Callable[..., str]:
+    """Export the run in `tmp_path` to "out" there, which must succeed; returns what is printed."""
+
+    def call(*words: object, run: Path = tmp_path / "run") -> str:
+        code, output = command("export", run, tmp_path / "out", *words)
+        assert code == 0, output
+        return output
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +60,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], torch.Tensor]:
-    """A run of adapters and a head of its own; its weights, and what it predicts."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder and the model of a run with adapters and a trained head."""
     folder = tmp_path_factory.mktemp("runs") / "lora"
-    trainer = run("native", adapted(modules_to_save=["lm_head"]), folder)
-    return folder, weights_of(trainer), logits(trainer.get_model())
+    return folder, run("native", adapted(modules_to_save=["lm_head"]), folder).get_model()
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -52,155 +71,171 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=Tokens(4).ids).logits
 
 
-def test_export_writes_adapters_that_peft_opens(trained: Any, tmp_path: Path, capsys: Any) -> None:
-    folder, weights, _ = trained
-    code, told = answer(capsys, "export", folder, tmp_path / "out")
-    assert code == 0 and "none of the adapters'" not in told
+def check_logits(folder: Path, model: Any, auto: Any = AutoModelForCausalLM) -> None:
+    """Check that transformers opens a merged model in a folder, which predicts what the trained one does."""
+    merged = auto.from_pretrained(folder)
+    assert "lora" not in str(merged) and merged.dtype == torch.float64
+    assert torch.allclose(logits(merged), logits(model), atol=1e-12)
+
+
+def test_export_writes_adapters(trained: Any, export: Any, tmp_path: Path) -> None:
+    folder, model = trained
+    assert "none of the adapters'" not in export(run=folder)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert agree(reopened(tmp_path / "out"), weights)
+    assert agree(reopened(tmp_path / "out"), dict(model.named_parameters()))
 
 
-def test_what_trained_beside_adapters_is_told_of_where_it_has_no_place_and_merged(
-    base: Path, tmp_path: Path, capsys: Any, caplog: Any
-) -> None:
+def test_export_reports_trained_weights_outside_adapters(base: Path, tmp_path: Path, export: Any, caplog: Any) -> None:
     model = adapted(modules_to_save=["lm_head"])
     model.base_model.model.model.norm.requires_grad_(True)
     trainer = run("native", model, tmp_path / "run")
     trainer.save_model(tmp_path / "model")
     assert "1 weights that train are none of the adapters'" in caplog.text and "model.norm.weight" in caplog.text
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out")
-    assert code == 0 and "1 tensors of the checkpoint are none of the adapters', and are not in it: base_model" in told
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "merged", "--merge", base)
-    assert code == 0 and torch.allclose(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(trainer.get_model()), atol=1e-12
-    )
+    assert "1 tensors of the checkpoint are none of the adapters', and are not in it: base_model" in export()
+    shutil.rmtree(tmp_path / "out")
+    export("--merge", base)  # which has a place for them
+    check_logits(tmp_path / "out", trainer.get_model())
 
 
-def test_adapters_are_merged_into_a_base_from_its_folder(trained: Any, base: Path, tmp_path: Path, capsys: Any) -> None:
-    code, told = answer(capsys, "export", trained[0], tmp_path / "out", "--merge", base)
-    assert code == 0, told
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert "lora" not in str(merged) and merged.dtype == torch.float64
-    assert torch.allclose(logits(merged), trained[2], atol=1e-12)
+def test_merge_with_a_base_folder(trained: Any, base: Path, tmp_path: Path, export: Any) -> None:
+    export("--merge", base, run=trained[0])
+    check_logits(tmp_path / "out", trained[1])
 
 
-def test_adapters_are_merged_into_the_base_in_the_checkpoint(tmp_path: Path, capsys: Any) -> None:
+def test_merge_with_the_base_in_the_checkpoint(tmp_path: Path, export: Any) -> None:
     trainer = run("native", adapted(modules_to_save=["lm_head"]), tmp_path / "run", save_frozen=True)
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge")
-    assert code == 0, told
-    assert torch.allclose(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(trainer.get_model()), atol=1e-12
-    )
+    export("--merge")
+    check_logits(tmp_path / "out", trainer.get_model())
 
 
-def test_a_classifier_of_more_classes_than_its_base_says_is_merged(tmp_path: Path, capsys: Any) -> None:
-    bert(num_labels=2).save_pretrained(tmp_path / "base")
-
-    def build(labels: int) -> Any:
-        return AutoModelForSequenceClassification.from_pretrained(
-            tmp_path / "base", num_labels=labels, ignore_mismatched_sizes=True, dtype=torch.float64
-        )
-
-    config = lora(task_type="SEQ_CLS", target_modules=["query"])
-    trainer = Trainer(
-        peft.get_peft_model(build(3), config), Tokens(8, "classes"), epochs=1, save_dir=tmp_path / "run", device="cpu",
-        learning_rate=0.05, progress_bar=False,
-    )  # fmt: skip
-    trainer.train()
-    # the head of another process is another one, as it is made at random
-    again = Trainer(
-        peft.get_peft_model(build(3), config), Tokens(8, "classes"), epochs=2, save_dir=tmp_path / "run", device="cpu",
-        learning_rate=0.05, progress_bar=False,
-    )  # fmt: skip
-    again.train(resume_from="auto")
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", tmp_path / "base")
-    assert code == 0, told
-    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert torch.allclose(logits(merged), logits(again.get_model()), atol=1e-12)
-
-
-def test_one_of_several_adapters_is_merged(base: Path, tmp_path: Path, capsys: Any) -> None:
-    model = adapted()
-    model.add_adapter("other", lora(2, r=3))
-    trainer = run("native", model, tmp_path / "run")
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", base)
-    assert code == 2 and "has the adapters default, other. Say which: --adapter NAME." in told
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", base, "--adapter", "others")
-    assert code == 2 and "has no adapter 'others', only default, other" in told
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", base, "--adapter", "other")
-    assert code == 0, told
-    trainer.get_model().set_adapter("other")
-    assert torch.allclose(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(trainer.get_model()), atol=1e-12
-    )
-    assert answer(capsys, "export", tmp_path / "run", tmp_path / "all")[0] == 0
-    assert "base_model.model.lm_head.weight" in reopened(tmp_path / "all", adapter="other")
-    assert answer(capsys, "export", tmp_path / "run", tmp_path / "x", "--adapter", "other")[0] == 2
-
-
-def test_adapters_of_transformers_own_integration_are_merged(base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_merge_adapters_of_transformers_integration(base: Path, tmp_path: Path, export: Any) -> None:
     model = llama()
     model.add_adapter(lora())
     trainer = run("native", model, tmp_path / "run")
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", base)
-    assert code == 0, told
-    assert torch.allclose(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(trainer.get_model()), atol=1e-12
-    )
+    export("--merge", base)
+    check_logits(tmp_path / "out", trainer.get_model())
 
 
-def test_another_base_a_quantised_one_and_none_are_refused(
-    trained: Any, base: Path, tmp_path: Path, capsys: Any
-) -> None:
-    folder, out = trained[0], tmp_path / "out"
+def test_merge_a_classifier_with_more_classes(tmp_path: Path, export: Any) -> None:
+    bert(num_labels=2).save_pretrained(tmp_path / "base")
+
+    def trainer(epochs: int) -> Trainer:
+        """A trainer in a new process would have another random head, too."""
+        model = AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / "base", num_labels=3, ignore_mismatched_sizes=True, dtype=torch.float64
+        )
+        config = lora(task_type="SEQ_CLS", target_modules=["query"])
+        return Trainer(
+            peft.get_peft_model(model, config), Tokens(8, "classes"), epochs=epochs, save_dir=tmp_path / "run",
+            device="cpu", learning_rate=0.05, progress_bar=False,
+        )  # fmt: skip
+
+    trainer(1).train()
+    resumed = trainer(2)
+    resumed.train(resume_from="auto")
+    export("--merge", tmp_path / "base")
+    check_logits(tmp_path / "out", resumed.get_model(), AutoModelForSequenceClassification)
+
+
+def test_merge_one_of_several_adapters(base: Path, tmp_path: Path, export: Any, command: Command) -> None:
+    model = adapted()
+    model.add_adapter("other", lora(2, r=3))
+    trainer = run("native", model, tmp_path / "run")
+    for words, message in (
+        (["--merge", base], "has the adapters default, other. Say which: --adapter NAME."),
+        (["--merge", base, "--adapter", "others"], "has no adapter 'others', only default, other"),
+        (["--adapter", "other"], "--adapter"),
+    ):
+        code, output = command("export", tmp_path / "run", tmp_path / "out", *words)
+        assert code == 2 and message in output
+    export("--merge", base, "--adapter", "other")
+    trainer.get_model().set_adapter("other")
+    check_logits(tmp_path / "out", trainer.get_model())
+    assert command("export", tmp_path / "run", tmp_path / "all")[0] == 0
+    assert "base_model.model.lm_head.weight" in reopened(tmp_path / "all", adapter="other")
+
+
+def test_merge_rejects_other_bases(trained: Any, base: Path, tmp_path: Path, command: Command) -> None:
     llama(7).save_pretrained(tmp_path / "other")
     shutil.copytree(base, tmp_path / "quantised")
     config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
-    for options, code, words in (
+    out = tmp_path / "out"
+    for options, code, message in (
         ([tmp_path / "other"], 1, "the first of them 'base_model.model."),
         ([tmp_path / "quantised"], 2, "The base is quantised"),
         ([tmp_path / "nowhere"], 2, "which is not a folder"),
         ([], 2, "Pass the folder that the base of the run was loaded from: --merge BASE."),
     ):
-        found, told = answer(capsys, "export", folder, out, "--merge", *options)
-        assert found == code and words in told, told
+        exit_code, output = command("export", trained[0], out, "--merge", *options)
+        assert exit_code == code and message in output, output
         assert not out.exists() or not list(out.iterdir())
 
 
-def test_what_peft_or_we_cannot_merge_is_refused(base: Path, tmp_path: Path, capsys: Any) -> None:
-    torch.manual_seed(1)
+def prompt_tuned(folder: Path) -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    run("native", peft.get_peft_model(llama(), config).double(), tmp_path / "prompt")
-    code, told = answer(capsys, "export", tmp_path / "prompt", tmp_path / "out", "--merge", base)
-    assert code == 2 and "PEFT cannot merge adapters of the kind PROMPT_TUNING" in told
-    net = peft.get_peft_model(t16(), lora(target_modules=["0"]))
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "device": "cpu", "progress_bar": False, "epochs": 1}
-    Trainer(net, rows(8), save_dir=tmp_path / "plain", **options).train()
-    code, told = answer(capsys, "export", tmp_path / "plain", tmp_path / "out", "--merge", base)
-    assert code == 2 and "only your own code can build it" in told
-    Trainer(t16(), rows(8), save_dir=tmp_path / "whole", **options).train()
-    code, told = answer(capsys, "export", tmp_path / "whole", tmp_path / "out", "--merge", base)
-    assert code == 2 and "there is nothing to merge" in told
+    run("native", peft.get_peft_model(llama(), config).double(), folder)
 
 
-@pytest.mark.parametrize("files", ["one", "several"])
-def test_what_trained_and_what_did_not_become_one_model(files: str, tmp_path: Path, capsys: Any) -> None:
+def train_rows(model: Any, folder: Path) -> None:
+    Trainer(model, rows(8), save_dir=folder, loss_fn=F.mse_loss, device="cpu", progress_bar=False, epochs=1).train()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (prompt_tuned, "PEFT cannot merge adapters of the kind PROMPT_TUNING"),
+        (
+            lambda folder: train_rows(peft.get_peft_model(t16(), lora(target_modules=["0"])), folder),
+            "only your own code can build it",
+        ),
+        (lambda folder: train_rows(t16(), folder), "there is nothing to merge"),
+    ],
+    ids=["prompt tuning", "plain module", "no adapters"],
+)
+def test_merge_rejects_what_it_cannot_merge(
+    prepare: Any, message: str, base: Path, tmp_path: Path, command: Command
+) -> None:
+    prepare(tmp_path / "run")
+    code, output = command("export", tmp_path / "run", tmp_path / "out", "--merge", base)
+    assert code == 2 and message in output
+
+
+# --- models of which a part trains
+
+
+@pytest.fixture
+def headed() -> Any:
+    """A model of which only the head trains."""
     model = llama()
-    model.save_pretrained(tmp_path / "base", max_shard_size="2KB" if files == "several" else "1GB")
-    assert (tmp_path / "base" / "model.safetensors").exists() is (files == "one")
     model.model.requires_grad_(False)
-    trainer = run("native", model, tmp_path / "run", save_frozen=False)
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out")
-    assert code == 2 and "--merge BASE" in told
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", tmp_path / "base")
-    assert code == 0, told
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    assert agree(dict(again.named_parameters()), weights_of(trainer))
+    return model
+
+
+@pytest.mark.parametrize("files", ["one", "several", "bin"])
+def test_merge_frozen_weights_from_a_base(
+    files: str, headed: Any, tmp_path: Path, export: Any, command: Command
+) -> None:
+    base = tmp_path / "base"
+    if files == "bin":
+        base.mkdir()
+        torch.save(headed.state_dict(), base / "pytorch_model.bin")
+    else:
+        headed.save_pretrained(base, max_shard_size="2KB" if files == "several" else "1GB")
+    assert (base / "model.safetensors").exists() is (files == "one")
+    trainer = run("native", headed, tmp_path / "run", epochs=1, save_frozen=False)
+    code, output = command("export", tmp_path / "run", tmp_path / "out")
+    assert code == 2 and "--merge BASE" in output
+    export("--merge", base)
+    if files == "bin":  # without a config
+        assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
+    else:
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+        assert agree(dict(merged.named_parameters()), weights_of(trainer))
 
 
 def divide(folder: Path) -> None:
-    """Make of a checkpoint with whole weights what two ranks write."""
+    """Replace the weights of a checkpoint by the files that two ranks write."""
     content, weights = content_of(folder), load_file(folder / "model.safetensors")
     for path in folder.glob("model.safetensors*"):
         path.unlink()
@@ -213,52 +248,40 @@ def divide(folder: Path) -> None:
     seal(folder, content)
 
 
-def test_a_checkpoint_in_parts_is_a_base(tmp_path: Path, capsys: Any) -> None:
-    model = llama()
-    run("native", model, tmp_path / "base", epochs=1)
-    model.model.requires_grad_(False)
-    trainer = run("native", model, tmp_path / "run", epochs=1, save_frozen=False)
+def test_merge_verifies_a_sharded_base(headed: Any, tmp_path: Path, export: Any, command: Command) -> None:
+    run("native", llama(), tmp_path / "base", epochs=1)
     base = (tmp_path / "base" / "last").resolve()
+    headed.load_state_dict(load_file(base / "model.safetensors"))
+    trainer = run("native", headed, tmp_path / "run", epochs=1, save_frozen=False)
     divide(base)
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", base)
-    assert code == 0, told
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    assert agree(dict(again.named_parameters()), weights_of(trainer))
+    export("--merge", base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert agree(dict(merged.named_parameters()), weights_of(trainer))
     part = base / "model" / "rank-00001.safetensors"
-    damaged = bytearray(part.read_bytes())
-    damaged[-1] ^= 1
-    part.write_bytes(damaged)
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "again", "--merge", base)
-    assert code == 1 and "'model/rank-00001.safetensors' does not match its sha256" in told
+    spoil(part, "flip", part.stat().st_size - 1)
+    code, output = command("export", tmp_path / "run", tmp_path / "again", "--merge", base)
+    assert code == 1 and "'model/rank-00001.safetensors' does not match its sha256" in output
     assert not list((tmp_path / "again").iterdir())
 
 
-def test_a_base_may_be_a_file_that_pytorch_has_written(tmp_path: Path, capsys: Any) -> None:
-    model = llama()
-    (tmp_path / "base").mkdir()
-    torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
-    model.model.requires_grad_(False)
-    trainer = run("native", model, tmp_path / "run", epochs=1, save_frozen=False)
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out", "--merge", tmp_path / "base")
-    assert code == 0, told
-    assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
-
-
-def test_weights_that_did_not_train_are_told_and_compared(tmp_path: Path, capsys: Any) -> None:
+def test_show_and_diff_include_frozen_weights(tmp_path: Path, command: Command) -> None:
     run("native", adapted(), tmp_path / "a", epochs=1)
-    run("native", adapted(), tmp_path / "whole", epochs=1, save_frozen=True)
+    run("native", adapted(), tmp_path / "full", epochs=1, save_frozen=True)
     other: Any = llama()
     nn.init.zeros_(other.model.norm.weight)
     run("native", adapted(other), tmp_path / "b", epochs=1)
-    assert "without the 12 tensors that did not train" in answer(capsys, "show", tmp_path / "a")[1]
-    _, told = answer(capsys, "diff", tmp_path / "a", tmp_path / "b")
-    assert "1 of 12 tensors that did not train differ\nbase_model.model.model.norm.weight" in told
-    _, told = answer(capsys, "diff", tmp_path / "a", tmp_path / "whole")
-    assert "0 of 4 tensors differ" in told and "0 of 12 tensors that did not" in told and "only in" not in told
+    assert "without the 12 tensors that did not train" in command("show", tmp_path / "a")[1]
+    output = command("diff", tmp_path / "a", tmp_path / "b")[1]
+    assert "1 of 12 tensors that did not train differ\nbase_model.model.model.norm.weight" in output
+    output = command("diff", tmp_path / "a", tmp_path / "full")[1]
+    assert "0 of 4 tensors differ" in output and "0 of 12 tensors that did not" in output and "only in" not in output
 
 
-def as_it_was_saved_before(folder: Path) -> None:
-    """Make of a whole checkpoint of adapters what the first versions have written."""
+def test_old_adapter_checkpoint_is_resumed_and_exported(tmp_path: Path, export: Any) -> None:
+    """The first versions saved adapters with the base, and with a config by which transformers misreads them."""
+    straight = run("native", adapted())
+    trainer = run("native", adapted(), tmp_path / "run", save_frozen=True, epochs=1)
+    folder = (tmp_path / "run" / "last").resolve()
     content = content_of(folder)
     del content["frozen"], content["settings"]["save_frozen"]
     content["files"]["config.json"] = content["files"].pop("base_model/config.json")
@@ -267,18 +290,9 @@ def as_it_was_saved_before(folder: Path) -> None:
         content["files"].pop(name, None)
         (folder / name).unlink(missing_ok=True)
     seal(folder, content)
-
-
-def test_a_checkpoint_of_adapters_from_before_is_resumed_and_exported_without_a_config_that_misreads_it(
-    tmp_path: Path, capsys: Any
-) -> None:
-    straight = run("native", adapted())
-    whole = run("native", adapted(), tmp_path / "run", save_frozen=True, epochs=1)
-    as_it_was_saved_before((tmp_path / "run" / "last").resolve())
-    code, told = answer(capsys, "export", tmp_path / "run", tmp_path / "out")
-    assert code == 0, told
+    export()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(whole))
+    assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
     resumed = make("native", adapted(), tmp_path / "run")
     resumed.train(resume_from="auto")
     assert agree(weights_of(resumed), weights_of(straight))

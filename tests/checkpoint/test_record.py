@@ -1,4 +1,4 @@
-"""What ran: in run.json and in checkpoints, on every trainer, without secrets."""
+"""The record of what ran, in run.json and in checkpoints, without secrets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forging import content_of, seal
 from recipes import rows, same, t16, weights
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.checkpoint import record
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.record import Git, append_start, environment_of, read_starts
+from omnitrain.checkpoint.record import append_start, environment_of, read_starts
 from omnitrain.checkpoint_cli import show, show_run
 from omnitrain.cli import main
 from omnitrain.errors import CheckpointError
@@ -28,10 +29,12 @@ from omnitrain.masking import masked, masked_command
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
-def make(folder: Path | None, trainer_class: Any = Trainer, **options: Any) -> Any:
-    placed = {"device": "cpu"} if trainer_class is Trainer else {}
-    given: dict[str, Any] = {"loss_fn": F.mse_loss, "batch_size": 4, "epochs": 1, "progress_bar": False, **placed}
-    return trainer_class(t16(), rows(16), save_dir=folder, **{**given, **options})
+def make(folder: Path | None, cls: Any = Trainer, size: int = 16, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "loss_fn": F.mse_loss, "batch_size": 4, "epochs": 1, "progress_bar": False,
+        **({"device": "cpu"} if cls is Trainer else {}),
+    }  # fmt: skip
+    return cls(t16(), rows(size), save_dir=folder, **{**defaults, **options})
 
 
 def starts_of(folder: Path) -> list[dict[str, Any]]:
@@ -39,18 +42,18 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing is put in order."""
+    """A kill, after which nothing is cleaned up."""
 
 
-@pytest.mark.parametrize("trainer_class", TRAINERS.values(), ids=TRAINERS)
-def test_each_start_of_a_run_is_in_a_file_and_the_last_one_in_checkpoints(trainer_class: Any, tmp_path: Path) -> None:
-    make(tmp_path, trainer_class, epochs=1).train()
-    make(tmp_path, trainer_class, epochs=2).train(resume_from="auto")
+@pytest.mark.parametrize("cls", TRAINERS.values(), ids=TRAINERS)
+def test_record_has_each_start_and_checkpoints_the_last(cls: Any, tmp_path: Path) -> None:
+    make(tmp_path, cls, epochs=1).train()
+    make(tmp_path, cls, epochs=2).train(resume_from="auto")
     first, second = starts_of(tmp_path)
     assert (first["step"], first["resumed_from"]) == (0, None)
     assert (second["step"], second["resumed_from"]) == (4, "checkpoint-4")
-    kept = json.loads((tmp_path / "checkpoint-8" / "omnitrain.json").read_text())["record"]
-    assert kept == {name: one for name, one in second.items() if name not in ("data", "code", "settings")}
+    saved = content_of(tmp_path / "checkpoint-8")["record"]
+    assert saved == {key: value for key, value in second.items() if key not in ("data", "code", "settings")}
     assert second["packages"]["torch"] == torch.__version__ and second["processes"] == 1
     assert second["devices"]["kind"] == "cpu" and list(second["hosts"]) == [record.host()]
     assert second["settings"]["epochs"] == 2 and "save_dir" not in second["settings"]
@@ -58,21 +61,18 @@ def test_each_start_of_a_run_is_in_a_file_and_the_last_one_in_checkpoints(traine
     assert second["command"][0].endswith(Path(sys.orig_argv[0]).name)
 
 
-def test_other_data_have_another_digest_and_the_same_have_the_same(tmp_path: Path) -> None:
+def test_record_digest_depends_on_the_data(tmp_path: Path) -> None:
     digests = []
-    for number, data in enumerate((rows(16), rows(16), rows(12))):
-        Trainer(
-            t16(), data, loss_fn=F.mse_loss, max_steps=1, device="cpu", progress_bar=False,
-            save_dir=tmp_path / str(number),
-        ).train()  # fmt: skip
+    for number, size in enumerate((16, 16, 12)):
+        make(tmp_path / str(number), size=size, epochs=None, max_steps=1).train()
         digests.append(starts_of(tmp_path / str(number))[0]["data"]["train_dataset"][""]["digest"])
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_start_is_kept_when_its_run_is_killed_and_replaced_by_that_of_another_run(tmp_path: Path) -> None:
+def test_record_keeps_killed_starts_until_another_run(tmp_path: Path) -> None:
     class Kill(Callback):
         def on_step_end(self, trainer: Any) -> None:
-            assert starts_of(tmp_path)  # it is there before the first step
+            assert starts_of(tmp_path)  # written before the first step
             raise Killed
 
     for _ in range(2):
@@ -83,15 +83,16 @@ def test_a_start_is_kept_when_its_run_is_killed_and_replaced_by_that_of_another_
     assert len(starts_of(tmp_path)) == 1
 
 
-def test_without_a_folder_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_needs_a_save_dir(real_git: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     make(None).train()
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_record_and_goes_on(tmp_path: Path) -> None:
-    trainer = make(tmp_path, epochs=1)
-    trainer._checkpointer._contents.identify = lambda *_: None
-    trainer.train()
+def test_record_is_absent_from_old_checkpoints(tmp_path: Path) -> None:
+    make(tmp_path, epochs=1).train()
+    folder = tmp_path / "checkpoint-4"
+    seal(folder, content_of(folder) | {"record": None, "identity": None})
+    (tmp_path / "run.json").unlink()
     with pytest.raises(ConfigError, match=r"checkpoint-4' does not say what ran"):
         show_run(tmp_path)
     make(tmp_path, epochs=2).train(resume_from="auto")
@@ -101,80 +102,77 @@ def test_a_checkpoint_of_an_earlier_version_has_no_record_and_goes_on(tmp_path: 
 # --- git
 
 
-def in_git(folder: Path, *words: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    return subprocess.run(
-        ["git", "-C", str(folder), *who, *words], check=True, capture_output=True, text=True, timeout=60
-    ).stdout.strip()
+@pytest.mark.processes
+def test_git_reports_commit_branch_and_clean(real_git: None, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-
-def test_commit_and_whether_the_tree_was_clean_are_those_of_git(tmp_path: Path) -> None:
-    in_git(tmp_path, "init", "-q", "-b", "trunk")
+    git("init", "-q", "-b", "trunk")
     (tmp_path / "a.py").write_text("1")
-    in_git(tmp_path, "add", "a.py")
-    in_git(tmp_path, "commit", "-qm", "a")
+    git("add", "a.py")
+    git("commit", "-qm", "a")
     (tmp_path / "untracked.py").write_text("1")
-    commit = in_git(tmp_path, "rev-parse", "HEAD")
-    assert Git(tmp_path).answer(30) == {"commit": commit, "branch": "trunk", "clean": True}
-    (tmp_path / "a.py").write_text("2")
-    assert Git(tmp_path).answer(30) == {"commit": commit, "branch": "trunk", "clean": False}
+    commit = git("rev-parse", "HEAD")
+    for text, clean in (("1", True), ("2", False)):
+        (tmp_path / "a.py").write_text(text)
+        assert record.Git(tmp_path).answer(300) == {"commit": commit, "branch": "trunk", "clean": clean}
 
 
-def test_without_git_or_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Git(tmp_path)
-    assert found.answer(30) is None and found.is_done
+@pytest.mark.processes
+def test_git_or_repository_may_be_missing(real_git: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = record.Git(tmp_path)
+    assert git.answer(300) is None and git.is_done
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = Git(tmp_path)
-    assert found.is_done and found.answer() is None
+    git = record.Git(tmp_path)
+    assert git.is_done and git.answer() is None
 
 
-def test_a_slow_git_holds_nothing_up_and_its_answer_is_added_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.processes
+def test_git_that_is_slow_is_recorded_by_a_later_save(
+    real_git: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, may_answer = tmp_path / "git", tmp_path / "now"
+    git, go = tmp_path / "git", tmp_path / "go"
     text = "# branch.oid 12\\n# branch.head trunk\\n"
-    slow.write_text(f"#!/bin/sh\nwhile [ ! -e {may_answer} ]; do sleep 0.01; done\nprintf '{text}'\n")
-    slow.chmod(0o755)
+    git.write_text(f"#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.01; done\nprintf '{text}'\n")
+    git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    seen = []
 
-    class Look(Callback):
+    class SaveUntilAnswered(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 1:
-                seen.append(starts_of(tmp_path / "run")[0]["git"])
-                may_answer.touch()
-                git = trainer._checkpointer._contents.start._git
-                git._process.wait(60)
-                trainer.request_save()
+                assert starts_of(tmp_path / "run")[0]["git"] is None
+                go.touch()
+            trainer.request_save()
 
         def on_save_end(self, trainer: Any) -> None:
-            seen.append(starts_of(tmp_path / "run")[0]["git"])
+            if starts_of(tmp_path / "run")[0]["git"]:
+                trainer.stop()
 
-    make(tmp_path / "run", callbacks=[Look()]).train()
-    answer = {"commit": "12", "branch": "trunk", "clean": True}
-    assert seen[:2] == [None, answer] and len(starts_of(tmp_path / "run")) == 1
-    may_answer.unlink()
-    make(tmp_path / "other").train()  # it ends before git does, which ends with it
+    make(tmp_path / "run", callbacks=[SaveUntilAnswered()], epochs=10**6, save_total_limit=1).train()
+    (start,) = starts_of(tmp_path / "run")
+    assert start["git"] == {"commit": "12", "branch": "trunk", "clean": True}
+    go.unlink()
+    make(tmp_path / "other").train()  # ends before git, which ends with it
     assert starts_of(tmp_path / "other")[0]["git"] is None
 
 
 # --- secrets
 
 
-def test_environment_values_are_those_of_a_list_and_none_that_look_like_secrets() -> None:
-    given = {
+def test_environment_of_known_variables_without_secrets() -> None:
+    variables = {
         "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "HF_TOKEN": "hf_abc", "AWS_SECRET_ACCESS_KEY": "x", "NCCL_AUTH_TOKEN": "x", "MY_OWN": "1", "PATH": "/bin",
         "TORCH_HOME": "https://me:pw@host/", "HF_HOME": "/data/hf", "TORCH_LOGS": "hf_aaaaaaaaaaaaaaaaaaaa",
     }  # fmt: skip
-    assert environment_of(given) == {
-        "CUDA_VISIBLE_DEVICES": "0,1", "HF_HOME": "/data/hf", "NCCL_DEBUG": "INFO",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }  # fmt: skip
+    recorded = ("CUDA_VISIBLE_DEVICES", "HF_HOME", "NCCL_DEBUG", "PYTORCH_CUDA_ALLOC_CONF")
+    assert environment_of(variables) == {name: variables[name] for name in recorded}
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("command", "expected"),
     [
         ("train.py --token=abc --lr 0.1", "train.py --token=*** --lr 0.1"),
         ("train.py --hub_token abc --lr=1", "train.py --hub_token *** --lr=1"),
@@ -188,13 +186,19 @@ def test_environment_values_are_those_of_a_list_and_none_that_look_like_secrets(
         ("train.py 0123456789abcdef0123456789abcdef01234567", "train.py ***"),
     ],
 )
-def test_a_command_is_kept_without_its_secrets(given: str, kept: str) -> None:
-    assert " ".join(masked_command(given.split())) == kept
+def test_masked_command(command: str, expected: str) -> None:
+    assert " ".join(masked_command(command.split())) == expected
 
 
-def test_what_a_run_records_has_no_secret_of_its_command_its_environment_or_its_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["omnitrain.trainers.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c"],
+)
+def test_masked_leaves_plain_text_unchanged(text: str) -> None:
+    assert masked(text) == text
+
+
+def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "hf_0123456789abcdefghij"
     monkeypatch.setattr(sys, "orig_argv", ["python", str(Path.cwd() / "a.py"), f"--token={secret}", secret])
     for name in ("HF_TOKEN", "NCCL_SOMETHING", "UNKNOWN"):
@@ -202,25 +206,26 @@ def test_what_a_run_records_has_no_secret_of_its_command_its_environment_or_its_
     make(tmp_path, trial_name=secret).train()
     text = (tmp_path / "run.json").read_text()
     assert secret not in text and '"a.py"' in text and str(Path.home()) not in text.replace(sys.prefix, "")
-    kept = json.loads((tmp_path / "checkpoint-4" / "omnitrain.json").read_text())
-    assert secret not in json.dumps(kept["record"])
-
-
-def test_masks_leave_plain_text_as_it_is() -> None:
-    for text in ("omnitrain.trainers.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c"):
-        assert masked(text) == text
+    assert secret not in json.dumps(content_of(tmp_path / "checkpoint-4")["record"])
 
 
 # --- the file
 
 
-def test_a_failing_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Full(FileSystem):
-        def sync(self, path: Path) -> None:
-            if path.name.startswith("run.json"):
-                raise OSError(28, "No space left on device")
-            super().sync(path)
+class Full(FileSystem):
+    """A disk on which so many writes of run.json fail."""
 
+    def __init__(self, failures: float = float("inf")) -> None:
+        self.failures = failures
+
+    def sync(self, path: Path) -> None:
+        if path.name.startswith("run.json") and self.failures:
+            self.failures -= 1
+            raise OSError(28, "No space left on device")
+        super().sync(path)
+
+
+def test_record_on_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = make(tmp_path / "plain")
     plain.train()
     trainer = make(tmp_path / "run")
@@ -231,49 +236,37 @@ def test_a_failing_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: p
     assert caplog.text.count("run.json cannot be written") == 1
 
 
-def test_a_start_that_could_not_be_written_is_written_at_the_next_save_and_replaces_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class FullAtFirst(FileSystem):
-        failures = 1
-
-        def sync(self, path: Path) -> None:
-            if path.name.startswith("run.json") and self.failures:
-                self.failures -= 1
-                raise OSError(28, "No space left on device")
-            super().sync(path)
-
+def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A start that could not be written is added then, and replaces no earlier one."""
     make(tmp_path, epochs=1).train()
     before = starts_of(tmp_path)
     for failures in (1, 2):
         trainer = make(tmp_path, epochs=1 + failures)
-        trainer.store.fs = FullAtFirst()
-        trainer.store.fs.failures = failures
+        trainer.store.fs = Full(failures)
         trainer.train(resume_from="auto")
-        now = starts_of(tmp_path)
-        assert now[:-1] == before and len(now) == 1 + failures
-        before = now
+        after = starts_of(tmp_path)
+        assert after[:-1] == before and len(after) == 1 + failures
+        before = after
     assert caplog.text.count("run.json cannot be written") == 2
 
 
-def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for text in ("{}", "[1]", "half a fi", '{"format_version": 9, "starts": []}'):
-        (tmp_path / "run.json").write_text(text)
-        with caplog.at_level(logging.WARNING):
-            append_start(FileSystem(), tmp_path / "run.json", {"step": 0}, "all")
-        assert (tmp_path / "run.json").read_text() == text and "move it away" in caplog.text
-        with pytest.raises(CheckpointError, match="no record of the starts"):
-            read_starts(tmp_path / "run.json")
-        caplog.clear()
+@pytest.mark.parametrize("text", ["{}", "[1]", "half a fi", '{"format_version": 9, "starts": []}'])
+def test_record_does_not_overwrite_other_content(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        append_start(FileSystem(), tmp_path / "run.json", {"step": 0}, "all")
+    assert (tmp_path / "run.json").read_text() == text and "move it away" in caplog.text
+    with pytest.raises(CheckpointError, match="no record of the starts"):
+        read_starts(tmp_path / "run.json")
 
 
-def test_the_file_is_whole_at_every_moment(tmp_path: Path) -> None:
-    path, stop, seen = tmp_path / "run.json", threading.Event(), set()
+def test_record_is_replaced_atomically(tmp_path: Path) -> None:
+    path, stop, counts = tmp_path / "run.json", threading.Event(), set()
     append_start(FileSystem(), path, {"step": 0})
 
     def watch() -> None:
         while not stop.is_set():
-            seen.add(len(read_starts(path)))
+            counts.add(len(read_starts(path)))
 
     reader = threading.Thread(target=watch)
     reader.start()
@@ -282,13 +275,13 @@ def test_the_file_is_whole_at_every_moment(tmp_path: Path) -> None:
     append_start(FileSystem(), path, {"step": 99}, "last")
     stop.set()
     reader.join()
-    assert 0 not in seen and [one["step"] for one in read_starts(path)] == [*range(29), 99]
+    assert 0 not in counts and [start["step"] for start in read_starts(path)] == [*range(29), 99]
 
 
 # --- shown
 
 
-def test_a_run_is_shown_with_its_starts_and_what_has_changed(
+def test_show_run_lists_starts_and_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path, epochs=1).train()
@@ -297,9 +290,9 @@ def test_a_run_is_shown_with_its_starts_and_what_has_changed(
     make(tmp_path, epochs=2).train(resume_from="auto")
     capsys.readouterr()
     assert main(["show", "run", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "checkpoint-4" in shown and "python train.py 'a b'" in shown and record.host() in shown
-    changes = shown.partition("changes since start 1")[2]
+    output = capsys.readouterr().out
+    assert "checkpoint-4" in output and "python train.py 'a b'" in output and record.host() in output
+    changes = output.partition("changes since start 1")[2]
     assert "settings.epochs" in changes and "environment.CUDA_VISIBLE_DEVICES" in changes
     assert "packages" not in changes and "started_at" not in changes
     show_run(tmp_path / "checkpoint-8")
@@ -308,11 +301,19 @@ def test_a_run_is_shown_with_its_starts_and_what_has_changed(
     assert "what ran" in capsys.readouterr().out
 
 
-def test_a_folder_without_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "run", str(tmp_path / "none")]) == 2
-    assert "none' does not exist" in capsys.readouterr().err
-    assert main(["show", "run", str(tmp_path)]) == 2
-    assert "has no 'run.json' and no checkpoints" in capsys.readouterr().err
-    (tmp_path / "run.json").write_text("{")
-    assert main(["show", "run", str(tmp_path)]) == 1
-    assert "no record of the starts" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "text", "code", "message"),
+    [
+        ("none", None, 2, "none' does not exist"),
+        ("", None, 2, "has no 'run.json' and no checkpoints"),
+        ("", "{", 1, "no record of the starts"),
+    ],
+    ids=["no folder", "no file", "damaged"],
+)
+def test_show_run_rejects_other_folders(
+    name: str, text: str | None, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    assert main(["show", "run", str(tmp_path / name)]) == code
+    assert message in capsys.readouterr().err

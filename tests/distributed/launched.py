@@ -1,4 +1,4 @@
-"""What the tests of launchers launch: a short training that says where it ran. Also as a module: `-m launched`."""
+"""A short training for the tests of launchers, which reports where it ran. Also as a module: `-m launched`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def native(folder: Path) -> Trainer:
-    """The same training on one process."""
+    """Train the same on one process."""
     trainer = Trainer(t16(dtype=torch.float32), rows(31, torch.float32), batch_size=8, save_dir=folder, **OPTIONS)
     trainer.train()
     return trainer
@@ -48,14 +48,14 @@ class KillAt(Callback):
 
     def on_step_end(self, trainer: Any) -> None:
         is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and trainer.progress.step == self.step
-        mark = Path(trainer.save_dir).parent / "killed"  # an agent that has lost no process counts no restart
-        if is_first and trainer.rank == self.rank and not mark.exists():
-            mark.touch()
+        killed = Path(trainer.save_dir).parent / "killed"  # an agent that has lost no process counts no restart
+        if is_first and trainer.rank == self.rank and not killed.exists():
+            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Losses(Callback):
-    """Writes down, on the main rank, the loss of each step and on how many ranks it was taken."""
+    """Writes the loss of each step and the number of ranks to a file, on the main rank."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "losses.jsonl"
@@ -68,7 +68,7 @@ class Losses(Callback):
 
 
 class PauseAt(Callback):
-    """Waits at the end of some steps for a file, or a signal: what happens meanwhile has happened in that step."""
+    """Waits at the end of some steps for a file, or a signal."""
 
     def __init__(self, folder: Path, steps: Sequence[int]) -> None:
         self.folder, self.steps = folder, steps
@@ -77,11 +77,11 @@ class PauseAt(Callback):
         step = trainer.progress.step
         if step in self.steps:
             (self.folder / f"pauses-{step}-{os.getpid()}").touch()
-            while not (self.folder / f"go-on-{step}").exists() and not trainer.control.stop:
+            while not (self.folder / f"continue-{step}").exists() and not trainer.control.stop:
                 time.sleep(0.05)
 
 
-class SayWhenTraining(Callback):
+class TouchWhenTraining(Callback):
     """Leaves a file after some steps."""
 
     def __init__(self, folder: Path) -> None:
@@ -96,17 +96,17 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--kill", type=int, metavar="STEP")
-    parser.add_argument("--own-folders", action="store_true")
+    parser.add_argument("--separate-folders", action="store_true")
     parser.add_argument("--forever", action="store_true")
     parser.add_argument("--fail", action="store_true")
-    parser.add_argument("--step", type=int, metavar="SAMPLES", help="of which all losses are written down")
-    parser.add_argument("--in-parts", action="store_true", help="save what is sharded as it is")
+    parser.add_argument("--step", type=int, metavar="SAMPLES", help="write the losses of steps of so many samples")
+    parser.add_argument("--in-parts", action="store_true", help="save shards as they are")
     parser.add_argument("--pause", type=int, nargs="+", default=(), metavar="STEP")
     args = parser.parse_args(words)
     rank = os.environ.get("RANK", "0")
-    save_dir = args.out / (f"run-{rank}" if args.own_folders else "run")
+    save_dir = args.out / (f"run-{rank}" if args.separate_folders else "run")
     options = OPTIONS | ({"epochs": 10**6, "log_steps": "1h"} if args.forever else {})
-    callbacks: list[Callback] = [SayWhenTraining(args.out)]
+    callbacks: list[Callback] = [TouchWhenTraining(args.out)]
     if args.kill:
         callbacks.append(KillAt(1, args.kill))
     if args.pause:
@@ -122,10 +122,10 @@ def main(words: Sequence[str] | None = None) -> None:
         model, rows(31, torch.float32), callbacks=callbacks, save_dir=save_dir, **options, **batch
     )
     if args.fail and trainer.rank == 1:
-        raise RuntimeError("as was asked for")
+        raise RuntimeError("boom")
     trainer.train(resume_from="auto")
     trainer.save_model(save_dir / "model", overwrite=True)
-    said = {
+    report = {
         "world_size": trainer.world_size,
         "model": type(trainer.model_wrapped).__name__,
         "parameter": type(next(trainer.model.parameters())).__name__,
@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT"),
         "node": os.environ.get("GROUP_RANK"),
     }
-    (args.out / f"said-{trainer.rank}.json").write_text(json.dumps(said))
+    (args.out / f"report-{trainer.rank}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two machines, played by two of torchrun's agents on this one; and processes that are killed and started anew."""
+"""Killed processes and lost machines: runs restart on the ranks that are left. Agents of torchrun act as machines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ import programs
 import psutil
 import pytest
 import torch
+from compiled import compile_once
 from forking import Case, Outcome, play
+from marks import thinned
 from safetensors.torch import load_file
-from test_launching import SCRIPT, run, said, started
+from test_launching import OMNITRAIN, OPTIONS, SCRIPT, reports, run, started
+
+from omnitrain.launch import Launch
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch"]
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback"),
 ]
@@ -43,36 +46,40 @@ def on_two_machines(*command: str, cwd: Path) -> str:
 
 
 def state(run: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that a run ended with, and its optimizer's state."""
+    """Return the last weights of a run, and its optimizer's state."""
     last = run / "last"
     return load_file(last / "model.safetensors") | load_file(last / "optimizer" / "state.safetensors")
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """How the run ends on one machine with two processes that nothing disturbs."""
+    """The end of an uninterrupted run on one machine with two processes."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    assert [one.code for one in forked(folder, [str(folder)])] == [0, 0]
+    assert [outcome.code for outcome in forked(folder, [str(folder)])] == [0, 0]
     return state(folder / "run")
 
 
-def forked(folder: Path, words: list[str]) -> list[Outcome]:
-    """Run the script on two processes without torchrun."""
+def forked(folder: Path, words: list[str], processes: int = 2, way: str = "ddp") -> list[Outcome]:
+    """Run the script on several processes without torchrun."""
+    if "zero" in way:
+        compile_once()
     name = f"{len(list(folder.glob('forked-*')))}"
-    return play([Case(name, "launched:main", {"words": words})], folder / f"forked-{name}")[name]
+    variables = Launch(SCRIPT, processes=processes, **OPTIONS[way]).environment(cores=2)
+    case = Case(name, "launched:main", {"words": words}, processes=processes, environment=variables)
+    return play([case], folder / f"forked-{name}")[name]
 
 
 def nodes_and_restarts(folder: Path) -> list[tuple[Any, Any]]:
-    return [(one["node"], one["restarts"]) for one in said(folder)]
+    return [(report["node"], report["restarts"]) for report in reports(folder)]
 
 
 @pytest.mark.slow
-def test_two_machines_end_with_the_weights_of_one(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
+def test_two_machines_train_as_one(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     endpoint = f"localhost:{programs.free_port()}"
     on_two_machines(*TORCHRUN, *words, "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path), cwd=tmp_path)
@@ -80,65 +87,55 @@ def test_two_machines_end_with_the_weights_of_one(tmp_path: Path, uninterrupted:
     assert_equal(state(tmp_path / "run"), uninterrupted)
 
 
-def test_a_machine_without_the_shared_folder_is_no_hindrance(
-    tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
-) -> None:
+def test_machine_without_the_shared_folder_resumes(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     """Only the main process writes checkpoints, and reads them; the others get what they need from it."""
-    words = [str(tmp_path), "--own-folders", "--kill", "6"]
+    words = [str(tmp_path), "--separate-folders", "--kill", "6"]
     killed = forked(tmp_path, words)
     assert (killed[0].code, killed[1].code) == (1, -signal.SIGKILL), killed
-    again = forked(tmp_path, words)
-    assert [one.code for one in again] == [0, 0], again
+    resumed = forked(tmp_path, words)
+    assert [outcome.code for outcome in resumed] == [0, 0], resumed
     assert_equal(state(tmp_path / "run-0"), uninterrupted)
     assert not (tmp_path / "run-1").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rendezvous",
-    [
-        pytest.param(["--standalone"], id="c10d"),
-        pytest.param(["--master-port"], id="static"),
-    ],
-)
-def test_a_run_whose_worker_is_killed_is_started_anew_and_ends_with_the_same_weights(
-    rendezvous: list[str], tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+@pytest.mark.parametrize("rendezvous", ["--standalone", "--master-port"])  # the latter is that of accelerate launch
+def test_torchrun_restarts_a_killed_worker_exactly(
+    rendezvous: str, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
-    if rendezvous == ["--master-port"]:  # what accelerate launch does: one store through all restarts, at a known port
-        rendezvous = ["--master-port", str(programs.free_port())]
-    words = ["--nproc-per-node", "2", "--max-restarts", "2", SCRIPT, str(tmp_path), "--kill", "6"]
-    code, output = run(*TORCHRUN, *rendezvous, *words, cwd=tmp_path)
+    words = [rendezvous, *([str(programs.free_port())] if rendezvous == "--master-port" else [])]
+    words += ["--nproc-per-node", "2", "--max-restarts", "2", SCRIPT, str(tmp_path), "--kill", "6"]
+    code, output = run(*TORCHRUN, *words, cwd=tmp_path)
     assert code == 0, output
     assert (tmp_path / "killed").exists()
-    # an attempt that found what the one before it has left would fail, and so would all that are allowed
+    # an attempt that found keys of the one before it would fail, and so would all that are allowed
     assert nodes_and_restarts(tmp_path) in ([("0", "1")] * 2, [("0", "2")] * 2), output
     assert_equal(state(tmp_path / "run"), uninterrupted)
 
 
-def test_a_killed_worker_takes_both_machines_back_to_the_last_checkpoint(
-    tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
-) -> None:
+@pytest.mark.slow
+def test_killed_worker_restarts_both_machines(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     words = ["-n", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{programs.free_port()}", "--max-restarts", "2"]
     on_two_machines(*OMNITRAIN, *words, SCRIPT, str(tmp_path), "--kill", "6", cwd=tmp_path)
     assert (tmp_path / "killed").exists()
     assert_equal(state(tmp_path / "run"), uninterrupted)
 
 
-# --- machines that are lost, and replaced or not
+# --- fewer ranks, and more again
 
 
-def alone(folder: Path, step: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train on one process that nothing disturbs; return the loss of each step, and the last weights."""
+def train_on_one_process(folder: Path, step: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train on one process; return the loss of each step, and the last weights."""
     folder.mkdir()
-    case = Case("alone", "launched:main", {"words": [str(folder), "--step", f"{step}"]}, processes=1)
-    (outcome,) = play([case], folder / "forked")["alone"]
+    case = Case("single", "launched:main", {"words": [str(folder), "--step", f"{step}"]}, processes=1)
+    (outcome,) = play([case], folder / "forked")["single"]
     assert outcome.code == 0, outcome.output
     rows = losses(folder)
     return [rows[number]["loss"] for number in sorted(rows)], load_file(folder / "run" / "model" / "model.safetensors")
 
 
 def losses(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the loss of each step as it was when it was last taken, and on how many ranks."""
+    """Return the loss of each step when it was last taken, and the number of ranks."""
     lines = (folder / "losses.jsonl").read_text().splitlines()
     return {row["step"]: row for row in map(json.loads, lines)}
 
@@ -146,7 +143,7 @@ def losses(folder: Path) -> dict[int, dict[str, Any]]:
 def wait_for(pattern: str, count: int, folder: Path, *agents: subprocess.Popen[str]) -> None:
     end = time.monotonic() + programs.LIMIT
     while len(list(folder.glob(pattern))) < count:
-        assert time.monotonic() < end and all(one.poll() is None for one in agents), output_of(folder)
+        assert time.monotonic() < end and all(agent.poll() is None for agent in agents), output_of(folder)
         time.sleep(0.1)
 
 
@@ -155,13 +152,13 @@ def output_of(folder: Path) -> str:
 
 
 def lose(agent: subprocess.Popen[str]) -> None:
-    """Kill an agent and its worker, as a machine ends whose power is cut."""
+    """Kill an agent and its worker, as if the power of a machine is cut."""
     for process in (psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)):
         process.kill()
 
 
 class Machines:
-    """Machines of one process each, played by agents on this one; the first of them keeps the store."""
+    """Machines of one process each, of which the first one has the store."""
 
     def __init__(self, count: int, folder: Path, stack: contextlib.ExitStack, *words: str) -> None:
         self.folder, self._stack = folder, stack
@@ -181,10 +178,10 @@ class Machines:
         self._started += 1
 
     def lose_one_at(self, step: int) -> None:
-        """Cut the power of the last machine while all of them pause after a step."""
+        """Lose the last machine while all of them pause after a step."""
         wait_for(f"pauses-{step}-*", len(self.agents), self.folder, *self.agents)
         lose(self.agents.pop())
-        (self.folder / f"go-on-{step}").touch()
+        (self.folder / f"continue-{step}").touch()
 
     def finish(self) -> None:
         codes = [agent.wait(programs.LIMIT) for agent in self.agents]
@@ -193,15 +190,15 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Machines]]:
-    # torchrun waits 45 seconds for a machine that has gone to come back
+    # torchrun waits 45 seconds for the return of a lost machine
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3")
     with contextlib.ExitStack() as stack:
         yield lambda count, *words: Machines(count, tmp_path, stack, *words)
 
 
-def assert_as_alone(folder: Path, alone: tuple[list[float], dict[str, torch.Tensor]]) -> list[int]:
+def assert_as_on_one_process(folder: Path, reference: tuple[list[float], dict[str, torch.Tensor]]) -> list[int]:
     """Compare the loss of each step and the last weights; return on how many ranks each step was taken."""
-    expected, weights = alone
+    expected, weights = reference
     rows = losses(folder)
     assert sorted(rows) == [*range(1, len(expected) + 1)]
     assert [rows[number]["loss"] for number in sorted(rows)] == pytest.approx(expected, abs=1e-5)
@@ -209,66 +206,77 @@ def assert_as_alone(folder: Path, alone: tuple[list[float], dict[str, torch.Tens
     return [rows[number]["ranks"] for number in sorted(rows)]
 
 
+@pytest.mark.parametrize("way", thinned(list(OPTIONS), ["ddp", "fsdp2"]))
+def test_run_resumes_on_fewer_ranks(way: str, tmp_path: Path) -> None:
+    """Steps have as many samples, in the same order, on any number of ranks."""
+    step = 7 if way == "fsdp2" else 8
+    expected = train_on_one_process(tmp_path / "single", step)
+    words = [str(tmp_path), "--step", f"{step}", "--kill", "6", *([] if way == "ddp" else ["--in-parts"])]
+    killed = forked(tmp_path, words, 3, way)
+    assert [outcome.code for outcome in killed] == [1, -signal.SIGKILL, 1], killed
+    resumed = forked(tmp_path, words, 2, way)
+    assert [outcome.code for outcome in resumed] == [0, 0], resumed
+    ranks = assert_as_on_one_process(tmp_path, expected)
+    assert ranks[:4] == [3] * 4 and set(ranks[4:]) == {2}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "comes_back", "step", "way"),
+    ("count", "comes_back", "step", "options"),
     [
         pytest.param(3, False, 8, [], id="3 and 2"),
-        pytest.param(2, False, 7, [], id="2 and 1", marks=pytest.mark.slow),
-        pytest.param(3, True, 8, [], id="3 and 2 and 3", marks=pytest.mark.slow),
-        pytest.param(3, False, 8, ["--fsdp"], id="3 and 2 with FSDP 2", marks=pytest.mark.slow),
-        pytest.param(3, True, 7, ["--fsdp"], id="3 and 2 and 3 with FSDP 2", marks=pytest.mark.slow),
-        pytest.param(3, False, 8, ["--zero", "2"], id="3 and 2 with ZeRO 2", marks=pytest.mark.slow),
-        pytest.param(2, False, 7, ["--zero", "3"], id="2 and 1 with ZeRO 3", marks=pytest.mark.slow),
+        pytest.param(2, False, 7, [], id="2 and 1"),
+        pytest.param(3, True, 8, [], id="3 and 2 and 3"),
+        pytest.param(3, False, 8, ["--fsdp"], id="3 and 2 with FSDP 2"),
+        pytest.param(3, True, 7, ["--fsdp"], id="3 and 2 and 3 with FSDP 2"),
+        pytest.param(3, False, 8, ["--zero", "2"], id="3 and 2 with ZeRO 2"),
+        pytest.param(2, False, 7, ["--zero", "3"], id="2 and 1 with ZeRO 3"),
     ],
 )
-def test_a_run_goes_on_without_a_lost_machine_and_with_it_again_when_it_is_back(
-    count: int, comes_back: bool, step: int, way: list[str], tmp_path: Path, machines: Callable[..., Machines]
+def test_run_continues_without_a_lost_machine(
+    count: int, comes_back: bool, step: int, options: list[str], tmp_path: Path, machines: Callable[..., Machines]
 ) -> None:
-    """Steps of as many samples, in the same order, on any number of machines of one process each."""
-    expected = alone(tmp_path / "alone", step)
-    words = ["--nnodes", f"{count - 1}:{count}", *way, SCRIPT, str(tmp_path), "--step", f"{step}"]
-    words += ["--pause", "6", *(["9"] if comes_back else []), *(["--in-parts"] if way else [])]
+    """The run continues without the machine, and with it again when it is back."""
+    compile_once()
+    expected = train_on_one_process(tmp_path / "single", step)
+    words = ["--nnodes", f"{count - 1}:{count}", *options, SCRIPT, str(tmp_path), "--step", f"{step}"]
+    words += ["--pause", "6", *(["9"] if comes_back else []), *(["--in-parts"] if options else [])]
     run = machines(count, *words)
     run.lose_one_at(6)
     if comes_back:
         wait_for("pauses-9-*", count - 1, tmp_path, *run.agents)
-        workers = [int(path.name.split("-")[-1]) for path in tmp_path.glob("pauses-9-*")]
         run.start()
-        _, left = psutil.wait_procs([psutil.Process(one) for one in workers], programs.LIMIT)
-        assert not left, output_of(tmp_path)
-        (tmp_path / "go-on-9").touch()
+        wait_for_end_of_workers(9, tmp_path)
+        (tmp_path / "continue-9").touch()
     run.finish()
-    ranks = assert_as_alone(tmp_path, expected)
+    ranks = assert_as_on_one_process(tmp_path, expected)
     assert ranks[:8] == [count] * 4 + [count - 1] * 4 and set(ranks[9:]) == {len(run.agents)}
-    # what is sharded was saved by each rank, and is read in slices by another number of them
+    # shards were saved by each rank, and are read in slices by another number of ranks
     parts = {path.name.split(".")[0] for path in (tmp_path / "run" / "last").rglob("rank-*.safetensors")}
-    assert parts == ({f"rank-{rank:05}" for rank in range(len(run.agents))} if way else set())
+    assert parts == ({f"rank-{rank:05}" for rank in range(len(run.agents))} if options else set())
 
 
-@pytest.mark.parametrize(
-    ("step", "way"),
-    [
-        pytest.param(8, [], id="DDP", marks=pytest.mark.slow),
-        pytest.param(7, ["--fsdp"], id="FSDP 2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_on_a_fixed_number_of_machines_waits_for_one_in_the_place_of_a_lost_one(
-    step: int, way: list[str], tmp_path: Path, machines: Callable[..., Machines]
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "options"), [(8, []), (7, ["--fsdp"])], ids=["DDP", "FSDP 2"])
+def test_run_on_fixed_machines_waits_for_a_replacement(
+    step: int, options: list[str], tmp_path: Path, machines: Callable[..., Machines]
 ) -> None:
-    expected = alone(tmp_path / "alone", step)
-    words = ["--nnodes", "2", *way, SCRIPT, str(tmp_path), "--step", f"{step}", "--pause", "6"]
+    expected = train_on_one_process(tmp_path / "single", step)
+    words = ["--nnodes", "2", *options, SCRIPT, str(tmp_path), "--step", f"{step}", "--pause", "6"]
     run = machines(2, *words)
     run.lose_one_at(6)
-    workers = [psutil.Process(int(path.name.split("-")[-1])) for path in tmp_path.glob("pauses-6-*") if alive(path)]
-    _, left = psutil.wait_procs(workers, programs.LIMIT)
-    assert not left, output_of(tmp_path)
+    wait_for_end_of_workers(6, tmp_path)
     run.start()
     run.finish()
-    assert set(assert_as_alone(tmp_path, expected)) == {2}
+    assert set(assert_as_on_one_process(tmp_path, expected)) == {2}
 
 
-def alive(pause: Path) -> bool:
-    return psutil.pid_exists(int(pause.name.split("-")[-1]))
+def wait_for_end_of_workers(step: int, folder: Path) -> None:
+    """Wait until the processes that have paused after a step have ended."""
+    numbers = [int(path.name.split("-")[-1]) for path in folder.glob(f"pauses-{step}-*")]
+    workers = [psutil.Process(number) for number in numbers if psutil.pid_exists(number)]
+    _, alive = psutil.wait_procs(workers, programs.LIMIT)
+    assert not alive, output_of(folder)
 
 
 def wait_for_store(endpoint: str, agent: subprocess.Popen[str]) -> None:

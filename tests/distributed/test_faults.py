@@ -1,4 +1,4 @@
-"""No fault of one process leaves another waiting: all end by themselves, and each says which one failed, and how."""
+"""Faults of one process: all end by themselves, and each one reports which one failed and how."""
 
 from __future__ import annotations
 
@@ -22,23 +22,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from backends import Job, asked_for, launch
+from forking import Case, Found, Outcome, mark, play, wait_for_other
+from marks import thinned
+from recipes import rows, t16
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from backends import asked_for  # noqa: E402
-from forking import Case, Found, Outcome, mark, play, wait_for_other  # noqa: E402
-from marks import thinned  # noqa: E402
-from recipes import rows, t16  # noqa: E402
-
-from omnitrain import AccelerateTrainer, Callback, CheckpointError, distributed  # noqa: E402
-from omnitrain.checkpoint import state  # noqa: E402
-from omnitrain.checkpoint.store import Store  # noqa: E402
-from omnitrain.checkpoint.tensors import whole  # noqa: E402
-from omnitrain.run import lifecycle  # noqa: E402
-
-pytestmark = pytest.mark.distributed
+from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, distributed
+from omnitrain.checkpoint import state
+from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensors import whole
+from omnitrain.run import lifecycle
 
 
 def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = None, **options: Any) -> AccelerateTrainer:
@@ -47,13 +42,9 @@ def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = Non
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
-    elif wrapping.startswith("zero"):
-        options["deepspeed_config"] = {"zero_optimization": {"stage": int(wrapping[-1])}}
+    defaults: dict[str, Any] = {"epochs": 2, "loss_fn": F.mse_loss, "learning_rate": 0.01, "progress_bar": False}
     if "train_loader" not in options:
-        options["train_dataset"] = rows(64, torch.float32) if train is None else train
-    defaults = {"batch_size": 4, "epochs": 2, "loss_fn": F.mse_loss, "learning_rate": 0.01, "progress_bar": False}
-    if "train_loader" in options:
-        del defaults["batch_size"]
+        defaults |= {"batch_size": 4, "train_dataset": rows(64, torch.float32) if train is None else train}
     return AccelerateTrainer(model or t16(dtype=torch.float32), **{**defaults, **options})
 
 
@@ -61,7 +52,7 @@ def own_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def boom() -> None:
+def boom(*_: Any) -> None:
     mark()
     raise ValueError("boom")
 
@@ -70,18 +61,10 @@ def boom() -> None:
 
 
 def raising(event: str) -> Callback:
-    class Raises(Callback):
-        def __init__(self) -> None:
-            self.state: dict[str, Any] = {}
-
-    def handler(self: Any, trainer: Any, *details: Any) -> None:
-        boom()
-
-    setattr(Raises, f"on_{event}", handler)
-    return Raises()
+    return type("Raises", (Callback,), {f"on_{event}": boom})()
 
 
-class Snapshot(Callback):
+class FailsInSave(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self.armed:
             boom()
@@ -93,7 +76,23 @@ class Snapshot(Callback):
         self.armed = True
 
 
-class Rows(torch.utils.data.Dataset[Any]):
+class FailsInBatch(Algorithm):
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        if trainer.rank == 1 and trainer.progress.step == 3:
+            boom()
+        return batch
+
+
+class Exits(Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 3:
+            mark()
+            sys.exit(7)
+
+
+class Rows(Dataset[Any]):
+    """Rows of which one cannot be read."""
+
     def __init__(self, bad: int) -> None:
         self.x, self.y = rows(64, torch.float32).tensors
         self.bad = bad
@@ -107,7 +106,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         return self.x[index], self.y[index]
 
 
-class InEvaluation(nn.Module):
+class FailsInEvaluation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = t16(dtype=torch.float32)
@@ -118,127 +117,106 @@ class InEvaluation(nn.Module):
         return self.body(x)
 
 
-class Preparing(AccelerateTrainer):
-    def _prepare_batch(self, batch: Any) -> Any:
-        if self.rank == 1 and self.progress.step == 3:
-            boom()
-        return super()._prepare_batch(batch)
-
-
 def train_and_fail(
     where: str, rank: int = 1, wrapping: str = "ddp", lives_on: bool = False, folder: str = "", **options: Any
 ) -> None:
     """Train with a fault on one process, which may catch its error and live on."""
-    calls = itertools.count()
-    is_bad = own_rank() == rank
+    numbers, is_bad = itertools.count(), own_rank() == rank
     kind, _, detail = where.partition(":")
-    if folder:
-        options |= {"save_dir": folder, "save_steps": 2}
 
     def loss(output: Any, target: Any) -> torch.Tensor:
-        if is_bad and next(calls) == 3:
+        if is_bad and next(numbers) == 3:
             boom()
         return F.mse_loss(output, target)
 
     evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 3}
-    if kind == "loss":
-        options |= {"loss_fn": loss}
-    elif kind == "item":
-        options |= {"train": Rows(int(detail)), "shuffle": False}
-    elif kind == "callback":
-        options |= {**evaluated, "log_steps": 2, "callbacks": [raising(detail)] if is_bad else []}
-    elif kind == "snapshot":
-        options |= {"callbacks": [Snapshot()] if is_bad else []}
-    elif kind == "metric":
-        options |= {**evaluated, "compute_metrics": lambda prediction: boom(), "sanity": False}
-    elif kind == "evaluation":
-        options |= {**evaluated, "model": InEvaluation()}
-    elif kind == "writing" and is_bad:
-        state.save_tensors = lambda *args, **kwargs: boom()  # type: ignore[assignment]
-    if kind == "batch":
-        trainer: Any = Preparing(
-            t16(dtype=torch.float32), rows(64, torch.float32), loss_fn=F.mse_loss, batch_size=4, progress_bar=False
-        )
-    else:
-        trainer = make(wrapping, **options)
+    options |= {"save_dir": folder, "save_steps": 2} if folder else {}
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
+        "loss": lambda: {"loss_fn": loss},
+        "item": lambda: {"train": Rows(int(detail)), "shuffle": False},
+        "callback": lambda: {**evaluated, "log_steps": 2, "callbacks": [raising(detail)] if is_bad else []},
+        "snapshot": lambda: {"callbacks": [FailsInSave()] if is_bad else []},
+        "batch": lambda: {"algorithms": [FailsInBatch()]},
+        "metric": lambda: {**evaluated, "compute_metrics": lambda prediction: boom(), "sanity": False},
+        "evaluation": lambda: {**evaluated, "model": FailsInEvaluation()},
+    }
+    options |= kinds.get(kind, dict)()
+    if kind == "writing" and is_bad:
+        state.save_tensors = boom  # type: ignore[assignment]
+    trainer = make(wrapping, **options)
     if kind == "exit" and is_bad:
         trainer.lifecycle.register([*trainer.lifecycle.callbacks, Exits()])
     try:
-        if kind == "between":
-            trainer.train()
-            if is_bad:
-                boom()
-            trainer.evaluate(rows(16, torch.float32))
-        elif kind == "predict":
+        if kind == "predict":
             trainer.predict(Rows(int(detail)))
         else:
             trainer.train()
+        if kind == "between":
+            if is_bad:
+                boom()
+            trainer.evaluate(rows(16, torch.float32))
     except Exception:
         if not (lives_on and is_bad):
             raise
         wait_for_other()
 
 
-class Exits(Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 3:
-            mark()
-            sys.exit(7)
-
-
 def fail(where: str, name: str = "", hosted: bool = False, **options: Any) -> Case:
-    return Case(name or f"error in {where}", "test_faults:train_and_fail", {"where": where, **options}, hosted)
+    return Case(name or where, "test_faults:train_and_fail", {"where": where, **options}, hosted)
 
 
-EVENTS = (
-    "train_start", "epoch_start", "step_start", "before_optimizer_step", "step_end", "log", "eval_start", "eval_end",
-    "save_end", "epoch_end", "train_end",
-)  # fmt: skip
-READ_AHEAD = "error in __getitem__ of the step after a save"
-FAILING = [
+def by_name(cases: list[Case]) -> dict[str, Case]:
+    return {case.name: case for case in cases}
+
+
+AHEAD = "item of the step after a save"
+FAILING = by_name([
     fail("loss"),
-    fail("loss", "error in loss on rank 0", rank=0),
-    fail("loss", "error in loss on rank 0, which has the store", rank=0, hosted=True),
-    fail("loss", "error in loss under FSDP", wrapping="fsdp"),
-    fail("loss", "error in loss under FSDP on rank 0", wrapping="fsdp", rank=0),
-    fail("item:5", "error in __getitem__ of rank 1 in the first batch"),
-    fail("item:41", "error in __getitem__ of rank 0", rank=0),
-    fail("item:45", "error in __getitem__ of a worker process", num_workers=2),
-    fail("item:21", READ_AHEAD, folder="save"),
-    *(fail(f"callback:{event}", folder="save") for event in EVENTS),
-    fail("callback:step_end", "error in callback:step_end of rank 0", rank=0),
+    fail("loss", "loss on rank 0, with the store", rank=0, hosted=True),
+    fail("loss", "loss of FSDP", wrapping="fsdp"),
+    fail("item:45", "item of a worker process", num_workers=2),
+    fail("item:21", AHEAD, folder="save"),
+    *(fail(f"callback:{event}", folder="save") for event in ("step_end", "save_end", "eval_end", "train_end")),
     fail("snapshot", folder="save"),
     fail("writing", rank=0, folder="save"),
-    fail("writing", "error in writing under FSDP", rank=0, folder="save", wrapping="fsdp"),
     fail("metric", rank=0),
     fail("evaluation"),
     fail("batch"),
-    fail("predict:13", rank=1),
+    fail("predict:13"),
     fail("between"),
-    fail("between", "error in between on rank 0", rank=0),
+    fail("exit", "exit of rank 0, with the store", rank=0, hosted=True),
+])  # fmt: skip
+FAILING_ALIKE = by_name([
+    fail("loss", "loss on rank 0", rank=0),
+    fail("loss", "loss of FSDP on rank 0", wrapping="fsdp", rank=0),
+    fail("item:5", "item of rank 1 in the first batch"),
+    fail("item:41", "item of rank 0", rank=0),
+    *(
+        fail(f"callback:{event}", folder="save")
+        for event in (
+            "train_start", "epoch_start", "step_start", "before_optimizer_step", "log", "eval_start", "epoch_end"
+        )
+    ),
+    fail("callback:step_end", "callback:step_end of rank 0", rank=0),
+    fail("writing", "writing of FSDP", rank=0, folder="save", wrapping="fsdp"),
+    fail("between", "between on rank 0", rank=0),
     fail("exit"),
-    fail("exit", "exit of rank 0, which has the store", rank=0, hosted=True),
-]
-ALIKE = [f"error in callback:{event}" for event in ("epoch_start", "before_optimizer_step", "log", "eval_start")] + [
-    "error in callback:epoch_end", "error in loss under FSDP on rank 0", "error in between on rank 0", "error in exit",
-]  # fmt: skip
-"""Those of FAILING that come to the same as others there."""
-LIVING_ON = [
-    fail("loss", "error in loss, and that process lives on", lives_on=True),
-    fail("callback:step_end", "error in a callback of rank 0, which lives on", lives_on=True, rank=0),
-    fail("loss", "error in loss under FSDP, and that process lives on", lives_on=True, wrapping="fsdp"),
-    fail("evaluation", "error in evaluation, and that process lives on", lives_on=True),
-]
+])  # fmt: skip
+LIVING_ON = by_name([
+    fail("loss", "loss, lives on", lives_on=True),
+    fail("loss", "loss of FSDP, lives on", lives_on=True, wrapping="fsdp"),
+    fail("callback:step_end", "callback of rank 0, lives on", lives_on=True, rank=0),
+    fail("evaluation", "evaluation, lives on", lives_on=True),
+])  # fmt: skip
 
 
 # --- a call on one process only
 
 
-def call_alone(what: str, when: str, rank: int, folder: str, wrapping: str = "ddp") -> None:
+def call_on_one_rank(what: str, when: str, rank: int, folder: str, wrapping: str = "ddp") -> None:
     """Make a call that concerns all processes on one of them, before, in or after the training."""
-    trainer: Any = None
 
-    def call() -> None:
+    def call(trainer: Any) -> None:
         mark()
         if what == "save_model":
             trainer.save_model(f"{folder}/model")
@@ -254,71 +232,87 @@ def call_alone(what: str, when: str, rank: int, folder: str, wrapping: str = "dd
     class Calls(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 3 and trainer.rank == rank:
-                call()
+                call(trainer)
 
-    inside = [Calls()] if when == "in" else []
-    trainer = make(wrapping, callbacks=inside, save_dir=f"{folder}/save", save_steps=2)
+    trainer = make(wrapping, callbacks=[Calls()] if when == "in" else [], save_dir=f"{folder}/save", save_steps=2)
     if when == "before" and trainer.rank == rank:
-        call()
+        call(trainer)
     if what != "train" or when == "in":
         trainer.train()
     if when == "after" and trainer.rank == rank:
-        call()
+        call(trainer)
 
 
-ALONE = [
-    Case(f"{what} on rank {rank} {when}", "test_faults:call_alone", {"what": what, "when": when, "rank": rank})
-    for what, when, rank in [
-        ("save_model", "before", 0), ("save_model", "in", 0), ("save_model", "after", 0), ("save_model", "after", 1),
-        ("evaluate", "before", 1), ("evaluate", "in", 0), ("evaluate", "after", 0),
-        ("predict", "in", 0), ("predict", "after", 0), ("test", "after", 0), ("train", "before", 0),
-        ("train", "after", 1),
-        ("save_checkpoint", "before", 0), ("save_checkpoint", "in", 1), ("save_checkpoint", "after", 0),
-        ("load_checkpoint", "in", 0), ("load_checkpoint", "after", 0), ("AccelerateTrainer", "after", 0),
-    ]
-]  # fmt: skip
-ALONE += [
-    Case("save_model on rank 0 under FSDP", ALONE[0].function, {**ALONE[1].options, "wrapping": "fsdp"}),
-    Case("save_model on rank 0, which has the store", ALONE[0].function, ALONE[2].options, hosted=True),
-    Case("save_model on rank 1, without the store", ALONE[0].function, ALONE[3].options, hosted=True),
-]
+def solo(what: str, when: str, rank: int, note: str = "", hosted: bool = False, **options: Any) -> Case:
+    options = {"what": what, "when": when, "rank": rank, "folder": "call", **options}
+    return Case(f"{what} on rank {rank} {when}{note}", "test_faults:call_on_one_rank", options, hosted)
 
 
-OFTEN = [
-    *(f"{what} after" for what in ("save_model on rank 0", "evaluate on rank 0", "train on rank 1", "test on rank 0")),
-    *(f"{what} in" for what in ("save_model on rank 0", "predict on rank 0", "save_checkpoint on rank 1")),
-    *(f"{what} before" for what in ("save_model on rank 0", "evaluate on rank 1", "save_checkpoint on rank 0")),
-    "load_checkpoint on rank 0 after", "AccelerateTrainer on rank 0 after", "save_model on rank 1, without the store",
-]  # fmt: skip
-"""Those of ALONE with each call, and each moment."""
+CALLS = by_name([
+    solo("save_model", "after", 0), solo("evaluate", "before", 1), solo("predict", "in", 0),
+    solo("test", "after", 0), solo("train", "after", 1), solo("save_checkpoint", "in", 1),
+    solo("load_checkpoint", "after", 0), solo("AccelerateTrainer", "after", 0),
+    solo("save_model", "after", 1, ", without the store", hosted=True),
+])  # fmt: skip
+CALLS_ALIKE = by_name([
+    solo("save_model", "before", 0), solo("save_model", "in", 0), solo("save_model", "after", 1),
+    solo("save_model", "in", 0, " with FSDP", wrapping="fsdp"),
+    solo("save_model", "after", 0, ", with the store", hosted=True),
+    solo("evaluate", "in", 0), solo("evaluate", "after", 0), solo("predict", "after", 0),
+    solo("train", "before", 0), solo("save_checkpoint", "before", 0), solo("save_checkpoint", "after", 0),
+    solo("load_checkpoint", "in", 0),
+])  # fmt: skip
 
 
-# --- errors that all processes come to alike
+# --- the end of the program
 
 
-def survive(wrapping: str, folder: str) -> dict[str, Any]:
-    """Come to the same errors on both processes, one a little later, and train to the end all the same."""
+def end(how: str) -> None:
+    """End a program in order, in one of several ways."""
+    # A process at the end waits so long for the others; where they are at the end too, it does not wait at all.
+    distributed._EXIT_WAIT_S = 0.5 if how == "late" else math.inf
+    trainer = make()
+    trainer.train()
+    if how.startswith("destroy"):
+        dist.destroy_process_group()
+    if how == "destroy and train":
+        dist.init_process_group("gloo")
+        make().train()
+    if how == "late" and trainer.rank == 0:
+        wait_for_other()
+    mark()
+
+
+ENDS = {how: Case(how, "test_faults:end", {"how": how}) for how in ("plain", "destroy and train", "late", "destroy")}
+CASES = LIVING_ON | FAILING | FAILING_ALIKE | CALLS | CALLS_ALIKE | ENDS
+
+
+# --- jobs: errors of all processes alike
+
+
+def survive(backend: str, folder: str) -> dict[str, Any]:
+    """Raise the same errors on both processes, one a little later, and train to the end all the same."""
     errors = []
     distributed._ERROR_SYNC_S = 600.0  # both are to come, however late one of them is
 
-    class Spoils(Callback):
+    class Fails(Callback):
         def on_step_start(self, trainer: Any) -> None:
             if trainer.progress.step == 3:
                 time.sleep(0.3 * trainer.rank)
                 raise ValueError("of both")
 
-    def poisoned(output: Any, target: Any) -> torch.Tensor:
-        return F.mse_loss(output, target) * (float("nan") if next(calls) == 3 else 1.0)
+    def diverge(output: Any, target: Any) -> torch.Tensor:
+        return F.mse_loss(output, target) * (float("nan") if next(numbers) == 3 else 1.0)
 
-    calls = itertools.count()
-    trainer: Any = make(wrapping, loss_fn=poisoned, save_dir=f"{folder}/a")
+    numbers = itertools.count()
+    trainer: Any = make(backend, loss_fn=diverge, save_dir=f"{folder}/a")
     attempts: list[Callable[[], object]] = [
         trainer.train,
         lambda: trainer.train(resume_from=f"{folder}/nothing"),
         lambda: trainer.train(resume_from="auto", allow_change={"nothing"}),
-        lambda: make(wrapping, callbacks=[Spoils()]).train(),
-        lambda: make(wrapping, model=t16(), optimizer="none"),
-        lambda: make(wrapping, train=Rows(5 if trainer.rank else 2), shuffle=False).train(),
+        lambda: make(backend, callbacks=[Fails()]).train(),
+        lambda: make(backend, model=t16(), optimizer="none"),
+        lambda: make(backend, train=Rows(5 if trainer.rank else 2), shuffle=False).train(),
     ]
     for attempt in attempts:
         try:
@@ -329,64 +323,53 @@ def survive(wrapping: str, folder: str) -> dict[str, Any]:
     return {"errors": errors, "step": trainer.progress.step, "loss": trainer.evaluate(rows(9, torch.float32))}
 
 
-# --- requests of one process
+# --- jobs: requests of one process
 
 
 class Asks(Callback):
     """Makes requests at events, on one process only."""
 
     order = 11
+    requests: tuple[tuple[str, int, str], ...] = (
+        ("step_end", 2, "request_save"), ("step_end", 3, "request_evaluate"), ("step_end", 5, "request_log"),
+        ("step_end", 15, "stop"), ("eval_end", 3, "request_save"), ("save_end", 2, "request_evaluate"),
+        ("epoch_end", 8, "request_save"), ("epoch_end", 8, "request_evaluate"),
+    )  # fmt: skip
 
-    def __init__(self, rank: int, requests: dict[str, list[tuple[int, str]]]) -> None:
-        self.rank, self.requests = rank, requests
-        self.seen: list[str] = []
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.events: list[str] = []
 
-    def _ask(self, trainer: Any, event: str) -> None:
-        self.seen.append(f"{event} {trainer.progress.step}")
-        for step, request in self.requests.get(event, ()):
-            if step == trainer.progress.step and trainer.rank == self.rank:
+    def ask(self, event: str, trainer: Any) -> None:
+        self.events.append(f"{event} {trainer.progress.step}")
+        for moment, step, request in self.requests:
+            if (moment, step) == (event, trainer.progress.step) and trainer.rank == self.rank:
                 getattr(trainer, request)()
 
-    def on_step_end(self, trainer: Any) -> None:
-        self._ask(trainer, "step_end")
 
-    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-        self._ask(trainer, "eval_end")
-
-    def on_save_end(self, trainer: Any) -> None:
-        self._ask(trainer, "save_end")
-
-    def on_epoch_end(self, trainer: Any) -> None:
-        self._ask(trainer, "epoch_end")
+for _event in ("step_end", "eval_end", "save_end", "epoch_end"):
+    setattr(Asks, f"on_{_event}", lambda self, trainer, *_, event=_event: self.ask(event, trainer))
 
 
-REQUESTS: dict[str, list[tuple[int, str]]] = {
-    "step_end": [(2, "request_save"), (3, "request_evaluate"), (5, "request_log"), (15, "stop")],
-    "eval_end": [(3, "request_save")],
-    "save_end": [(2, "request_evaluate")],
-    "epoch_end": [(8, "request_save"), (8, "request_evaluate")],
-}
-
-
-def ask(rank: int, folder: str, wrapping: str = "ddp") -> dict[str, Any]:
-    """Ask for all there is at all events, on one process."""
-    asks = Asks(rank, REQUESTS)
+def ask(backend: str, rank: int, folder: str) -> dict[str, Any]:
+    """Make every request at every event, on one process."""
+    asks = Asks(rank)
     evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 1000}
-    trainer: Any = make(wrapping, callbacks=[asks], save_dir=folder, save_steps=1000, **evaluated)
+    trainer: Any = make(backend, callbacks=[asks], save_dir=folder, save_steps=1000, **evaluated)
     metrics = trainer.train()
-    return {"seen": asks.seen, "reason": metrics["stop_reason"], "step": trainer.progress.step}
+    return {"events": asks.events, "reason": metrics["stop_reason"], "step": trainer.progress.step}
 
 
-def stop_at_any_moment(times: int) -> list[tuple[str, int]]:
+def stop_at_any_moment(backend: str, times: int) -> list[tuple[str, int]]:
     """Stop many runs from another thread of one process, after a random batch of steps, evaluations and epochs."""
-    chance, ends, passes = random.Random(own_rank()), [], itertools.count()
+    generator, ends, numbers = random.Random(own_rank()), [], itertools.count()
 
     class Stopping(Callback):
         order = 99
 
         def on_train_start(self, trainer: Any) -> None:
             if trainer.rank == len(ends) % 2:
-                threading.Thread(target=stop_after, args=(trainer, chance.randint(1, 150))).start()
+                threading.Thread(target=stop_after, args=(trainer, generator.randint(1, 150))).start()
 
     def stop_after(trainer: Any, batches: int) -> None:
         while counts[0] < batches:
@@ -394,40 +377,40 @@ def stop_at_any_moment(times: int) -> list[tuple[str, int]]:
         trainer.stop()
 
     def count(*_: Any) -> None:
-        counts[0] = next(passes)
+        counts[0] = next(numbers)
 
     data, model, counts = rows(70, torch.float32), t16(dtype=torch.float32), [0]
     model.register_forward_hook(count)
     trainer: Any = make(model=model, eval_dataset=data, eval_steps=3, epochs=1000, batch_size=1, callbacks=[Stopping()])
     for _ in range(times):
-        counts[0], passes = 0, itertools.count()
+        counts[0], numbers = 0, itertools.count()
         metrics = trainer.train()
         ends.append((metrics["stop_reason"], trainer.progress.step))
-    mark()
-    return ends
+    return {"ends": ends}
 
 
-def run_by_clock(folder: str) -> dict[str, Any]:
+def run_by_clock(backend: str, folder: str) -> dict[str, Any]:
     """Train, save and evaluate by clocks, of which that of rank 1 goes faster."""
-    now = [0.0]
+    seconds, time_module = [0.0], lifecycle.time
 
     class Tick(Callback):
         order = -1
 
         def on_step_start(self, trainer: Any) -> None:
-            now[0] += 0.03 + 0.01 * trainer.rank
+            seconds[0] += 0.03 + 0.01 * trainer.rank
 
-    lifecycle.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
+    lifecycle.time = SimpleNamespace(perf_counter=lambda: seconds[0])  # type: ignore[assignment]
     trainer: Any = make(
         callbacks=[Tick()], epochs=None, max_duration="1s", save_dir=folder, save_steps="0.2s",
         eval_dataset=rows(16, torch.float32), eval_steps="0.15s", log_steps="0.1s",
     )  # fmt: skip
     metrics = trainer.train()
+    lifecycle.time = time_module
     history = [row["step"] for row in metrics["valid"]]
     return {"reason": metrics["stop_reason"], "step": trainer.progress.step, "evaluated": history}
 
 
-# --- data of unequal length
+# --- jobs: data of unequal length
 
 
 class Stream(IterableDataset[Any]):
@@ -440,69 +423,43 @@ class Stream(IterableDataset[Any]):
         return iter(list(zip(*rows(64, torch.float32).tensors, strict=True))[: self.lengths[own_rank()]])
 
 
-def train_unevenly(lengths: list[int], wrapping: str, loader: bool, accumulation: int) -> dict[str, Any]:
+def train_unevenly(backend: str, lengths: list[int], loader: bool, accumulation: int) -> dict[str, Any]:
     """Train and evaluate on data of which the processes see parts of unequal length."""
-    data: dict[str, Any] = {"train": Stream(lengths), "eval_dataset": Stream(lengths)}
+    data: dict[str, Any] = {"train": Stream(lengths), "eval_dataset": Stream(lengths), "batch_size": 2}
     if loader:
-        own = rows(64, torch.float32)[: lengths[own_rank()]]
-        data = {
-            name: torch.utils.data.DataLoader(list(zip(*own, strict=True)), batch_size=2)  # type: ignore[arg-type]
-            for name in ("train_loader", "eval_loader")
-        }
-    else:
-        data["batch_size"] = 2
-    trainer: Any = make(wrapping, **data, gradient_accumulation_steps=accumulation)
+        samples = list(zip(*rows(64, torch.float32)[: lengths[own_rank()]], strict=True))
+        data = {name: DataLoader(samples, batch_size=2) for name in ("train_loader", "eval_loader")}  # type: ignore[arg-type]
+    trainer: Any = make(backend, **data, gradient_accumulation_steps=accumulation)
     metrics = trainer.train()
     return {"step": trainer.progress.step, "samples": trainer.progress.samples, "best": metrics["best_valid"]}
 
 
-# --- trainers one after another, and the end of the program
+# --- jobs: several trainers, disks, background writers
 
 
-def wrap_in_turn(wrappings: list[str]) -> dict[str, Any]:
-    """Train the same model in many ways, each with an earlier trainer still there and used in between."""
+def wrap_in_turn(backend: str, wrappings: list[str]) -> dict[str, Any]:
+    """Train the same model in many ways, with the earlier trainers still there and used in between."""
     losses, trainers = [], []
     for wrapping in wrappings:
         trainers.append(make(wrapping))
         trainers[-1].train()
         losses.append([trainer.evaluate(rows(9, torch.float32))["eval_loss"] for trainer in trainers])
-    mark()
     return {"losses": losses}
 
 
-def end(how: str) -> None:
-    """End a program in order, in one of several ways."""
-    # A process that is through waits so long for the others; where they are through too, it does not wait at all.
-    distributed._EXIT_WAIT_S = 0.5 if how == "late" else math.inf
-    trainer = make()
-    trainer.train()
-    if how == "destroy":
-        dist.destroy_process_group()
-    elif how == "destroy and train":
-        dist.destroy_process_group()
-        dist.init_process_group("gloo")
-        make().train()
-    elif how == "late" and trainer.rank == 0:
-        wait_for_other()
-    mark()
-
-
-# --- disks and background writers
-
-
-def fill_disk(wrapping: str, folder: str, required: bool = False, limit: bool = False) -> dict[str, Any]:
+def fill_disk(backend: str, folder: str, required: bool = False, limit: bool = False) -> dict[str, Any]:
     """Train while the main process cannot write its second checkpoint."""
-    told: list[str] = []
-    keep = state.save_tensors
+    messages: list[str] = []
+    save_tensors = state.save_tensors
 
     class Listen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
 
     def write(tensors: Any, path: Path, *args: Any, **kwargs: Any) -> None:
         if "checkpoint-4" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        keep(tensors, path, *args, **kwargs)
+        save_tensors(tensors, path, *args, **kwargs)
 
     class Limit(Callback):
         def on_step_start(self, trainer: Any) -> None:
@@ -513,7 +470,7 @@ def fill_disk(wrapping: str, folder: str, required: bool = False, limit: bool = 
     if not limit:
         state.save_tensors = write  # type: ignore[assignment]
     trainer: Any = make(
-        wrapping, save_dir=folder, save_steps=2, epochs=1, save_required=required, save_total_limit=None,
+        backend, save_dir=folder, save_steps=2, epochs=1, save_required=required, save_total_limit=None,
         callbacks=[Limit()] if limit else [],
     )  # fmt: skip
     error = ""
@@ -521,62 +478,49 @@ def fill_disk(wrapping: str, folder: str, required: bool = False, limit: bool = 
         trainer.train()
     except CheckpointError as raised:
         error = str(raised)
-    state.save_tensors = keep
+    state.save_tensors = save_tensors
     logging.getLogger("omnitrain").removeHandler(handler)
     names = [path.name for path in Store(Path(folder)).checkpoints()]
-    return {"step": trainer.progress.step, "told": told, "error": error, "names": names}
+    return {"step": trainer.progress.step, "messages": messages, "failed": error, "names": names}
 
 
-def write_in_background(wrapping: str, folder: str) -> dict[str, Any]:
+def write_in_background(backend: str, folder: str) -> dict[str, Any]:
     """Train with checkpoints that a thread of the main process writes, and resume from one of them."""
-    trainer: Any = make(wrapping, async_save=True, save_dir=folder, save_steps=3, save_total_limit=None)
+    before = {*threading.enumerate()}
+    options: dict[str, Any] = {"async_save": True, "save_dir": folder, "save_steps": 3, "save_total_limit": None}
+    trainer: Any = make(backend, **options)
     trainer.train()
-    again: Any = make(wrapping, async_save=True, save_dir=folder, save_steps=3, save_total_limit=None)
-    again.train(resume_from=f"{folder}/checkpoint-6")
+    resumed: Any = make(backend, **options)
+    resumed.train(resume_from=f"{folder}/checkpoint-6")
     names = [path.name for path in Store(Path(folder)).checkpoints()]
-    weights = [whole(one.get_model()[0].weight).sum().item() for one in (trainer, again)]
-    return {"names": names, "weights": weights, "threads": [thread.name for thread in threading.enumerate()]}
+    weights = [whole(run.get_model()[0].weight).sum().item() for run in (trainer, resumed)]
+    return {"names": names, "weights": weights, "threads": sorted({*threading.enumerate()} - before, key=str)}
 
 
-UNEVEN = [([9, 30], False), ([30, 9], False), ([13, 0], False), ([32, 33], True), ([9, 50], True)]
-SPREAD = [
-    Case(
-        f"uneven {lengths} {wrapping} {loader} {accumulation}", "test_faults:train_unevenly",
-        {"lengths": lengths, "wrapping": wrapping, "loader": loader, "accumulation": accumulation},
-    )
-    for lengths, loader in UNEVEN for wrapping in ("ddp", "fsdp") for accumulation in (1, 3)
-]  # fmt: skip
-SURVIVING = [
-    *(Case(f"alike {wrapping}", "test_faults:survive", {"wrapping": wrapping}) for wrapping in ("ddp", "fsdp")),
-    *(Case(f"asks {rank}", "test_faults:ask", {"rank": rank}) for rank in (0, 1)),
-    Case("asks fsdp", "test_faults:ask", {"rank": 1, "wrapping": "fsdp"}),
-    Case("stops", "test_faults:stop_at_any_moment", {"times": 30}),
-    Case("clock", "test_faults:run_by_clock"),
-    Case("in turn", "test_faults:wrap_in_turn", {"wrappings": ["ddp", "fsdp", "ddp", "fsdp"]}),
-    *(Case(f"end {how}", "test_faults:end", {"how": how}) for how in ("plain", "destroy", "destroy and train", "late")),
-    *(Case(f"disk {wrapping}", "test_faults:fill_disk", {"wrapping": wrapping}) for wrapping in ("ddp", "fsdp")),
-    Case("disk limit", "test_faults:fill_disk", {"wrapping": "fsdp", "limit": True}),
-    *(
-        Case(f"required {wrapping}", "test_faults:fill_disk", {"wrapping": wrapping, "required": True})
-        for wrapping in ("ddp", "fsdp")
-    ),
-    *(Case(f"background {one}", "test_faults:write_in_background", {"wrapping": one}) for one in ("ddp", "fsdp")),
-]  # fmt: skip
-NEEDS_FOLDER = ("call_alone", "survive", "ask", "run_by_clock", "fill_disk", "write_in_background")
+def job(function: str, backend: str = "ddp", **options: Any) -> tuple[str, Job]:
+    name = " ".join([function, backend, *(f"{key}={value}" for key, value in options.items() if key != "folder")])
+    return name, Job(name, backend, f"test_faults:{function}", options)
 
 
-def in_folders(cases: list[Case], folder: Path) -> list[Case]:
-    """Give each case that writes a folder of its own."""
-    for number, case in enumerate(cases):
-        if case.function.endswith(NEEDS_FOLDER) or "folder" in case.options:
-            case.options = {**case.options, "folder": str(folder / str(number))}
-    return cases
+FOLDER = {"folder": "folder"}
+SURVIVING = dict([job("survive", **FOLDER), job("survive", "fsdp", **FOLDER)])
+ASKING = dict([job("ask", rank=1, **FOLDER), job("ask", rank=0, **FOLDER), job("ask", "fsdp", rank=1, **FOLDER)])
+STOPPING = dict([job("stop_at_any_moment", times=8), job("stop_at_any_moment", times=30)])
+ONCE = dict([job("run_by_clock", **FOLDER), job("wrap_in_turn", wrappings=["ddp", "fsdp", "ddp", "fsdp"])])
+FULL = dict([
+    job("fill_disk", **FOLDER), job("fill_disk", "fsdp", limit=True, **FOLDER), job("fill_disk", "fsdp", **FOLDER)
+])  # fmt: skip
+REQUIRED = dict([job("fill_disk", backend, required=True, **FOLDER) for backend in ("ddp", "fsdp")])
+BACKGROUND = dict([job("write_in_background", backend, **FOLDER) for backend in ("ddp", "fsdp")])
+UNEVEN = dict([
+    job("train_unevenly", backend, lengths=lengths, loader=loader, accumulation=accumulation)
+    for lengths, loader in [([9, 30], False), ([30, 9], False), ([32, 33], True), ([9, 50], True), ([13, 0], False)]
+    for backend, accumulation in (("ddp", 1), ("fsdp", 3), ("ddp", 3), ("fsdp", 1))
+])  # fmt: skip
+JOBS = ONCE | SURVIVING | ASKING | STOPPING | FULL | REQUIRED | BACKGROUND | UNEVEN
 
 
-CASES = {case.name: case for case in (*LIVING_ON, *FAILING, *ALONE, *SPREAD)}
-
-
-# --- what must come of it
+# --- tests
 
 
 @pytest.fixture(scope="module")
@@ -584,61 +528,63 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
+def prepared(table: dict[str, Any], names: set[str], folder: Path) -> list[Any]:
+    """Return the entries of a table with these names, each with a separate folder if it needs one."""
+    entries = [entry for name, entry in table.items() if name in names]
+    for number, entry in enumerate(entries):
+        if "folder" in entry.options:
+            entry.options["folder"] = str(folder / str(number))
+    return entries
+
+
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    asked = {*asked_for(request, "name"), READ_AHEAD}
-    return play(in_folders([*(CASES[name] for name in CASES if name in asked), *SURVIVING], folder), folder / "cases")
+    return play(prepared(CASES, asked_for(request, "name"), folder / "runs"), folder / "cases", at_once=4)
 
 
-def results(outcomes: dict[str, list[Outcome]], name: str) -> list[Any]:
-    """Return what a case gave on both processes, which must be the same."""
-    for outcome in outcomes[name]:
-        assert outcome.code == 0, outcome.output
-    first, second = (outcome.result for outcome in outcomes[name])
-    assert first == second
+@pytest.fixture(scope="module")
+def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str, Any]]]:
+    return launch(prepared(JOBS, asked_for(request, "job"), folder / "job-runs"), folder / "jobs")
+
+
+def result_of(results: Found[list[dict[str, Any]]], name: str) -> dict[str, Any]:
+    """Return the result of a job, which must be the same on both processes."""
+    first, second = results[name]
+    assert first == second and "error" not in first, results[name]
     return first
 
 
-def test_the_waits_of_a_process_that_fails_add_up_to_seconds() -> None:
+def test_waits_of_a_failed_process_add_up_to_seconds() -> None:
     waits = (distributed._ERROR_SYNC_S, distributed._GRACE_S, distributed._EXIT_WAIT_S)
     assert sum(waits) + 3 * distributed._POLL_INTERVAL.total_seconds() < 15
 
 
-COMMON = ("writing", "metric")
-"""Errors that the main process has for all of them."""
-
-
-@pytest.mark.parametrize(
-    "name", thinned([case.name for case in FAILING], [case.name for case in FAILING if case.name not in ALIKE])
-)
-def test_error_on_one_process_ends_all_and_all_say_which_and_why(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    case = CASES[name]
-    where, rank = case.options["where"], case.options.get("rank", 1)
-    failed, other = outcomes[case.name][rank], outcomes[case.name][1 - rank]
+@pytest.mark.parametrize("name", thinned([*FAILING, *FAILING_ALIKE], FAILING))
+def test_error_on_one_rank_ends_all_with_its_reason(
+    name: str, outcomes: dict[str, list[Outcome]], folder: Path
+) -> None:
+    where, rank = CASES[name].options["where"], CASES[name].options.get("rank", 1)
+    failed, other = outcomes[name][rank], outcomes[name][1 - rank]
     text = "SystemExit: 7" if where == "exit" else "ValueError: boom"
-    for outcome in (failed, other):
-        assert outcome.code == (7 if outcome is failed and where == "exit" else 1), outcome.output
+    assert failed.code == (7 if where == "exit" else 1), failed.output
+    assert other.code == 1, other.output
     assert where == "exit" or text in failed.output
-    if where in COMMON:
+    if where in ("writing", "metric"):  # errors that the main process has for all
         assert "Raised on rank 0, in " in other.output and other.output.count("ValueError: boom") == 2
-    elif where == "between":  # outside of all calls: it is seen that it has gone, and not why
+    elif where == "between":  # outside of all calls: it is known that it has gone, and not why
         assert "DistributedError: The processes of the run are at different places" in other.output
         assert f"rank {rank}: the end of the program" in other.output
     else:
         call = "predict()" if where.startswith("predict") else "train()"
         assert f"DistributedError: Rank {rank} failed in {call}, and so the run ends on all 2" in other.output
         assert f"--- rank {rank}\nTraceback (most recent call last)" in other.output and text in other.output
+    if name == AHEAD:  # reading ahead costs nothing of the step before
+        checkpoints = Store(Path(CASES[name].options["folder"])).checkpoints()
+        assert [path.name for path in checkpoints] == ["checkpoint-2"]
 
 
-def test_sample_that_cannot_be_read_ahead_costs_nothing_of_the_step_before(
-    outcomes: dict[str, list[Outcome]], folder: Path
-) -> None:
-    assert outcomes[READ_AHEAD][1].code == 1
-    assert [path.name for path in Store(CASES[READ_AHEAD].options["folder"]).checkpoints()] == ["checkpoint-2"]
-
-
-@pytest.mark.parametrize("name", [case.name for case in LIVING_ON])
-def test_process_that_survives_its_error_leaves_no_other_waiting(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+@pytest.mark.parametrize("name", thinned(LIVING_ON, list(LIVING_ON)[:2]))
+def test_error_on_a_rank_that_lives_on_ends_the_other(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     rank = CASES[name].options.get("rank", 1)
     survivor, other = outcomes[name][rank], outcomes[name][1 - rank]
     assert survivor.code == 0, survivor.output  # it has lived until the other had ended
@@ -646,122 +592,102 @@ def test_process_that_survives_its_error_leaves_no_other_waiting(name: str, outc
     assert f"DistributedError: Rank {rank} failed in train()" in other.output and "ValueError: boom" in other.output
 
 
-@pytest.mark.parametrize("name", thinned([case.name for case in ALONE], OFTEN))
-def test_call_on_one_process_alone_is_an_error_on_all_that_names_who_is_where(
-    name: str, outcomes: dict[str, list[Outcome]]
-) -> None:
-    case = CASES[name]
-    rank = case.options["rank"]
-    for outcome in outcomes[case.name]:
+@pytest.mark.parametrize("name", thinned([*CALLS, *CALLS_ALIKE], CALLS))
+def test_call_on_one_rank_only_is_an_error_on_all(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    what, rank = CASES[name].options["what"], CASES[name].options["rank"]
+    for outcome in outcomes[name]:
         assert outcome.code == 1, outcome.output
         (message,) = re.findall("DistributedError: (The processes of the run are at different.*)", outcome.output)[-1:]
-        assert f"rank {rank}: {case.options['what']}()" in message and f"rank {1 - rank}: " in message
+        assert f"rank {rank}: {what}()" in message and f"rank {1 - rank}: " in message
 
 
-@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
-def test_errors_that_all_processes_come_to_alike_leave_them_able_to_train(
-    wrapping: str, outcomes: dict[str, list[Outcome]]
-) -> None:
-    found = results(outcomes, f"alike {wrapping}")
+@pytest.mark.parametrize("name", thinned(ENDS, list(ENDS)[:3]))
+def test_end_of_the_program_is_silent(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes[name]:
+        lines = [line for line in outcome.output.splitlines() if not line.startswith("[Gloo] Rank ")]  # PyTorch 2.8
+        assert (outcome.code, lines) == (0, [])
+
+
+@pytest.mark.parametrize("job", thinned(SURVIVING, list(SURVIVING)[:1]))
+def test_errors_common_to_all_ranks_leave_them_able_to_train(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    result = result_of(results, job)
     errors = ["NonFiniteError", "CheckpointError", "ConfigError", "ValueError", "ConfigError", "ValueError"]
-    assert (found["errors"], found["step"]) == (errors, 16)
+    assert (result["errors"], result["step"]) == (errors, 16)
 
 
-@pytest.mark.parametrize("who", ["0", "1", "fsdp"])
-def test_requests_of_one_process_are_answered_by_all(who: str, outcomes: dict[str, list[Outcome]]) -> None:
-    found = results(outcomes, f"asks {who}")
-    assert (found["step"], found["reason"]) == (15, "requested")
-    seen = [event for event in found["seen"] if not event.startswith("step_end")]
-    first = ["save_end 2", "eval_end 3", "save_end 3"]  # the evaluation asked for in save_end 2 comes at step 3
-    assert seen == [*first, "epoch_end 8", "eval_end 8", "save_end 8", "epoch_end 15", "save_end 15"]
+@pytest.mark.parametrize("job", thinned(ASKING, list(ASKING)[:1]))
+def test_requests_of_one_rank_act_on_all(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    result = result_of(results, job)
+    assert (result["step"], result["reason"]) == (15, "requested")
+    events = [event for event in result["events"] if not event.startswith("step_end")]
+    first = ["save_end 2", "eval_end 3", "save_end 3"]  # the evaluation requested in save_end 2 comes at step 3
+    assert events == [*first, "epoch_end 8", "eval_end 8", "save_end 8", "epoch_end 15", "save_end 15"]
 
 
-def test_stop_from_another_thread_of_one_process_ends_all_at_the_same_step(outcomes: dict[str, list[Outcome]]) -> None:
-    found = results(outcomes, "stops")
-    assert len(found) == 30 and {reason for reason, _ in found} == {"requested"}
-    assert len({step for _, step in found}) > 3
+@pytest.mark.parametrize("job", thinned(STOPPING, list(STOPPING)[:1]))
+def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    ends = result_of(results, job)["ends"]
+    assert len(ends) == JOBS[job].options["times"] and {reason for reason, _ in ends} == {"requested"}
+    assert len({step for _, step in ends}) > 3
 
 
-def test_clocks_that_differ_between_processes_disturb_nothing(outcomes: dict[str, list[Outcome]]) -> None:
-    found = results(outcomes, "clock")
-    assert found["reason"] == "max_duration" and len(found["evaluated"]) >= 2
+@pytest.mark.parametrize("job", list(ONCE)[:1])
+def test_clocks_that_differ_between_ranks(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    result = result_of(results, job)
+    assert result["reason"] == "max_duration" and len(result["evaluated"]) >= 2
 
 
-SOME = [one.name for one in SPREAD if (one.options["wrapping"] == "fsdp") == (one.options["accumulation"] == 3)]
+@pytest.mark.parametrize("job", list(ONCE)[1:])
+def test_trainers_of_different_wrapping_in_one_program(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    losses = result_of(results, job)["losses"]
+    assert [len(row) for row in losses] == [1, 2, 3, 4]
+    assert all(loss == pytest.approx(losses[0][0], abs=1e-6) for row in losses for loss in row)
 
 
-@pytest.mark.parametrize("name", thinned([one.name for one in SPREAD], SOME))
-def test_data_of_unequal_length_are_trained_on_to_the_end_of_the_longest(
-    name: str, outcomes: dict[str, list[Outcome]]
-) -> None:
-    asked = CASES[name].options
-    lengths, loader, accumulation = asked["lengths"], asked["loader"], asked["accumulation"]
-    if not all(lengths):
-        for outcome in outcomes[name]:
-            assert outcome.code == 1 and "DataError: The data yield nothing on rank 1" in outcome.output
-        return
-    parts = [range(0, length, 2) for length in lengths]
-    if loader:  # taken in turns, as from a loader that is the same everywhere
-        own = [[min(2, lengths[rank] - start) for start in part][rank::2] for rank, part in enumerate(parts)]
-    else:
-        own = [_stream_share(length, rank) for rank, length in enumerate(lengths)]
-    found = results(outcomes, name)
-    assert found["samples"] == 2 * sum(map(sum, own))
-    turns = max(sum(map(bool, share)) for share in own)  # a turn in which no process has samples is no step
-    assert found["step"] == 2 * -(-turns // accumulation)
-
-
-def _stream_share(length: int, rank: int) -> list[int]:
+def share_of_stream(length: int, rank: int) -> list[int]:
     """Return how many samples a process takes of each four."""
     turns = [min(4, length - start) for start in range(0, length, 4)]
     return [(turn + 1 - rank) // 2 for turn in turns]
 
 
-def test_trainers_of_different_wrapping_in_one_program_do_not_disturb_each_other(
-    outcomes: dict[str, list[Outcome]],
-) -> None:
-    losses = results(outcomes, "in turn")["losses"]
-    assert [len(row) for row in losses] == [1, 2, 3, 4]
-    assert all(loss == pytest.approx(losses[0][0], abs=1e-6) for row in losses for loss in row)
+UNEVEN_ONCE = [name for name in UNEVEN if ("fsdp" in name) == ("accumulation=3" in name)]
 
 
-def said(outcome: Outcome) -> str:
-    """Return what a process wrote, without what gloo says in PyTorch 2.8 when it has connected."""
-    return "".join(line for line in outcome.output.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+@pytest.mark.parametrize("job", thinned(UNEVEN, UNEVEN_ONCE))
+def test_uneven_data_train_to_the_end_of_the_longest(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    lengths, loader, accumulation = (JOBS[job].options[name] for name in ("lengths", "loader", "accumulation"))
+    if not all(lengths):
+        for result in results[job]:
+            assert result["error"] == "DataError" and "The data yield nothing on rank 1" in result["message"]
+        return
+    parts = [range(0, length, 2) for length in lengths]
+    if loader:  # taken in turns, as from a loader that is the same everywhere
+        shares = [[min(2, lengths[rank] - start) for start in part][rank::2] for rank, part in enumerate(parts)]
+    else:
+        shares = [share_of_stream(length, rank) for rank, length in enumerate(lengths)]
+    result = result_of(results, job)
+    assert result["samples"] == 2 * sum(map(sum, shares))
+    turns = max(sum(map(bool, share)) for share in shares)  # a turn in which no process has samples is no step
+    assert result["step"] == 2 * -(-turns // accumulation)
 
 
-@pytest.mark.parametrize("how", ["plain", "destroy", "destroy and train"])
-def test_program_that_is_through_ends_at_once_and_without_a_warning(
-    how: str, outcomes: dict[str, list[Outcome]]
-) -> None:
-    for outcome in outcomes[f"end {how}"]:
-        assert (outcome.code, said(outcome)) == (0, "")
+@pytest.mark.parametrize("job", thinned(FULL, list(FULL)[:2]))
+def test_full_disk_costs_only_a_checkpoint(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    result = result_of(results, job)
+    assert (result["step"], len(result["messages"]), result["failed"]) == (8, 1, "")
+    assert re.search("Cannot save .*checkpoint-4.*(No space left|File too large)", result["messages"][0])
+    assert result["names"] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
 
 
-def test_process_that_has_more_to_do_at_the_end_may_take_its_time(outcomes: dict[str, list[Outcome]]) -> None:
-    assert [outcome.code for outcome in outcomes["end late"]] == [0, 0]
-    assert [said(outcome) for outcome in outcomes["end late"]] == ["", ""]
+@pytest.mark.parametrize("job", thinned(REQUIRED, list(REQUIRED)[:1]))
+def test_full_disk_ends_a_run_with_save_required(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    result = result_of(results, job)
+    assert result["step"] == 4 and "No space left" in result["failed"] and result["names"] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "limit"])
-def test_full_disk_costs_a_checkpoint_and_not_the_run(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    found = results(outcomes, f"disk {name}")
-    assert (found["step"], len(found["told"]), found["error"]) == (8, 1, "")
-    assert re.search("Cannot save .*checkpoint-4.*(No space left|File too large)", found["told"][0])
-    assert found["names"] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
-
-
-@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
-def test_full_disk_ends_a_run_that_requires_its_saves_on_all_processes(
-    wrapping: str, outcomes: dict[str, list[Outcome]]
-) -> None:
-    found = results(outcomes, f"required {wrapping}")
-    assert found["step"] == 4 and "No space left" in found["error"] and found["names"] == ["checkpoint-2"]
-
-
-@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
-def test_background_saves_are_whole_and_leave_no_thread(wrapping: str, outcomes: dict[str, list[Outcome]]) -> None:
-    found = results(outcomes, f"background {wrapping}")
-    assert found["names"] == [f"checkpoint-{step}" for step in (3, 6, 9, 12, 15, 16)]
-    assert found["weights"][0] == found["weights"][1]
-    assert found["threads"] == ["MainThread", "omnitrain-post", "omnitrain-watch"]
+@pytest.mark.parametrize("job", thinned(BACKGROUND, list(BACKGROUND)[:1]))
+def test_background_saves_are_whole_and_leave_no_thread(job: str, results: Found[list[dict[str, Any]]]) -> None:
+    result = result_of(results, job)
+    assert result["names"] == [f"checkpoint-{step}" for step in (3, 6, 9, 12, 15, 16)]
+    assert result["weights"][0] == result["weights"][1]
+    assert result["threads"] == []

@@ -1,4 +1,4 @@
-"""A process that ends or stands still while the ranks meet, before the trainer is made, ends the run on the others."""
+"""Processes that end or stall during the rendezvous, before the trainer exists: the run ends on the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,22 +14,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import asked_for, make_trainer
+from compiled import compile_once
+from forking import Case, Found, Outcome, mark, play
+from marks import thinned
+from recipes import rows
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import distributed as ddp
 from torch.utils.file_baton import FileBaton
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+from omnitrain import distributed
+from omnitrain.distributed import ProcessRanks
 
-from backends import make_trainer  # noqa: E402
-from compiled import compile_once  # noqa: E402
-from forking import Case, Found, Outcome, mark, play  # noqa: E402
-from recipes import rows  # noqa: E402
-
-from omnitrain import distributed  # noqa: E402
-from omnitrain.distributed import ProcessRanks  # noqa: E402
-
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.processes
 
 MOMENTS = {
     "ddp": ("group 1", "ranks", "group 2", "broadcast 1"),
@@ -39,8 +36,8 @@ MOMENTS = {
     "zero3": ("compile", "group 1", "ranks", "group 2", "group 3"),
     "hf2": ("group 1", "ranks", "group 2", "broadcast 1"),
 }
-"""What a rank is about to do when it happens, by backend: form torch's first group, ours, one of the backend's; begin
-to exchange anything; let go of the lock on what DeepSpeed compiles; hand out the weights."""
+"""What a rank is about to do, by backend: form torch's first group, ours, one of the backend's; begin to exchange
+anything; release the lock on what DeepSpeed compiles; broadcast the weights."""
 
 
 def leave(how: str) -> None:
@@ -57,16 +54,16 @@ def leave(how: str) -> None:
 def leave_in(owner: Any, name: str, call: int, how: str) -> None:
     """Leave in a call of a function instead of what it does."""
     function: Callable[..., Any] = getattr(owner, name)
-    calls = iter(range(1, 100))
+    numbers = iter(range(1, 100))
 
-    def left(*args: Any, **kwargs: Any) -> Any:
-        return leave(how) if next(calls) == call else function(*args, **kwargs)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return leave(how) if next(numbers) == call else function(*args, **kwargs)
 
-    setattr(owner, name, left)
+    setattr(owner, name, replacement)
 
 
 def await_lock(folder: Path) -> None:
-    """Let the other process have the lock first."""
+    """Leave the lock to the other process first."""
     try_acquire = FileBaton.try_acquire
 
     def late(baton: FileBaton) -> bool:
@@ -78,7 +75,7 @@ def await_lock(folder: Path) -> None:
 
 
 def await_fault() -> None:
-    """Let the other process leave before this one has said anything through the store."""
+    """Wait for the other process to leave before this one has used the store."""
     start = ProcessRanks.__init__
 
     def late(ranks: ProcessRanks, *args: Any) -> None:
@@ -94,7 +91,7 @@ def make(
     backend: str, moment: str, rank: int, how: str, timeout: float | None = None, is_other_late: bool = False
 ) -> None:
     """Make a trainer, and leave on one rank at a moment."""
-    distributed.SILENCE_S = 4.0
+    distributed.SILENCE_S = distributed._MUTE_S = 4.0
     what, _, number = moment.partition(" ")
     owner, name = {
         "group": (distributed_c10d, "_new_process_group_helper"),
@@ -102,13 +99,13 @@ def make(
         "compile": (FileBaton, "release"),
         "broadcast": (ddp, "_verify_param_shape_across_processes"),
     }[what]
-    own, is_leaving = Path(os.environ["CASE_FOLDER"], "extensions"), int(os.environ["RANK"]) == rank
-    if what == "compile":  # in a folder of its own, as the lock stays
-        kept, os.environ["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"], str(own)
+    extensions, is_leaving = Path(os.environ["CASE_FOLDER"], "extensions"), int(os.environ["RANK"]) == rank
+    if what == "compile":  # in a separate folder, as the lock stays
+        compiled, os.environ["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"], str(extensions)
         if is_leaving:
-            shutil.copytree(kept, own)
+            shutil.copytree(compiled, extensions)
         else:
-            await_lock(own)
+            await_lock(extensions)
     elif is_other_late and not is_leaving:
         await_fault()
     if is_leaving:
@@ -125,53 +122,39 @@ def case(backend: str, moment: str, rank: int, how: str, hosted: bool = True, is
 
 
 QUICK = [
-    case("ddp", "group 1", 1, "killed"),
     case("ddp", "group 1", 0, "stopped"),
     case("ddp", "group 1", 0, "stopped", is_other_late=True),
     case("ddp", "group 1", 0, "killed", is_other_late=True),
     case("ddp", "group 2", 1, "stopped", hosted=False),
     case("fsdp", "ranks", 0, "killed"),
     case("zero3", "compile", 1, "killed"),
-    case("zero2", "group 3", 1, "killed"),
     case("hf2", "ranks", 1, "killed"),
 ]
-ALL = [
-    one
-    for backend, moments in MOMENTS.items() for moment in moments for how in ("killed", "stopped")
-    for rank, hosted in ((0, True), (0, False), (1, False))
-    if (one := case(backend, moment, rank, how, hosted)).name not in {quick.name for quick in QUICK}
+EXHAUSTIVE = [
+    case("ddp", "group 1", 1, "killed"),
+    case("zero2", "group 3", 1, "killed"),
+    *(
+        case(backend, moment, rank, how, hosted)
+        for backend, moments in MOMENTS.items() for moment in moments for how in ("killed", "stopped")
+        for rank, hosted in ((0, True), (0, False), (1, False))
+    ),
 ]  # fmt: skip
+CASES = {case.name: case for case in (*QUICK, *EXHAUSTIVE)}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
-    compile_once()
-    return play(QUICK, tmp_path_factory.mktemp("meeting"), at_once=4)
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    names = asked_for(request, "name")
+    if any("zero" in name for name in names):
+        compile_once()
+    cases = [case for case in CASES.values() if case.name in names]
+    return play(cases, tmp_path_factory.mktemp("meeting"), at_once=4 if len(cases) > 20 else 7)
 
 
-@pytest.fixture(scope="module")
-def all_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
-    compile_once()
-    return play(ALL, tmp_path_factory.mktemp("all-meetings"), at_once=4)
-
-
-def check_end(one: Case, found: list[Outcome]) -> None:
-    left, other = found[one.options["rank"]], found[1 - one.options["rank"]]
-    assert left.code == -signal.SIGKILL, left.output
+@pytest.mark.parametrize("name", thinned(CASES, [case.name for case in QUICK]))
+def test_meeting_that_a_rank_leaves_ends_the_run(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    rank = CASES[name].options["rank"]
+    leaver, other = outcomes[name][rank], outcomes[name][1 - rank]
+    assert leaver.code == -signal.SIGKILL, leaver.output
     assert other.code == 1, other.output
     assert "DistributedError: " in other.output, other.output
-
-
-@pytest.mark.parametrize("one", QUICK, ids=lambda one: one.name)
-def test_process_that_leaves_while_the_ranks_meet_ends_the_run_on_the_other(
-    one: Case, outcomes: dict[str, list[Outcome]]
-) -> None:
-    check_end(one, outcomes[one.name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
-def test_process_that_leaves_at_any_moment_of_any_backend_ends_the_run_on_the_other(
-    one: Case, all_outcomes: dict[str, list[Outcome]]
-) -> None:
-    check_end(one, all_outcomes[one.name])
