@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -22,7 +21,6 @@ from recipes import rows
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import distributed as ddp
-from torch.utils.file_baton import FileBaton
 
 from omnitrain import distributed
 from omnitrain.distributed import ProcessRanks
@@ -32,12 +30,12 @@ pytestmark = pytest.mark.processes
 MOMENTS = {
     "ddp": ("group 1", "ranks", "group 2", "broadcast 1"),
     "fsdp": ("group 1", "ranks", "group 2"),
-    "zero2": ("compile", "group 1", "ranks", "group 2", "group 3"),
-    "zero3": ("compile", "group 1", "ranks", "group 2", "group 3"),
+    "zero2": ("group 1", "ranks", "group 2", "group 3"),
+    "zero3": ("group 1", "ranks", "group 2", "group 3"),
     "hf2": ("group 1", "ranks", "group 2", "broadcast 1"),
 }
 """What a rank is about to do, by backend: form torch's first group, ours, one of the backend's; begin to exchange
-anything; release the lock on what DeepSpeed compiles; broadcast the weights."""
+anything; broadcast the weights."""
 
 
 def leave(how: str) -> None:
@@ -62,18 +60,6 @@ def leave_in(owner: Any, name: str, call: int, how: str) -> None:
     setattr(owner, name, replacement)
 
 
-def await_lock(folder: Path) -> None:
-    """Leave the lock to the other process first."""
-    try_acquire = FileBaton.try_acquire
-
-    def late(baton: FileBaton) -> bool:
-        while not list(folder.rglob("deepspeed_shm_comm/lock")):
-            time.sleep(0.01)
-        return try_acquire(baton)
-
-    FileBaton.try_acquire = late  # type: ignore[method-assign]
-
-
 def await_fault() -> None:
     """Wait for the other process to leave before this one has used the store."""
     start = ProcessRanks.__init__
@@ -96,17 +82,10 @@ def make(
     owner, name = {
         "group": (distributed_c10d, "_new_process_group_helper"),
         "ranks": (ProcessRanks, "connect"),
-        "compile": (FileBaton, "release"),
         "broadcast": (ddp, "_verify_param_shape_across_processes"),
     }[what]
-    extensions, is_leaving = Path(os.environ["CASE_FOLDER"], "extensions"), int(os.environ["RANK"]) == rank
-    if what == "compile":  # in a separate folder, as the lock stays
-        compiled, os.environ["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"], str(extensions)
-        if is_leaving:
-            shutil.copytree(compiled, extensions)
-        else:
-            await_lock(extensions)
-    elif is_other_late and not is_leaving:
+    is_leaving = int(os.environ["RANK"]) == rank
+    if is_other_late and not is_leaving:
         await_fault()
     if is_leaving:
         leave_in(owner, name, int(number or 1), how)
@@ -127,7 +106,7 @@ QUICK = [
     case("ddp", "group 1", 0, "killed", is_other_late=True),
     case("ddp", "group 2", 1, "stopped", hosted=False),
     case("fsdp", "ranks", 0, "killed"),
-    case("zero3", "compile", 1, "killed"),
+    case("zero3", "group 1", 1, "killed"),
     case("hf2", "ranks", 1, "killed"),
 ]
 EXHAUSTIVE = [
