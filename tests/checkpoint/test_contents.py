@@ -287,14 +287,14 @@ def fuzz(examples: int) -> Any:
     )
 
 
-@fuzz(20)
+@fuzz(12)
 @given(**CHANGES)
 def test_changed_manifest_is_rejected_or_resumed(folder: Path, **change: Any) -> None:
     """A changed setting is an error under "auto", too: it would resume an older run otherwise."""
     assert change_manifest(saved("native", folder), folder / "changed", **change) in ("rejected", "resumed")
 
 
-@fuzz(20)
+@fuzz(12)
 @given(**DAMAGE)
 def test_damaged_file_is_rejected_or_passed_over(folder: Path, which: Any, **damage: Any) -> None:
     expected = "resumed" if which else "rejected"
