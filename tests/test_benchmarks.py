@@ -241,6 +241,7 @@ def test_gpu_lists_tests_without_time(gpu: Any, tmp_path: Path) -> None:
     assert gpu.status_of(tests) == "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_gpu_continues_after_import_error(gpu: Any, tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
@@ -253,6 +254,7 @@ def test_gpu_continues_after_import_error(gpu: Any, tmp_path: Path) -> None:
     assert "no_such_module" in next(test.text for test in tests if test.status == "skipped") and not why
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_gpu_reports_failed_pytest(gpu: Any, tmp_path: Path) -> None:
     tests, why = gpu.run_tests([tmp_path / "nowhere.py"], 60, root=tmp_path)
@@ -355,6 +357,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("probes")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", PROBES)
 def test_probe_accepts_omnitrain(name: str, probes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,7 @@ def test_cli_saves_and_exits_on_signal(number: signal.Signals, code: int, tmp_pa
     assert list((tmp_path / "runs" / "demo").glob("checkpoint-*")), "nothing was saved"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other pipes")
 def test_cli_survives_closed_pipe(tmp_path: Path) -> None:

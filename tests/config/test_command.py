@@ -193,6 +193,7 @@ def test_train_takes_deepspeed_config_path(folder: Path, capsys: pytest.CaptureF
     assert "--trainer.deepspeed_config: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_train_on_two_processes_equals_one(folder: Path) -> None:
     words = ["train", "--trust", "a.yaml", "--trainer", "AccelerateTrainer", "--trainer.batch_size", "4"]

@@ -216,6 +216,7 @@ def program(folder: Path, kind: str, name: str, where: str, everyone: bool = Tru
     return [sys.executable, str(folder / "program.py")]
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     command = program(tmp_path, "map", "SIGKILL", "step", everyone=False)
     with programs.started(*command, stdout=subprocess.PIPE) as process:
@@ -256,6 +257,7 @@ next(unfinished)
 """
 
 
+@pytest.mark.slow
 def test_workers_neither_delay_nor_disturb_the_exit() -> None:
     """A worker that is stuck, and those of an epoch that is left."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -328,7 +328,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict
     return sound(launch_all(jobs, folder / "launch"))
 
 
-@pytest.mark.parametrize("way", thinned(list(WAYS), ["whole", "fsdp", "zero3", "configured"]))
+@pytest.mark.parametrize("way", thinned(list(WAYS), ["whole", "fsdp", "zero3"]))
 def test_arguments_shard_and_change_no_number(results: Any, way: str) -> None:
     """A sharded language model trains, is evaluated and predicts as an unsharded one."""
     wrapped = {
@@ -412,14 +412,14 @@ def test_generation_of_shards_equals_unsharded(results: Any, way: str) -> None:
         assert gap(*ranks) < 1e-5
 
 
-@pytest.mark.parametrize("backend", thinned(TWICE[1:], ["fsdp", "zero3", "hf2"]))
+@pytest.mark.parametrize("backend", thinned(TWICE[1:], ["zero3", "hf2"]))
 def test_second_training_has_a_new_optimizer_and_schedule(results: Any, backend: str) -> None:
     for result, expected in zip(results[f"twice-{backend}"], results["twice-ddp"], strict=True):
         assert len(expected["losses"]) == 8 and expected["rates"][4] == expected["rates"][0]
         assert gap(result, expected) < 1e-5
 
 
-@pytest.mark.parametrize("backend", thinned(TWICE, ["ddp", "fsdp", "zero2", "hf2"]))
+@pytest.mark.parametrize("backend", thinned(TWICE, ["fsdp", "zero2"]))
 def test_parameter_groups_are_saved_and_resumed(results: Any, backend: str) -> None:
     for result in results[f"cut-{backend}"]:
         assert gap(result["parts"], result["whole"]) < 1e-6
@@ -431,6 +431,7 @@ def test_deepspeed_optimizer_equals_ours(results: Any, stage: int) -> None:
     assert gap(theirs, ours) < 1e-5
 
 
+@pytest.mark.slow
 def test_failed_gathering_on_one_rank_ends_both(folder: Path) -> None:
     case = Case(
         "lost", "test_sharding:fail_on_main", {"backend": "zero2", "folder": str(folder / "lost")}, environment={}
