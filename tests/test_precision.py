@@ -106,6 +106,7 @@ def test_matmul_precision_is_restored(before: str) -> None:
     backends: Any = torch.backends
     if not hasattr(backends, "fp32_precision"):
         pytest.skip("this PyTorch has only one way")
+    backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "none"  # whatever ran before
     try:
         backends.fp32_precision = before
         found = matmul_precision()

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")  # so that it is restored after the tests, which set it
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton)
 
 

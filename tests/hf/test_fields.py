@@ -423,7 +423,8 @@ def test_ddp_options_reach_accelerate(arguments: Any, fields: dict[str, Any], ex
 def verbosity() -> Iterator[int]:
     """The verbosity of transformers, which is reset afterwards."""
     before = transformers.utils.logging.get_verbosity()
-    yield before
+    transformers.utils.logging.set_verbosity_warning()
+    yield transformers.logging.WARNING
     transformers.utils.logging.set_verbosity(before)
 
 
