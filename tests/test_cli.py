@@ -133,6 +133,7 @@ def test_cli_exits_with_130_for_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["demo"]) == 130
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ def test_demo_without_matplotlib(
 # Whose folder it is
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_text")
 def test_demo_replaces_earlier_demo(tmp_path: Path) -> None:
     demo.digits(Trainer, tmp_path / "demo", **SHORT)

@@ -452,6 +452,7 @@ def test_score_leaves_inference_mode():
     assert scorer.compute() == {"accuracy": 1.0, "MulticlassAccuracy": 1.0}
 
 
+@pytest.mark.slow
 def test_score_streams_large_batches():
     statm = pathlib.Path("/proc/self/statm")
     if not statm.exists():

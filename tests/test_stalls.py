@@ -289,6 +289,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
     return play(cases, tmp_path_factory.mktemp("hanging"))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_timeout_ends_a_single_process(workers: int, outcomes: dict[str, list[Outcome]]) -> None:

@@ -206,7 +206,7 @@ def assert_as_on_one_process(folder: Path, reference: tuple[list[float], dict[st
     return [rows[number]["ranks"] for number in sorted(rows)]
 
 
-@pytest.mark.parametrize("way", thinned(list(OPTIONS), ["ddp", "fsdp2"]))
+@pytest.mark.parametrize("way", thinned(list(OPTIONS), ["ddp"]))
 def test_run_resumes_on_fewer_ranks(way: str, tmp_path: Path) -> None:
     """Steps have as many samples, in the same order, on any number of ranks."""
     step = 7 if way == "fsdp2" else 8

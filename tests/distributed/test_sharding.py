@@ -380,6 +380,7 @@ def test_launcher_shards_without_training_arguments(results: Any) -> None:
     assert gap(results["launched-fsdp"][0]["losses"], results["launched-zero2"][0]["losses"]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", thinned(["fsdp", "zero2"], ["fsdp"]))
 def test_adapters_of_sharded_weights_are_saved_whole(results: Any, folder: Path, way: str) -> None:
     for ranks in zip(results[f"adapters-{way}"], results["adapters-whole"], strict=True):
@@ -391,6 +392,7 @@ def test_adapters_of_sharded_weights_are_saved_whole(results: Any, folder: Path,
         assert gap(load_file(folder / f"adapters-{way}" / file), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", thinned(["fsdp", "zero2"], ["zero2"]))
 def test_model_init_is_sharded_again_for_each_run(results: Any, way: str) -> None:
     wrapped = {"fsdp": "FSDPSequential", "zero2": "DeepSpeedEngine"}
@@ -406,6 +408,7 @@ def test_deepspeed_schedule_restarts_with_the_model(results: Any) -> None:
         assert result["rates"] == pytest.approx(2 * [0.0, 0.0, 0.025])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", thinned(["zero2", "zero3"], ["zero3"]))
 def test_generation_of_shards_equals_unsharded(results: Any, way: str) -> None:
     for ranks in zip(results[f"generation-{way}"], results["generation-whole"], strict=True):
