@@ -94,7 +94,7 @@ def test_a_checkpoint_holds_what_was_on_the_device(device: torch.device, kind: s
         assert torch.equal(generators["0/device"], torch.cuda.get_rng_state(device))
 
 
-def test_async_saves_hold_what_was_there_when_they_were_asked_for(device: torch.device, tmp_path: Path) -> None:
+def test_async_save_holds_state_of_request(device: torch.device, tmp_path: Path) -> None:
     ends = []
     for name, saves_async in (("sync", False), ("async", True)):
         trainer = make(

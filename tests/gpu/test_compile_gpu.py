@@ -47,7 +47,7 @@ def run(kind: str, device: torch.device, model: Any, folder: Path, *guests: Any,
     return trainer
 
 
-def test_a_compiled_model_gives_the_numbers_of_the_plain_one_and_goes_on(
+def test_compiled_model_equals_plain_and_resumes(
     device: torch.device, kind: str, compiler: str, tmp_path: Path
 ) -> None:
     def compiled() -> Any:
@@ -79,9 +79,7 @@ def test_a_compiled_model_goes_on_as_a_plain_one(
     assert distance(weights(plain.get_model()), weights(second.get_model())) < 1e-4
 
 
-def test_torch_compile_of_transformers_arguments_compiles_trains_and_saves_bare_names(
-    device: torch.device, compiler: str, tmp_path: Path
-) -> None:
+def test_torch_compile_argument_saves_bare_names(device: torch.device, compiler: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="HFTrainer needs transformers, which is not installed")
     from omnitrain import HFTrainer
 

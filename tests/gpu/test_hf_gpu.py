@@ -51,7 +51,7 @@ def test_bf16_of_their_arguments_is_autocast_of_ours(device: torch.device, tmp_p
 
 
 @pytest.mark.gpu
-def test_fp16_of_their_arguments_skips_an_overflow_as_the_native_trainer_does(tmp_path: Path) -> None:
+def test_fp16_argument_skips_overflow_as_native(tmp_path: Path) -> None:
     data, ends = rows(60, FP32), []
     for way in ("hf", "native"):
         notes, model = Notes(), t16(dtype=FP32)
@@ -185,7 +185,7 @@ def found_batch(model: nn.Module, folder: Path, batch: int, accumulation: int = 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_real_end_of_memory_makes_batches_smaller_and_changes_no_number(where: str, tmp_path: Path) -> None:
+def test_out_of_memory_splits_batches_exactly(where: str, tmp_path: Path) -> None:
     small = found_batch(Fills(where), tmp_path, 4, 4, finds=False)  # which also brings in what stays in memory
     model = Fills(where)
     with room_for(CUDA, 100 * MB):  # for 4 samples, and not for 8
@@ -198,7 +198,7 @@ def test_a_real_end_of_memory_makes_batches_smaller_and_changes_no_number(where:
     assert all(a == pytest.approx(b, rel=1e-9) for a, b in zip(*ends, strict=True))
 
 
-def test_a_sample_that_does_not_fit_by_itself_is_an_error_that_says_so(device: torch.device, tmp_path: Path) -> None:
+def test_sample_larger_than_memory_raises(device: torch.device, tmp_path: Path) -> None:
     model = Greedy(t16(), "forward", start=1)
     with pytest.raises(RuntimeError) as caught:
         found_batch(model, tmp_path, 4)
@@ -221,7 +221,7 @@ def test_an_update_that_had_no_room_is_made_again(device: torch.device, tmp_path
 # --- beside a stock trainer
 
 
-def test_a_stock_trainer_goes_on_from_a_checkpoint_that_was_written_here(device: torch.device, tmp_path: Path) -> None:
+def test_stock_trainer_resumes_our_checkpoint(device: torch.device, tmp_path: Path) -> None:
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(*texts().values(), strict=True)]
     saves = {"save_strategy": "epoch", "load_best_model_at_end": False}
     args = arguments(tmp_path / "run", bf16=True, num_train_epochs=2, **saves)

@@ -75,7 +75,7 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def test_an_evaluation_with_metrics_by_name_does_not_wait_between_batches(device: torch.device, kind: str) -> None:
+def test_named_metrics_do_not_synchronize(device: torch.device, kind: str) -> None:
     x = rows(40, FP32).tensors[0]
     data = {"x": x, "labels": torch.arange(40) % 5}
     model = Classifier(10)
@@ -161,9 +161,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "source", [pytest.param(name, marks=[pytest.mark.processes] * ("workers" in name)) for name in SOURCES]
 )
-def test_batches_arrive_as_they_were_while_memory_is_taken_and_freed(
-    device: torch.device, kind: str, source: str
-) -> None:
+def test_batches_arrive_intact_under_memory_pressure(device: torch.device, kind: str, source: str) -> None:
     options = dict(SOURCES[source])
     model = Reads()
     trainer = make(
@@ -196,7 +194,7 @@ class Refills:
             yield {name: kept[name].copy_(batch[name]) for name in kept} if self.reuses else batch
 
 
-def test_a_batch_counts_for_what_it_was_before_the_loader_filled_it_anew(device: torch.device, kind: str) -> None:
+def test_batch_weight_is_read_before_buffer_reuse(device: torch.device, kind: str) -> None:
     ends = []
     for reuses in (False, True):
         trainer = make(kind, device, Tagger(dtype=FP32), None, train_loader=Refills(reuses), epochs=2)
@@ -217,9 +215,7 @@ class Places(Algorithm):
 
 
 @pytest.mark.parametrize("has_own", [False, True])
-def test_a_prepare_batch_of_the_users_own_gets_batches_on_the_host(
-    device: torch.device, kind: str, has_own: bool
-) -> None:
+def test_custom_prepare_batch_gets_host_batches(device: torch.device, kind: str, has_own: bool) -> None:
     given: list[tuple[str, bool]] = []
 
     class Prepares(trainer_class(kind)):  # type: ignore[misc]
@@ -283,7 +279,7 @@ def test_deterministic_runs_are_equal_to_the_bit(
 
 
 @pytest.mark.gpu
-def test_deterministic_refuses_an_operation_that_has_no_such_kernel(kind: str) -> None:
+def test_deterministic_rejects_missing_kernel(kind: str) -> None:
     device, error = torch.device("cuda"), "does not have a deterministic implementation"
     model = nn.Sequential(
         nn.Linear(49, 49), nn.Unflatten(1, (1, 7, 7)), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(9, 1)

@@ -96,7 +96,7 @@ def test_memory_that_runs_out_ends_the_run_and_is_given_back(device: torch.devic
     assert same(expected, straight(kind, device))
 
 
-def test_memory_that_runs_out_in_an_evaluation_says_what_makes_it_smaller(device: torch.device, kind: str) -> None:
+def test_out_of_memory_in_evaluation_has_remedy(device: torch.device, kind: str) -> None:
     stops = Stops()
     trainer = make(
         kind, device, Greedy(t16(dtype=FP32), "evaluation"), rows(12, FP32), rows(8, FP32), loss_fn=F.mse_loss,
@@ -107,7 +107,7 @@ def test_memory_that_runs_out_in_an_evaluation_says_what_makes_it_smaller(device
 
 
 @pytest.mark.gpu
-def test_moments_that_do_not_fit_end_the_run_in_the_update_and_a_smaller_optimizer_fits(kind: str) -> None:
+def test_optimizer_state_larger_than_memory_raises(kind: str) -> None:
     device = torch.device("cuda")
     straight(kind, device)  # brings in what stays in memory
     free_up(device)
@@ -151,9 +151,7 @@ def accuracy(predictions: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("metrics", [None, "accuracy", accuracy], ids=["loss", "name", "function"])
-def test_an_evaluation_of_many_batches_takes_as_much_memory_as_one_of_few(
-    device: torch.device, kind: str, metrics: Any
-) -> None:
+def test_evaluation_memory_is_constant(device: torch.device, kind: str, metrics: Any) -> None:
     size = 64 if device.type == "cuda" else 4
     model = nn.Linear(16, 1000)
     trainer = make(
@@ -171,9 +169,7 @@ def test_an_evaluation_of_many_batches_takes_as_much_memory_as_one_of_few(
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_checkpoint_is_saved_and_loaded_without_a_copy_on_the_device(
-    device: torch.device, kind: str, async_save: bool, tmp_path: Path
-) -> None:
+def test_checkpoint_makes_no_copy_on_device(device: torch.device, kind: str, async_save: bool, tmp_path: Path) -> None:
     if async_save and kind == "hf":
         pytest.skip("HFTrainer has no async_save")
     model, data = wide(device)

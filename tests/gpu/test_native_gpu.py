@@ -45,7 +45,7 @@ def test_fp16_trains_and_its_scaler_adapts() -> None:
     assert trainer.scaler.is_enabled() and trace.logs[-1]["loss"] < trace.logs[0]["loss"]
 
 
-def test_a_nan_is_heard_of_late_but_nothing_is_updated_from_it_on() -> None:
+def test_nan_stops_updates_before_its_report() -> None:
     x, y = (tensor.clone() for tensor in rows(64, torch.float32).tensors)
     y[17] = math.nan
     model, before = t16(dtype=torch.float32), []

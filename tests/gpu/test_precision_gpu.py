@@ -170,7 +170,7 @@ class Plain(torch.optim.AdamW):
         super().__init__(parameters, lr=lr, weight_decay=weight_decay, fused=False)
 
 
-def test_the_default_optimizer_is_fused_and_gives_what_the_plain_one_gives(device: torch.device, kind: str) -> None:
+def test_default_optimizer_is_fused_and_exact(device: torch.device, kind: str) -> None:
     def run(**options: Any) -> Any:
         trainer = make(kind, device, t16(dtype=FP32), rows(60, FP32), weight_decay=0.01, **options)
         trainer.train()
@@ -187,9 +187,7 @@ def test_the_default_optimizer_is_fused_and_gives_what_the_plain_one_gives(devic
 
 
 @pytest.mark.parametrize("optimizer", [None, "torch.optim.SGD"], ids=["fused", "not fused"])
-def test_a_nan_names_its_sample_and_nothing_is_updated_from_it_on(
-    device: torch.device, kind: str, optimizer: str | None
-) -> None:
+def test_nan_reports_sample_and_stops_updates(device: torch.device, kind: str, optimizer: str | None) -> None:
     x, y = (tensor.clone() for tensor in rows(64, FP32).tensors)
     y[17] = math.nan
     before: list[torch.Tensor] = []

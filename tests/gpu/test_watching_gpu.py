@@ -46,9 +46,7 @@ def test_peaks_are_those_of_each_phase(device: torch.device, kind: str, tmp_path
         assert 3 * held <= last["memory_eval"] < last["memory_train"] and last["memory_save"] >= 3 * held
 
 
-def test_traces_hold_what_ran_on_the_device_and_no_number_changes(
-    device: torch.device, kind: str, tmp_path: Path
-) -> None:
+def test_traces_include_device_and_change_nothing(device: torch.device, kind: str, tmp_path: Path) -> None:
     found = []
     for name in ("watched", "plain"):
         watched = [Profiler(skip=2, active=2)] if name == "watched" else []
