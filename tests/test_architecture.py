@@ -25,6 +25,8 @@ import pytest
 
 import omnitrain
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "omnitrain"
 

@@ -18,6 +18,8 @@ import pytest
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 from omnitrain.trainers.base import BaseTrainer
 
+pytestmark = pytest.mark.processes
+
 TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples" / "hf").glob("*.py"))
 PYRIGHT = shutil.which("pyright", path=Path(sys.executable).parent)
