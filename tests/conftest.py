@@ -114,8 +114,8 @@ GUARD = Guard()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Arm the guard for a test without the mark, its fixtures included."""
-    GUARD.is_armed = not item.get_closest_marker("processes")
+    """Arm the guard for a test of `make test-fast`, its fixtures included."""
+    GUARD.is_armed = not any(map(item.get_closest_marker, ("processes", "slow")))
     try:
         return (yield)
     finally:

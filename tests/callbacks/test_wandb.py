@@ -94,6 +94,7 @@ def history(messages: list[Any]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("_runtime", "_timestamp")} for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_offline_run_has_rows_reports_config_and_summary(offline, tmp_path):
     """Logs and evaluations of a step are one row, and a test after the run is in the summary of the same run."""

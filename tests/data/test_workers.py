@@ -141,7 +141,7 @@ def named(kind: str, number: signal.Signals, where: str) -> str:
     return f"{kind} {number.name} {where}"
 
 
-QUICK = [CASES[i] for i in (0, 3, 9)]
+QUICK = [CASES[i] for i in (0, 9)]
 """One of each kind of data, and of each place and signal, which are not marked slow; workers that spawn take long."""
 
 

@@ -415,14 +415,14 @@ def test_generation_of_shards_equals_unsharded(results: Any, way: str) -> None:
         assert gap(*ranks) < 1e-5
 
 
-@pytest.mark.parametrize("backend", thinned(TWICE[1:], ["zero3", "hf2"]))
+@pytest.mark.parametrize("backend", thinned(TWICE[1:], ["zero3"]))
 def test_second_training_has_a_new_optimizer_and_schedule(results: Any, backend: str) -> None:
     for result, expected in zip(results[f"twice-{backend}"], results["twice-ddp"], strict=True):
         assert len(expected["losses"]) == 8 and expected["rates"][4] == expected["rates"][0]
         assert gap(result, expected) < 1e-5
 
 
-@pytest.mark.parametrize("backend", thinned(TWICE, ["fsdp", "zero2"]))
+@pytest.mark.parametrize("backend", thinned(TWICE, ["fsdp"]))
 def test_parameter_groups_are_saved_and_resumed(results: Any, backend: str) -> None:
     for result in results[f"cut-{backend}"]:
         assert gap(result["parts"], result["whole"]) < 1e-6

@@ -544,6 +544,7 @@ print("not reached", flush=True)
 PROGRAMS = [("SIGTERM", 143, "step"), ("SIGTERM", 143, "eval"), ("SIGINT", 130, "step"), ("SIGINT", 130, "eval")]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "code", "where"), thinned(PROGRAMS, PROGRAMS[:1]))
 def test_signal_gives_a_program_the_exit_code_of_the_shell(name: str, code: int, where: str) -> None:
