@@ -20,8 +20,8 @@ limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-fast test-sample test-all test-oldest check check-format check-lint check-types check-architecture format signatures docs \
-	linkcheck examples notebooks notebooks-write bench bench-check gpu clean
+.PHONY: help venv demo test test-fast test-sample test-all test-oldest check check-format check-lint check-types \
+	check-architecture format signatures docs linkcheck examples notebooks notebooks-write bench bench-check gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -114,7 +114,8 @@ bench: $(VENV)/.has-test ## measure the trainers against hand-written loops
 	$(call limit,1800) $(BIN)/python benchmarks/overhead.py
 
 bench-check: $(VENV)/.has-test ## run every benchmark once, as small as it can be
-	$(call limit,1800) $(BIN)/python -m pytest -n $(WORKERS) -m slow -k "not thirty_trials" $(addprefix tests/test_,benchmarks.py thousand_ranks.py)
+	$(call limit,1800) $(BIN)/python -m pytest -n $(WORKERS) -m slow -k "not thirty_trials" \
+		$(addprefix tests/test_,benchmarks.py thousand_ranks.py)
 
 gpu: $(VENV)/.has-test ## all tests and measurements that want a GPU, in under 9 minutes; report in runs/gpu
 	$(call limit,900) $(BIN)/python benchmarks/gpu.py

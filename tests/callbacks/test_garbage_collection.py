@@ -45,14 +45,6 @@ def watches() -> Iterator[Watches]:
     gc.callbacks.remove(watches.note)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def frozen_garbage() -> Iterator[None]:
-    """Let collections look at new objects only: those of the imports take most of the time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_garbage_is_collected_at_the_interval(kind: str, watches: Watches, tmp_path: Path) -> None:
     callbacks = [GarbageCollection("3ba", 1), watches]

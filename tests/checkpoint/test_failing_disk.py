@@ -28,7 +28,7 @@ from resuming import memory_folder
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
 from omnitrain.callbacks import rows as row_files
 from omnitrain.callbacks.tensorboard import TensorBoardLogger
-from omnitrain.checkpoint import checkpointer, lock, state
+from omnitrain.checkpoint import lock, state
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import Tolerance, is_disk_error
 
@@ -148,7 +148,6 @@ def failing(disk: Disk) -> Iterator[Disk]:
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(lock, "LEAVE_S", 0.1)
-    monkeypatch.setattr(checkpointer, "_GIT_S", 60.0)  # where git is slow, run.json is written once more, at any time
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # TensorBoard writes in a thread
     with memory_folder() as path:
         yield path

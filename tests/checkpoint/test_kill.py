@@ -36,7 +36,7 @@ from resuming import (
 )
 
 from omnitrain import Callback, CheckpointError, Trainer
-from omnitrain.checkpoint import checkpointer, state
+from omnitrain.checkpoint import state
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
@@ -52,12 +52,6 @@ NO_BEST: dict[str, Any] = {**RUN, "load_best_at_end": False}
 def folder() -> Iterator[Path]:
     with memory_folder() as path:
         yield path
-
-
-@pytest.fixture(autouse=True)
-def waits_for_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the operations of all runs the same: where git is slow, run.json is written once more, at any time."""
-    monkeypatch.setattr(checkpointer, "_GIT_S", 60.0)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from forking import ON_CPU, Case, Found, Outcome, mark, play
 from marks import thinned
 from recipes import rows, t16
 
-from omnitrain.checkpoint import checkpointer
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensors import whole
@@ -121,7 +120,6 @@ def run(
     folder: str, rank: int = -1, at: int | str | None = None, fault: str = "kill", **options: Any
 ) -> dict[str, Any]:
     """Train from the latest checkpoint, with a fault of the disk of one process."""
-    checkpointer._GIT_S = 60.0  # or a git that is slow would have run.json written once more, at any time
     trainer = make(folder, **options)
     disk = Disk(at if int(os.environ.get("RANK", "0")) == rank else None, fault)
     trainer.store.fs = disk

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, 
     trainer = Trainer(model, data, device="cpu", progress_bar=False, **{**defaults, **options})
     trainer.train(resume_from)
     return trainer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_garbage() -> Iterator[None]:
-    """Let collections look at new objects only: those of the imports take most of the time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def tensors(trainer: Any) -> list[torch.Tensor]:
