@@ -14,10 +14,7 @@ from typing import Any
 
 import programs
 import pytest
-
-sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
-
-from compiled import compile_once  # noqa: E402
+from compiled import compile_once
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from forking import Case, play
 from safetensors.torch import load_file
 
 import omnitrain
 from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer, cli, demo
-
-sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
-
-from forking import Case, play  # noqa: E402
 
 SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
 

@@ -6,7 +6,6 @@ import atexit
 import datetime
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,17 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forking import Case, Found, Outcome, play
 
-sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
-
-from forking import Case, Found, Outcome, play  # noqa: E402
-
-from omnitrain import distributed  # noqa: E402
-from omnitrain.checkpoint.reading import DTYPES  # noqa: E402
-from omnitrain.distributed import ProcessRanks, Ranks  # noqa: E402
-from omnitrain.errors import CheckpointError, DistributedError  # noqa: E402
-from omnitrain.events import Control  # noqa: E402
-from omnitrain.rendezvous import connected_ranks  # noqa: E402
+from omnitrain import distributed
+from omnitrain.checkpoint.reading import DTYPES
+from omnitrain.distributed import ProcessRanks, Ranks
+from omnitrain.errors import CheckpointError, DistributedError
+from omnitrain.events import Control
+from omnitrain.rendezvous import connected_ranks
 
 
 class Unsendable(Exception):

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import Case, play
 
-sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
-
-from forking import Case, play  # noqa: E402
-
-from omnitrain import ConfigError, MissingExtraError, cli, launch  # noqa: E402
-from omnitrain.launch import Launch  # noqa: E402
+from omnitrain import ConfigError, MissingExtraError, cli, launch
+from omnitrain.launch import Launch
 
 
 @pytest.fixture

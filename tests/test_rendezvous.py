@@ -5,21 +5,17 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import programs
 import pytest
 import torch.distributed as dist
+from forking import Case, play
 from torch.distributed import HashStore, Store
 
-sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
-
-from forking import Case, play  # noqa: E402
-
-from omnitrain import distributed, rendezvous  # noqa: E402
-from omnitrain.errors import DistributedError  # noqa: E402
+from omnitrain import distributed, rendezvous
+from omnitrain.errors import DistributedError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

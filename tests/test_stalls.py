@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forking import Case, Found, Outcome, play
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parent / "distributed")]
-
-from forking import Case, Found, Outcome, play  # noqa: E402
-
-from omnitrain import AccelerateTrainer, HFTrainer, Trainer, distributed, stalls  # noqa: E402
-from omnitrain.errors import ConfigError  # noqa: E402
-from omnitrain.stalls import GONE_S, Group, Post, Report, Stall, Stalls, Tree, in_words  # noqa: E402
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer, distributed, stalls
+from omnitrain.errors import ConfigError
+from omnitrain.stalls import GONE_S, Group, Post, Report, Stall, Stalls, Tree, in_words
 
 STEP = Post(0, "step", 12, 70, False)
 """A rank that may be waiting in a collective of the model, which nobody can see."""

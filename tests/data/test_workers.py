@@ -14,22 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import psutil
 import pytest
 import torch
+from forking import Case, Found, Outcome, joined, play
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from omnitrain import Callback, Trainer
+from omnitrain.data import workers
+from omnitrain.data.loaders import make_loader
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
-
-import programs  # noqa: E402
-from forking import Case, Found, Outcome, joined, play  # noqa: E402
-
-from omnitrain import Callback, Trainer  # noqa: E402
-from omnitrain.data import workers  # noqa: E402
-from omnitrain.data.loaders import make_loader  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = HERE.parents[1]
 
 pytestmark = [
     pytest.mark.processes,
@@ -153,7 +150,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
     def case(kind: str, number: signal.Signals, where: str, place: str, name: str = "") -> Case:
         options = {"kind": kind, "where": where, "number": int(number), "folder": str(folder / place)}
-        return Case(name or place, "test_workers:train", options, processes=1)
+        return Case(name or place, "tests.data.test_workers:train", options, processes=1)
 
     places = [(kind, number, where, named(kind, number, where)) for kind, number, where, _ in CASES]
     places = [place for place in places if place[-1] in ids]

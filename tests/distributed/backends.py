@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import random
-import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
@@ -22,20 +21,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from compiled import compile_once
+from forking import Case, Found, Outcome, joined, play, show_life
+from recipes import Sentences, StopAt, Tagger, Trace, t16
+from resuming import Numbered
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
-
-from compiled import compile_once  # noqa: E402
-from forking import Case, Found, Outcome, joined, play, show_life  # noqa: E402
-from recipes import Sentences, StopAt, Tagger, Trace, t16  # noqa: E402
-from resuming import Numbered  # noqa: E402
-from torch import nn  # noqa: E402
-
-from omnitrain import Algorithm, Trainer  # noqa: E402
-from omnitrain.checkpoint.shards import files_of, part_of  # noqa: E402
-from omnitrain.checkpoint.tensors import TensorFile, whole  # noqa: E402
+from omnitrain import Algorithm, Trainer
+from omnitrain.checkpoint.shards import files_of, part_of
+from omnitrain.checkpoint.tensors import TensorFile, whole
 
 PROCESSES = {
     "native": 1, "accelerate": 1, "hf": 1, "ddp": 2, "fsdp": 2, "hf2": 2, "zero1": 2, "zero2": 2, "zero3": 2,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

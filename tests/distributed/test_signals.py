@@ -13,20 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
+from backends import asked_for
+from forking import HERE, Case, Found, Outcome, joined, mark, play
+from marks import thinned
+from recipes import rows, t16
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-
-import programs  # noqa: E402
-from backends import asked_for  # noqa: E402
-from forking import HERE, Case, Found, Outcome, joined, mark, play  # noqa: E402
-from marks import thinned  # noqa: E402
-from recipes import rows, t16  # noqa: E402
-
-from omnitrain import Callback  # noqa: E402
-from omnitrain.checkpoint.tensors import whole  # noqa: E402
+from omnitrain import Callback
+from omnitrain.checkpoint.tensors import whole
 
 TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
 
