@@ -18,6 +18,9 @@ DEMO_EXTRAS := metrics$(comma)plot$(if $(filter hf,$(TRAINER)),$(comma)hf)
 TIMEOUT := $(shell command -v timeout)
 limit = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1))
 
+# Many processes start here; without bytecode each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help venv demo test test-fast test-sample test-all test-oldest check check-format check-lint check-types \

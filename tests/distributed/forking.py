@@ -33,6 +33,7 @@ sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sy
 import programs  # noqa: E402
 import psutil  # noqa: E402
 from compiled import load_operators  # noqa: E402
+from torch.distributed import TCPStore  # noqa: E402  # type: ignore[attr-defined]
 
 AT_ONCE = 6
 LIMIT = 180.0
@@ -169,6 +170,8 @@ class _Host:
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
         # These tests are about processors, also on a machine that has more.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        # Few large pages instead of many small ones: a fork copies the table of them.
+        environment |= {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         self.owner = os.getpid()
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._kept = contextlib.ExitStack()
@@ -260,16 +263,6 @@ def _live(case: Case, rank: int, port: int, folder: Path) -> None:
     os._exit(code)
 
 
-def _keep_store(port: int) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    kept = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    os.write(port, str(kept.port).encode())
-    os.close(port)
-    while True:
-        signal.pause()
-
-
 # --- in the process that they are forked from
 
 
@@ -284,11 +277,8 @@ class _Running:
         if case.processes > 1 and case.hosted:
             port = programs.free_port()
         elif case.processes > 1:
-            reading, writing = os.pipe()
-            self.store = self._fork(lambda: _keep_store(writing))
-            os.close(writing)
-            with os.fdopen(reading) as pipe:
-                port = int(pipe.read())
+            self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            port = self.store.port
         self.ranks = {
             self._fork(lambda r=rank: _live(case, r, port, self.folder)): rank for rank in range(case.processes)
         }
@@ -321,9 +311,8 @@ class _Running:
                     self.left[rank] = _kill_group(child)
                     self.ended[rank] = os.waitstatus_to_exitcode(status) if found else None, time.time()
                     (self.folder / f"ended-{rank}").touch()
-        if len(self.ended) == len(self.ranks) and self.store is not None:
-            os.kill(self.store, signal.SIGKILL)
-            os.waitpid(self.store, 0)
+        if len(self.ended) == len(self.ranks):
+            self.store = None
         return len(self.ended) == len(self.ranks)
 
     def _silence(self) -> float:
