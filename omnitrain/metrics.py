@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from omnitrain.descriptors import bare_name, descriptor_of, in_order, is_described, titled
 from omnitrain.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
+from omnitrain.files import replace_file
 
 __all__ = ["TABLES", "MetricRow", "MetricsDict", "WeightedMean", "new_figure", "save_figure"]
 
@@ -476,9 +477,8 @@ def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main:
     """
     path = folder / f"{split}_results.json"
     if is_main:
-        text, part = json.dumps(dict(metrics), indent=2) + "\n", path.with_name(f"{path.name}.tmp")
+        text = json.dumps(dict(metrics), indent=2) + "\n"
         with Tolerance(path.name, f"It would hold {text!r}."):
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, path)
+            replace_file(path, text.encode())
     return path

@@ -25,6 +25,7 @@ from omnitrain.descriptors import descriptor_of
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError, ConfigError, DistributedError, MissingExtraError, did_you_mean
 from omnitrain.events import Callback
+from omnitrain.files import check_not_link, replace_file
 from omnitrain.metrics import new_figure, save_figure
 from omnitrain.reproducibility import derive_seed, isolated_rng
 from omnitrain.settings import describe, folder_path
@@ -425,10 +426,9 @@ class _Run:
         stack.enter_context(Lock(self.folder).held())
         file, journal = self.folder / _FACTS, self.folder / _JOURNAL
         if not file.exists():
-            new = file.with_name(f"{_FACTS}.tmp")
-            new.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            new.replace(file)
+            replace_file(file, (json.dumps(facts, indent=2) + "\n").encode())
         journal.with_name(f"{_JOURNAL}.lock").unlink(missing_ok=True)  # of a killed process, as the lock is ours
+        check_not_link(journal)
         _cut_half_line(journal)
         self._storage = JournalStorage(JournalFileBackend(str(journal)))
         pruners = {"median": optuna.pruners.MedianPruner, "none": optuna.pruners.NopPruner}
@@ -565,8 +565,9 @@ class _Run:
                 state, folder = states[one.state.name], self._folder_of(one.number)
                 trials.append(SearchTrial(number=one.number, params=params, state=state, folder=folder, **end))
         result = SearchResult(trials, self.metric, self.direction, self.folder)
-        (self.folder / "search.txt").write_text(f"{result}\n", encoding="utf-8")
+        replace_file(self.folder / "search.txt", f"{result}\n".encode())
         with contextlib.suppress(MissingExtraError):
+            check_not_link(self.folder / "search.png")
             result.plot(self.folder / "search.png")
         return result
 

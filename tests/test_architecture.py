@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "omnitrain"
 
 FLOORS = {
-    0: "clock errors duration progress descriptors metrics objective events",
+    0: "clock errors files duration progress descriptors metrics objective events",
     1: "whatever is named on no other floor",
     2: "backends checkpoint callbacks algorithms multitask units",
     3: "run",
@@ -41,30 +41,11 @@ FLOORS = {
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() if floor != 1 for name in names.split()}
 NO_TORCH = [
     f"omnitrain.{name}"
-    for name in (
-        *FLOORS[0].split(),
-        "settings",
-        "run.lifecycle",
-        "checkpoint.disk",
-        "checkpoint.lock",
-        "checkpoint.manifest",
-        "checkpoint.retention",
-        "checkpoint.store",
-    )
+    for name in f"{FLOORS[0]} settings run.lifecycle checkpoint.disk checkpoint.lock checkpoint.manifest "
+    "checkpoint.retention checkpoint.store".split()
 ]
 TORCH_ON_FIRST_USE = ["omnitrain.cli", "omnitrain.checkpoint_cli", "omnitrain.config.nnscaler", "omnitrain.launch"]
-HEAVY = {
-    "accelerate",
-    "deepspeed",
-    "matplotlib",
-    "optuna",
-    "sklearn",
-    "tensorboard",
-    "transformers",
-    "torchmetrics",
-    "wandb",
-    "yaml",
-}
+HEAVY = set(["accelerate", "deepspeed", "matplotlib", "optuna", "sklearn", "tensorboard", "transformers", "torchmetrics", "wandb", "yaml"])
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_FUNCTION_LINES = 60
@@ -136,8 +117,8 @@ def own_imports_of(module: str) -> list[Import]:
     """Return what the module imports from the package; the package itself, which names everything, imports nothing."""
     if module == "omnitrain":
         return []
-    found = [found for found in imports_of(module) if found.target.split(".")[0] == "omnitrain"]
-    return [one for one in found if one.target != "omnitrain"]
+    targets = [target for target in imports_of(module) if target.target.split(".")[0] == "omnitrain"]
+    return [target for target in targets if target.target != "omnitrain"]
 
 
 def floor_of(module: str) -> int:
@@ -156,42 +137,37 @@ def loaded_by(statements: str) -> set[str]:
     return set(run_python(f"{statements}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})").split())
 
 
-every_module = pytest.mark.parametrize("module", MODULES)
-
-
 # Imports
 
 
-@every_module
-def test_imports_go_down_only(module: str) -> None:
+def test_imports_go_down_only() -> None:
     up = [
-        f"{MODULES[module].name}:{found.line} imports {found.target}"
-        for found in own_imports_of(module)
-        if floor_of(found.target) > floor_of(module)
+        f"{MODULES[module].name}:{target.line} imports {target.target}"
+        for module in MODULES
+        for target in own_imports_of(module)
+        if floor_of(target.target) > floor_of(module)
     ]
     assert not up
 
 
 def test_imports_have_no_circles() -> None:
-    graph = {module: {found.target for found in own_imports_of(module)} - {module} for module in MODULES}
+    graph = {module: {target.target for target in own_imports_of(module)} - {module} for module in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("module", [name for name in NO_TORCH if name in MODULES])
-def test_no_torch_modules_do_not_name_torch(module: str) -> None:
-    assert "torch" not in {found.target.split(".")[0] for found in imports_of(module) if found.runs}
-
-
 def test_no_torch_modules_do_not_load_torch() -> None:
-    present = [name for name in (*NO_TORCH, *TORCH_ON_FIRST_USE) if name in MODULES]
-    assert "torch" not in loaded_by(f"import {', '.join(present)}")
+    assert "torch" not in loaded_by(f"import {', '.join(NO_TORCH + TORCH_ON_FIRST_USE)}")
+    for module in NO_TORCH:  # in functions neither
+        assert "torch" not in {target.target.split(".")[0] for target in imports_of(module) if target.runs}, module
 
 
-def test_import_loads_no_heavy_package() -> None:
+def test_import_loads_no_optional_package() -> None:
     assert not loaded_by("import omnitrain") & {"torch", *HEAVY}
+    names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
+    assert not loaded_by(f"from omnitrain import {', '.join(names)}") & HEAVY
 
 
 @pytest.mark.parametrize("name", ["HFTrainer", "HFTrainingArguments"])
@@ -204,40 +180,22 @@ try:
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    said = run_python(code)
-    assert said.startswith(f"MissingExtraError {name} needs transformers, which is not installed.")
-    assert "`pip install transformers`, or `pip install -e '.[hf]'` in a clone" in said
-
-
-def test_public_names_load_no_optional_package() -> None:
-    names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
-    assert not loaded_by(f"from omnitrain import {', '.join(names)}") & HEAVY
+    printed = run_python(code)
+    assert printed.startswith(f"MissingExtraError {name} needs transformers, which is not installed.")
+    assert "`pip install transformers`, or `pip install -e '.[hf]'` in a clone" in printed
 
 
 # Public names
 
 
-def test_public_names_are_unique() -> None:  # ruff keeps them sorted
-    assert len(omnitrain.__all__) == len(set(omnitrain.__all__))
-    assert set(omnitrain.__all__) == set(omnitrain._HOMES)
-
-
-@pytest.mark.parametrize("name", getattr(omnitrain, "__all__", []))
-def test_public_names_can_be_imported(name: str) -> None:
-    assert getattr(omnitrain, name) is not None
-    assert name in dir(omnitrain)
-
-
-def test_package_hides_private_names() -> None:
-    ours = {
-        name
-        for name, value in vars(omnitrain).items()
-        if not name.startswith("_") and getattr(value, "__module__", "").split(".")[0] == "omnitrain"
-    }
-    assert ours <= set(omnitrain.__all__)
-
-
-def test_package_rejects_unknown_name() -> None:
+def test_public_names_can_be_imported() -> None:
+    assert len(omnitrain.__all__) == len(set(omnitrain.__all__))  # ruff keeps them sorted
+    assert set(omnitrain.__all__) == set(omnitrain._HOMES) <= set(dir(omnitrain))
+    for name in omnitrain.__all__:
+        assert getattr(omnitrain, name) is not None, name
+    for name, value in vars(omnitrain).items():
+        is_ours = getattr(value, "__module__", "").split(".")[0] == "omnitrain"
+        assert name in omnitrain.__all__ or name.startswith("_") or not is_ours, name
     with pytest.raises(AttributeError, match="Trainr"):
         omnitrain.Trainr  # noqa: B018
 
@@ -257,10 +215,13 @@ def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-@every_module
-def test_functions_are_short(module: str) -> None:
-    functions = [node for node in definitions_in(module) if not isinstance(node, ast.ClassDef)]
-    lengths = {f"{module}.{node.name}": body_lines(node) for node in functions}
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{module}.{node.name}": body_lines(node)
+        for module in MODULES
+        for node in definitions_in(module)
+        if not isinstance(node, ast.ClassDef)
+    }
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
 
 
@@ -315,14 +276,15 @@ def test_branches_on_backend_are_few() -> None:
 
 def attributes_written_by(kind: type) -> set[str]:
     """Return the attributes of `self` that the methods of one class body assign."""
-    found = set()
-    for node in ast.walk(tree_of(kind.__module__)):
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
-            stored = [
-                one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-            ]
-            found |= {one.attr for one in stored if ast.unparse(one.value) == "self"}
-    return found
+    return {
+        target.attr
+        for node in ast.walk(tree_of(kind.__module__))
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and ast.unparse(target.value) == "self"
+    }
 
 
 def test_attributes_are_written_by_one_class() -> None:
@@ -334,14 +296,11 @@ def test_attributes_are_written_by_one_class() -> None:
     assert len(shared) <= MAX_SHARED_ATTRIBUTES, sorted(shared)
 
 
-@every_module
-def test_names_have_no_empty_words(module: str) -> None:
+def test_names_have_no_empty_words() -> None:
     empty_words = {"manager", "handler", "helper", "helpers", "util", "utils"}
-    names = [*module.split("."), *(node.name for node in definitions_in(module))]
-    vague = [
-        name for name in names if empty_words & set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower()))
-    ]
-    assert not vague
+    names = {*".".join(MODULES).split("."), *(node.name for module in MODULES for node in definitions_in(module))}
+    words = {name: set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower())) for name in names}
+    assert not [name for name in names if words[name] & empty_words]
 
 
 # Docstrings and annotations
@@ -371,16 +330,15 @@ def undocumented_in(module: ModuleType) -> Iterator[str]:
                     yield f"{module.__name__}.{name}.{member}"
 
 
-@every_module
-def test_public_names_have_docstrings(module: str) -> None:
-    assert not list(undocumented_in(importlib.import_module(module)))
+def test_public_names_have_docstrings() -> None:
+    assert not [name for module in MODULES for name in undocumented_in(importlib.import_module(module))]
 
 
 def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) -> list[ast.arg]:
-    found = [*node.args.posonlyargs, *node.args.args]
+    arguments = [*node.args.posonlyargs, *node.args.args]
     if is_method and not any(ast.unparse(item) == "staticmethod" for item in node.decorator_list):
-        found = found[1:]  # self or cls
-    return [*found, *node.args.kwonlyargs, *(arg for arg in (node.args.vararg, node.args.kwarg) if arg)]
+        arguments = arguments[1:]  # self or cls
+    return [*arguments, *node.args.kwonlyargs, *(arg for arg in (node.args.vararg, node.args.kwarg) if arg)]
 
 
 def statements_of(node: ast.ClassDef | ast.If) -> Iterator[ast.stmt]:
@@ -388,16 +346,16 @@ def statements_of(node: ast.ClassDef | ast.If) -> Iterator[ast.stmt]:
         yield from statements_of(item) if isinstance(item, ast.If) else [item]
 
 
-@every_module
-def test_functions_are_annotated(module: str) -> None:
-    classes = [node for node in definitions_in(module) if isinstance(node, ast.ClassDef)]
-    methods = {item for node in classes for item in statements_of(node)}
+def test_functions_are_annotated() -> None:
     bare = []
-    for node in definitions_in(module):
-        if isinstance(node, ast.ClassDef):
-            continue
-        bare += [f"{node.name}({arg.arg})" for arg in arguments_of(node, node in methods) if arg.annotation is None]
-        bare += [f"{node.name} -> ?"] if node.returns is None else []
+    for module in MODULES:
+        nodes = list(definitions_in(module))
+        methods = {item for node in nodes if isinstance(node, ast.ClassDef) for item in statements_of(node)}
+        for node in nodes:
+            if not isinstance(node, ast.ClassDef):
+                arguments = arguments_of(node, node in methods)
+                bare += [f"{module}.{node.name}({arg.arg})" for arg in arguments if arg.annotation is None]
+                bare += [f"{module}.{node.name} -> ?"] if node.returns is None else []
     assert not bare
 
 
@@ -419,52 +377,41 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_constraints_pin_every_requirement() -> None:
-    needed = {normalized(re.split(r"[\[<>=]", line)[0]) for lines in project().values() for line in lines} - {
-        "omnitrain"
-    }
-    assert needed <= {normalized(name) for name in pins("constraints.txt")}
-
-
-@pytest.mark.parametrize(
-    "extra", ["", "hf", "deepspeed", "metrics", "torchmetrics", "plot", "tensorboard", "wandb", "search"]
-)
-def test_oldest_constraints_match_metadata(extra: str) -> None:
-    floors = dict(line.split(">=") for line in project()[extra])
+def test_constraints_match_metadata() -> None:
+    needed = {normalized(re.split(r"[\[<>=]", line)[0]) for lines in project().values() for line in lines}
+    assert needed - {"omnitrain"} <= {normalized(name) for name in pins("constraints.txt")}
     oldest = pins("constraints-oldest.txt")
-    assert floors == {name: oldest.get(name) for name in floors}
+    for extra in ["", "hf", "deepspeed", "metrics", "torchmetrics", "plot", "tensorboard", "wandb", "search"]:
+        floors = dict(line.split(">=") for line in project()[extra])
+        assert floors == {name: oldest.get(name) for name in floors}, extra
 
 
-def files_of_the_project() -> list[Path]:
+@functools.cache
+def lines_of_the_project() -> dict[str, str]:
+    """Return the lines of all text files, by file and number."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    found = [ROOT / name for name in listed.stdout.decode().split("\0")]
-    return [path for path in found if path.is_file() and path.suffix not in (".png", ".npz", ".safetensors")]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    paths = [ROOT / name for name in listed if not name.endswith((".png", ".npz", ".safetensors"))]
+    return {
+        f"{path.relative_to(ROOT)}:{number}": line
+        for path in paths
+        if path.is_file() and path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    }
 
 
 def test_docs_do_not_install_from_index() -> None:
     pattern = re.compile(r"(pip|uv|uv pip|poetry|conda|pipx) (install|add)[^`\n;&|]*\bomnitrain\b(?!/|\.git)")
     assert pattern.search("run `pip install -U 'omnitrain[hf]'`")
     assert not pattern.search("pip install -e '.[hf]'` in a clone of omnitrain")
-    lines = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
-        for path in files_of_the_project()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if path != Path(__file__) and pattern.search(line)
-    ]
-    assert not lines
+    assert not {place: line for place, line in lines_of_the_project().items() if pattern.search(line)}
 
 
 def test_files_contain_no_local_paths() -> None:
-    places = "|".join(["home", "Users", "root", "work", "farm", "opt", "mnt", "srv", "tmp"])
+    folders = "|".join(["home", "Users", "root", "work", "farm", "opt", "mnt", "srv", "tmp"])
     pattern = re.compile(
-        rf"(?<![\w.~/-])/({places})/\w|file:/" + r"/|--(extra-)?index-url(?! https://download.pytorch.org/)"
+        rf"(?<![\w.~/-])/({folders})/\w|file:/" + r"/|--(extra-)?index-url(?! https://download.pytorch.org/)"
     )
-    found = []
-    for path in files_of_the_project():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if pattern.search(line):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
-    assert not found
+    assert not {place: line for place, line in lines_of_the_project().items() if pattern.search(line)}

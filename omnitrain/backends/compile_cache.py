@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
+from omnitrain.files import open_file
+
 if sys.platform != "win32":
     import fcntl
 
@@ -48,7 +50,7 @@ class CompileLock:
 
         Whoever waited builds too: that takes no time if the other process finished, and repairs it if it was killed.
         """
-        self._file = open(self._path, "w")  # noqa: SIM115 (the lock is held as long as it is open)
+        self._file = open(self._path, "w", opener=open_file)  # noqa: SIM115 (the lock is held as long as it is open)
         report = threading.Timer(
             _REPORT_S, logger.warning, ("Waiting for another process that compiles in %s.", self._path.parent)
         )

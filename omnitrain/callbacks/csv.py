@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omnitrain.callbacks.rows import Row, RowFile, replace_file
+from omnitrain.callbacks.rows import Row, RowFile
 from omnitrain.descriptors import in_order
 from omnitrain.duration import Duration
 from omnitrain.events import Histogram, TrainerLike
+from omnitrain.files import replace_file
 
 __all__ = ["CsvLogger"]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, TrainerLike
+from omnitrain.files import check_not_link
 from omnitrain.settings import folder_path
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ class Profiler(Callback):
         path = folder / f"rank{trainer.rank}-step{trainer.progress.step}.json.gz"
         with self._tolerance:
             folder.mkdir(parents=True, exist_ok=True)
+            check_not_link(path)
             made.export_chrome_trace(str(path))
         if trainer.is_main_process:
             table = table_of(made.key_averages(), self.rows)

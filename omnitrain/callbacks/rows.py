@@ -21,6 +21,7 @@ from omnitrain.descriptors import in_order
 from omnitrain.duration import Duration, Every
 from omnitrain.errors import Tolerance
 from omnitrain.events import Callback, Histogram, TrainerLike
+from omnitrain.files import check_not_link, open_file, open_to_append, replace_file
 from omnitrain.settings import local_path
 
 __all__ = ["MAX_WAITING", "Pace", "Row", "RowFile", "cut_back", "numbers_of", "row_kind"]
@@ -246,7 +247,7 @@ class RowFile(Callback, ABC):
             self._last = found | self._last
             self._until = None
         # Unbuffered: each row reaches the operating system at once, so a killed process loses none.
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        self._file = open_to_append(self._path)
         return self._file
 
     def _close(self) -> None:
@@ -266,6 +267,7 @@ def cut_back(path: Path, rows_of: Callable[[Path], Iterator[Row]]) -> dict[str, 
         The last (step, epoch) kept of each kind.
     """
     last: dict[str, tuple[int, float]] = {}
+    check_not_link(path)
     if not path.is_file():
         return last
     end, is_beginning = 0, True
@@ -275,18 +277,9 @@ def cut_back(path: Path, rows_of: Callable[[Path], Iterator[Row]]) -> dict[str, 
         is_beginning = is_beginning and start == end and line.endswith(b"\n")
         end = start + len(line)
     if is_beginning:
-        if end < path.stat().st_size:
-            os.truncate(path, end)
+        with open(path, "r+b", opener=open_file) as file:
+            if end < os.fstat(file.fileno()).st_size:
+                file.truncate(end)
         return last
     replace_file(path, (line.rstrip(b"\r\n") + b"\n" for _, line, _, _ in rows_of(path)))
     return last
-
-
-def replace_file(path: Path, lines: Iterator[bytes]) -> None:
-    """Replace a file at once by one with these lines, which may be read from it."""
-    shortened = path.with_name(path.name + ".tmp")
-    with shortened.open("wb") as new:
-        new.writelines(lines)
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(shortened, path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from omnitrain.descriptors import in_order
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 from omnitrain.events import Callback, Histogram, TrainerLike
+from omnitrain.files import replace_file
 from omnitrain.reproducibility import isolated_rng
 
 if TYPE_CHECKING:
@@ -236,10 +236,8 @@ class Tracking(Callback):
         self._sent[kind] = position
         if self._path is not None:
             with self._tolerance:
-                part = self._path.with_name(self._path.name + ".tmp")
-                part.parent.mkdir(parents=True, exist_ok=True)
-                part.write_text(json.dumps({"run_id": self._run_id, "sent": self._sent}), encoding="utf-8")
-                os.replace(part, self._path)
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self._path, json.dumps({"run_id": self._run_id, "sent": self._sent}).encode())
         return False
 
     def _remember(self, trainer: TrainerLike) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from omnitrain.checkpoint.header import open_regular
 from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.files import new_file
 from omnitrain.settings import folder_path
 
 __all__ = ["FileSystem", "check_free_space", "check_writable", "hashing", "listing", "write_pieces"]
@@ -43,7 +44,8 @@ class FileSystem:
 
     def write(self, path: Path, data: bytes) -> None:
         """Write a whole file."""
-        path.write_bytes(data)
+        with new_file(path) as file:
+            file.write(data)
 
     def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         """Write a file piece by piece, so that it need not be in memory as a whole."""
@@ -148,7 +150,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
     By itself Linux begins to write when a sync asks for it, or when a tenth of the memory is waiting.
     """
-    with open(path, "wb") as file:
+    with new_file(path) as file:
         begun = written = 0
         for piece in pieces:
             whole = memoryview(piece)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.errors import CheckpointError
+from omnitrain.files import open_file
 from omnitrain.processes import is_alive, is_known, own_process
 
 try:
@@ -175,12 +176,21 @@ class Lock:
             self._beat = beat
 
     def _open(self) -> tuple[int, bool]:
-        """Return the open file, and whether it is new."""
+        """Return the open file, and whether it is new.
+
+        Raises:
+            CheckpointError: It is a link, which a folder from somebody else may have.
+        """
         while True:
+            if self.path.is_symlink():
+                raise CheckpointError(
+                    f"{str(self.path)!r} is a link to {os.readlink(self.path)!r}, which a run would overwrite. "
+                    "Delete the link, and look for others: who made this folder?"
+                )
             with contextlib.suppress(FileExistsError):
                 return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
             with contextlib.suppress(FileNotFoundError):  # it was released in the meantime
-                return os.open(self.path, os.O_RDWR), False
+                return open_file(self.path, os.O_RDWR), False
 
     def _has_taken(self, descriptor: int, is_new: bool, end: float) -> bool:
         """Return whether the lock is ours now; False means try again."""

@@ -14,13 +14,14 @@ import re
 import reprlib
 import stat
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypedDict
 
 from omnitrain.checkpoint.disk import hashing
 from omnitrain.checkpoint.header import open_regular
 from omnitrain.checkpoint.schema import check_limits, flag, maybe, number, record, table, unique_keys, whole
 from omnitrain.errors import CheckpointError
+from omnitrain.files import is_inside
 
 __all__ = [
     "FORMAT_VERSION",
@@ -128,8 +129,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{name} is damaged: {MANIFEST!r} has {error}. Take another checkpoint.") from None
     for file in content["files"]:
-        path = PurePosixPath(file)
-        if "\\" in file or path.is_absolute() or ".." in path.parts or path.as_posix() != file or file in (".", ""):
+        if not is_inside(file):
             raise CheckpointError(f"{name} is refused: {MANIFEST!r} lists {file!r}, which lies outside of the folder.")
     return content
 

@@ -33,6 +33,7 @@ from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import MANIFEST, FileEntry, inspect, parse_manifest
 from omnitrain.checkpoint.retention import Kept
 from omnitrain.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
+from omnitrain.files import is_inside, new_file, open_file
 from omnitrain.masking import masked
 from omnitrain.settings import local_folder
 
@@ -262,17 +263,28 @@ class Place:
     # --- reading
 
     def list(self, under: str = "") -> dict[str, dict[str, Any]]:
-        """Return what the store tells of each file under a folder, by its path in it."""
+        """Return what the store tells of each file under a folder, by its path in it.
+
+        Raises:
+            CheckpointError: A name leads out of the folder.
+        """
         self.fs.invalidate_cache()
         try:
             found = self.fs.find(self.path(under), detail=True)
         except FileNotFoundError:
             return {}
         start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
-        return {
+        files = {
             name.strip("/")[start:]: info for name, info in found.items()
             if info.get("type") != "directory" and len(name.strip("/")) > start
         }  # fmt: skip
+        for key in files:
+            if not is_inside(key):
+                raise CheckpointError(
+                    f"{self.name!r} has the file {key!r}, whose name leads out of its folder: somebody may want to "
+                    "overwrite files here. Delete it there, and find out who wrote it."
+                )
+        return files
 
     def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return a file, or the bytes [start, end) of it."""
@@ -519,16 +531,14 @@ def _download(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -
         data = place.read(key, start, end) if end > start else b""
         if len(data) != end - start:
             raise OSError(f"{key!r}: {len(data)} bytes came of the {end - start} from {start} on")
-        with open(into / key[prefix:], "r+b") as file:
+        with open(into / key[prefix:], "r+b", opener=open_file) as file:
             file.seek(start)
             file.write(data)
 
     for key, size in sizes.items():
         path = into / key[prefix:]
-        if ".." in path.parts or path.name in ("", ".") or not path.is_relative_to(into):
-            raise CheckpointError(f"{place.name!r} has the file {key!r}, whose name leads out of its folder.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
+        with new_file(path) as file:
             file.truncate(size)
     in_parallel(piece, [(key, start) for key, size in sizes.items() for start in range(0, size, PIECE)], 2 * WORKERS)
 
@@ -614,7 +624,7 @@ def download_run(address: str, into: Path, whole: bool) -> Path:
         _download(place, read, into, 0)
         for key in sizes.keys() - read.keys():
             (into / key).parent.mkdir(parents=True, exist_ok=True)
-            with open(into / key, "wb") as file:
+            with new_file(into / key) as file:
                 file.write(_head(place, key, sizes[key]) if key.endswith(".safetensors") else b"")
                 file.truncate(sizes[key])
     return into / last if is_one else into

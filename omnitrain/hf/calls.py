@@ -29,6 +29,7 @@ from omnitrain.data.sets import is_named_sets
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Callback, Control
+from omnitrain.files import check_not_link
 from omnitrain.hf.arguments import either_name, schedule_for
 from omnitrain.hf.callbacks import Controls
 from omnitrain.hf.data import unprepared
@@ -566,6 +567,7 @@ class Calls(BaseTrainer):
         folder = local_path(place, "path")
         write_model(self, self.engine.saved_processor, folder, overwrite)
         if self.training_args is not None and self.is_main_process:
+            check_not_link(folder / "training_args.bin")
             torch.save(self.training_args, folder / "training_args.bin")
         if self._engine_args.push_to_hub and not _internal_call:
             self.engine.push_to_hub(commit_message="Model save")
@@ -576,6 +578,7 @@ class Calls(BaseTrainer):
         if self.is_main_process:
             folder = Path(self._own_folder())
             folder.mkdir(parents=True, exist_ok=True)
+            check_not_link(folder / "trainer_state.json")
             self.engine.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _own_folder(self) -> Path:

@@ -17,6 +17,7 @@ import transformers
 from transformers.trainer_utils import HubStrategy
 
 from omnitrain.errors import ConfigError
+from omnitrain.files import check_not_link
 from omnitrain.hf.files import write_model
 from omnitrain.settings import samples_of_step
 from omnitrain.trainers.base import BaseTrainer
@@ -66,6 +67,7 @@ class Uploading(transformers.Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with self.showing_arguments() as shown:
+            check_not_link(Path(str(shown.output_dir)) / "README.md")
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():
                 self._write_samples_of_step(Path(str(shown.output_dir)) / "README.md", shown)

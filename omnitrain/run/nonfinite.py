@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from omnitrain.errors import NonFiniteError, Tolerance, listed
+from omnitrain.files import replace_file
 from omnitrain.run.evaluation import Evaluation, evaluating
 from omnitrain.run.hooks import Hooks
 
@@ -79,7 +80,7 @@ def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None
     if save_dir is not None and hooks.ranks.is_main:
         with Tolerance("nonfinite.json", "What it would have said is in the error that follows."):
             save_dir.mkdir(parents=True, exist_ok=True)
-            (save_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            replace_file(save_dir / "nonfinite.json", (json.dumps(report, indent=2) + "\n").encode())
 
 
 def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:

@@ -1,0 +1,138 @@
+"""Run folders and stores that somebody else made: nothing outside of the run folder is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from recipes import rows, t16
+from torch.nn import functional as F
+
+from omnitrain import AccelerateTrainer, CheckpointError, HFTrainer, Trainer
+from omnitrain.checkpoint.remote import local_copy
+from omnitrain.cli import main
+from omnitrain.files import is_inside
+
+ADDRESS = "memory://bucket/run"
+LINKS = ("run.lock", "metrics.jsonl", "metrics.csv", "run.json", "run.json.tmp", "metrics.csv.tmp", "last", "best")
+
+
+def run(trainer_class: type[Any], folder: str | Path, resume_from: str | None = None, epochs: int = 1) -> None:
+    options = {"save_steps": 2, "log_steps": 1, "loggers": ["csv"], "progress_bar": False}
+    trainer = trainer_class(
+        t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, epochs=epochs, batch_size=4,
+        save_dir=folder, **options,
+    )  # fmt: skip
+    trainer.train(resume_from=resume_from)
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run uploads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path_factory.mktemp("local")))
+        patch.setattr(MemoryFileSystem, "store", {})
+        run(Trainer, ADDRESS)
+        return MemoryFileSystem.store
+
+
+@pytest.fixture
+def bucket(objects: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run in a bucket to which somebody adds objects."""
+    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    monkeypatch.setattr(MemoryFileSystem, "store", {**objects})
+    return MemoryFileSystem.store
+
+
+def add(bucket: dict[str, Any], key: str, data: bytes = b"evil") -> None:
+    path = f"/bucket/run/{key}"
+    bucket[path] = MemoryFile(fsspec.filesystem("memory"), path, data)
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "export"])
+@pytest.mark.parametrize("key", ["../../../../victim.txt", "checkpoint-4/../../../../../victim.txt"])
+def test_checkpoint_command_rejects_keys_that_lead_out(
+    key: str, command: str, bucket: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a" / "b" / "c"))
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    add(bucket, key)
+    address = ADDRESS if command == "ls" else f"{ADDRESS}/last"
+    others = {"diff": [f"{ADDRESS}/checkpoint-2"], "export": [str(tmp_path / "exported")]}.get(command, [])
+    assert main(["checkpoint", command, address, *others]) != 0
+    assert "leads out of its folder" in capsys.readouterr().err
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("address", [f"{ADDRESS}/last", f"{ADDRESS}/checkpoint-4", ADDRESS])
+def test_local_copy_rejects_keys_that_lead_out(address: str, bucket: dict[str, Any]) -> None:
+    add(bucket, "checkpoint-4/../../victim.txt")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        local_copy(address)
+
+
+def test_resume_rejects_keys_that_lead_out(bucket: dict[str, Any]) -> None:
+    add(bucket, "../victim.jsonl")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        run(Trainer, ADDRESS, resume_from="auto", epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.safetensors", True), ("checkpoint-8/a b.json", True), ("..", False), ("a/../b", False), ("", False),
+        (".", False), ("./a", False), ("/a", False), ("a//b", False), ("a\\b", False), ("a\0b", False), ("a/..", False),
+    ],
+)  # fmt: skip
+def test_is_inside_knows_names_that_stay_in_the_folder(name: str, expected: bool) -> None:
+    assert is_inside(name) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer_class"),
+    [(name, Trainer) for name in LINKS]
+    + [(name, kind) for name in ("run.lock", "metrics.jsonl") for kind in (AccelerateTrainer, HFTrainer)],
+)
+def test_run_writes_nothing_through_a_link(name: str, trainer_class: type[Any], tmp_path: Path) -> None:
+    folder, victim = tmp_path / "run", tmp_path / "victim.txt"
+    folder.mkdir()
+    victim.write_text("precious\n")
+    (folder / name).symlink_to(victim)
+    if name == "run.lock":
+        with pytest.raises(CheckpointError, match=r"run\.lock.*is a link to"):
+            run(trainer_class, folder)
+        assert [path.name for path in folder.iterdir()] == [name]
+    else:
+        run(trainer_class, folder)
+        assert (folder / "last" / "model.safetensors").is_file()
+    assert victim.read_text() == "precious\n"
+
+
+def test_resume_writes_nothing_through_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, victim = tmp_path / "run", tmp_path / "victim.txt"
+    run(Trainer, folder)
+    victim.write_text((folder / "metrics.jsonl").read_text() + "half a row")
+    before = victim.read_bytes()
+    for name in ("metrics.jsonl", "metrics.csv"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(victim)
+    run(Trainer, folder, resume_from="auto", epochs=2)
+    assert victim.read_bytes() == before
+    assert "metrics.jsonl" in caplog.text
+    assert "is a link to" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "run.json.tmp"])
+def test_run_does_not_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / name)
+    run(Trainer, tmp_path / "run")
+    assert (tmp_path / "run" / "last" / "model.safetensors").is_file()
