@@ -504,30 +504,49 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
     PyTorch's own optimizers check the range of each option, as in their constructor.
     """
     for present, options in zip(optimizer.param_groups, saved, strict=True):
+        restored = {}
         for key, value in options.items():
             if key == "params" or key in IMPLEMENTATION or key not in present:
                 continue
             now, then = present[key], from_json(value)
             now = now.item() if isinstance(now, torch.Tensor) and now.numel() == 1 else now
             check_like(then, now, f"optimizer option {key!r}", where)
-            if reason := _reason_against(stepping(optimizer, present), key, then):
-                raise CheckpointError(
-                    f"{where} is damaged: optimizer option {key!r} is {reprlib.repr(then)} there, which "
-                    f"{type(optimizer).__name__} refuses ({reason}). Take another checkpoint."
-                )
+            restored[key] = then
+        _check_legal(stepping(optimizer, present), present, restored, where)
 
 
-def _reason_against(kind: type, option: str, value: Any) -> str:
-    """Return why an optimizer of PyTorch refuses a value of an option; empty if it accepts it."""
-    make: Any = kind
-    is_known = f"{kind.__module__}.".startswith("torch.optim.") and option in inspect.signature(kind).parameters
-    if not is_known or (isinstance(value, float) and -_ROUNDING < value < 0):
+def _check_legal(kind: type, present: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Refuse options of a group that the constructor of one of PyTorch's optimizers refuses.
+
+    All are passed at once, as one may depend on another: Nesterov momentum needs momentum.
+    """
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        return
+    known = set(inspect.signature(kind).parameters) - {"params", *IMPLEMENTATION}
+
+    def refusal(options: Mapping[str, Any]) -> str:
+        make: Any = kind
+        # a schedule that ends at zero may get a little below it
+        options = {key: max(value, 0.0) if _is_rounded(value) else value for key, value in options.items()}
+        try:
+            make([nn.Parameter(torch.empty(1, 1))], **{key: options[key] for key in known & options.keys()})
+        except (TypeError, ValueError) as error:
+            return str(error)
         return ""
-    try:
-        make([nn.Parameter(torch.empty(1, 1))], **{option: value})
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+
+    reason = refusal({**present, **saved})
+    if not reason:
+        return
+    wrong = next((key for key in saved if refusal({**present, key: saved[key]})), "")
+    options = f"option {wrong!r} is {reprlib.repr(saved[wrong])}" if wrong else f"options are {reprlib.repr(saved)}"
+    raise CheckpointError(
+        f"{where} is damaged: optimizer {options} there, which {kind.__name__} refuses ({reason}). Take another "
+        "checkpoint."
+    )
+
+
+def _is_rounded(value: Any) -> bool:
+    return isinstance(value, float) and -_ROUNDING < value < 0
 
 
 _ROUNDING = 1e-9
@@ -682,8 +701,8 @@ def _after_a_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: 
     with torch.no_grad(), contextlib.suppress(Exception):
         step(copied)
     specs = _specs(copied.state.get(parameter, {}))
-    if group.get("fused"):  # fused kernels count steps in this dtype
-        specs |= {name: ((), torch.float32) for name, (shape, _) in specs.items() if shape == ()}
+    if group.get("fused") and "step" in specs:  # which fused kernels count in this dtype
+        specs["step"] = (), torch.float32
     return specs
 
 
