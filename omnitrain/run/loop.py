@@ -235,6 +235,7 @@ class Loop:
         if self.is_at_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
             with lifecycle.aside():
                 self.evaluate()
+            self.agree("the end of the last evaluation")
         with lifecycle.aside(), lifecycle.clock.during("saving"):
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
                 with explaining_memory(self.hooks, "saving"):
@@ -245,9 +246,10 @@ class Loop:
     def close(self) -> None:
         """Complete a run that has ended: the last evaluation, checkpoint and log, and the best weights."""
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
-        has_time = lifecycle.stop != "signal"
         if not lifecycle.is_closing:
             self.settle()
+        self.agree("the end of the last save")
+        has_time = lifecycle.stop != "signal"
         if not lifecycle.is_epoch_complete and lifecycle.progress.samples_in_epoch:
             lifecycle.add_epoch_row(self._epoch_row(self.step.loss.mean()))
         if has_time and lifecycle.logged_at[0] < lifecycle.progress.step:
@@ -335,7 +337,7 @@ class Loop:
 
     def _take(self, asked: Control, totals: Sequence[float]) -> None:
         self.feed.take_totals(totals)
-        if asked.stop and not self.lifecycle.stop:
+        if asked.stop == "signal" or (asked.stop and not self.lifecycle.stop):  # a signal may come while the run closes
             self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
 
     def is_interrupted(self, batches: int) -> bool:

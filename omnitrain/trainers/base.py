@@ -597,8 +597,8 @@ class BaseTrainer(Hooks, ABC):
                     self._sets.end_workers()
                 finally:  # after a second signal, too
                     self.lifecycle.end_train(failed)
-        if self.lifecycle.stop == "signal":
-            raise error_of(self.lifecycle.signal)
+        if number := self.lifecycle.signal or self.control.signal:  # which may come after the last save
+            raise error_of(number)
         return self.metrics
 
     def _begin_run(self, resumes: bool, is_live: bool = False) -> None:

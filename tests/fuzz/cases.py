@@ -99,11 +99,6 @@ def _has(pattern: str, kind: str = "") -> Callable[[Case], bool]:
 
 
 KNOWN: tuple[Known, ...] = (
-    Known("L1", "a resume says that the checkpoint is damaged", _has("nesterov=True")),
-    Known("L2", "a resume ends in 'expected scalar type BFloat16 but found Float'",
-          lambda case: case.kind == "scalar" and (_has("fused|muon")(case) or not _has("optimizer=")(case))),
-    Known("W1", "a signal in the last evaluation is lost",
-          lambda case: any(way == "signal at event" and place > 0.7 for way, place in case.cuts)),
     Known("W23", "weights depend on the split", _has(r"weight=torch.*LabelSmoothing|LabelSmoothing.*weight=torch")),
     Known("F1", "a run that `early_stopper` has ended continues when it is resumed", _has("early_stopper=")),
     Known("F2", "a ConfigError says that the data have no length where only the batch size changes",

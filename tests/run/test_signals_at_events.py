@@ -1,0 +1,89 @@
+"""A signal at any event of a run, the last ones included, ends it with the signal's exit code, and it is resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes import rows, t16
+from torch.nn import functional as F
+
+from omnitrain import AccelerateTrainer, Callback, Event, HFTrainer, Trainer
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+class SignalAtEvent(Callback):
+    """Sends a signal to this process at the n-th event of the run that falls into its handlers."""
+
+    order = 97
+
+    def __init__(self, number: int = 0, kind: int = signal.SIGTERM) -> None:
+        self.number, self.kind = number, kind
+        self.names: list[str] = []
+
+
+def _counting(event: Event) -> Any:
+    def count(self: SignalAtEvent, trainer: Any, *details: Any) -> None:
+        self.names.append(str(event))
+        if len(self.names) == self.number:
+            os.kill(os.getpid(), self.kind)
+
+    return count
+
+
+for _event in Event:
+    if _event not in (Event.EXCEPTION, Event.TRAIN_END):  # before which the handlers are put back
+        setattr(SignalAtEvent, f"on_{_event}", _counting(_event))
+
+
+def make(name: str, folder: Path, *callbacks: Callback) -> Any:
+    data = rows(16, torch.float32)
+    return TRAINERS[name](
+        t16(dtype=torch.float32), data, data, loss_fn=F.mse_loss, epochs=2, batch_size=8, save_dir=folder, log_steps=1,
+        eval_steps=3, save_steps=3, callbacks=list(callbacks), progress_bar=False, sanity=False, load_best_at_end=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TRAINERS)
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], Any]:
+    """A trainer, the events of its run, and the run left alone."""
+    record = SignalAtEvent()
+    trainer = make(request.param, tmp_path_factory.mktemp("straight"), record)
+    trainer.train()
+    return request.param, record.names, trainer
+
+
+def check(name: str, number: int, event: str, expected: Any, folder: Path, kind: int = signal.SIGTERM) -> None:
+    where = f"{name}, event {number} ({event})"
+    cut = make(name, folder, SignalAtEvent(number, kind))
+    with pytest.raises(KeyboardInterrupt if kind == signal.SIGINT else SystemExit) as end:
+        cut.train()
+    assert kind == signal.SIGINT or end.value.code == 143, where
+    resumed = make(name, folder)
+    metrics = resumed.train(resume_from="auto")
+    for key, tensor in expected.get_model().state_dict().items():
+        assert torch.equal(resumed.get_model().state_dict()[key], tensor), where
+    assert metrics["stop_reason"] == "epochs", where
+    assert metrics["best_step"] == expected.metrics["best_step"], where
+    assert [row["step"] for row in metrics["valid"]] == [3, 4], where
+    assert metrics["valid"][-1]["eval_loss"] == expected.metrics["valid"][-1]["eval_loss"], where
+
+
+def test_signal_after_the_last_step_ends_the_run(straight: tuple[str, list[str], Any], tmp_path: Path) -> None:
+    name, events, expected = straight
+    last = len(events) - events[::-1].index("step_end")
+    for number in range(last + 1, len(events) + 1):
+        check(name, number, events[number - 1], expected, tmp_path / str(number))
+    check(name, len(events) - events[::-1].index("eval_end"), "eval_end", expected, tmp_path / "int", signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_signal_at_any_event_ends_the_run(straight: tuple[str, list[str], Any], tmp_path: Path) -> None:
+    name, events, expected = straight
+    for number, event in enumerate(events, 1):
+        check(name, number, event, expected, tmp_path / str(number))
