@@ -102,10 +102,8 @@ docs: $(VENV)/.has-docs $(VENV)/.has-test ## build docs/_build/html, warnings ar
 linkcheck: $(VENV)/.has-docs ## follow every link of the documentation, those to other sites too
 	$(call limit,600) $(BIN)/python -m sphinx -b linkcheck docs docs/_build/linkcheck
 
-examples: $(VENV)/.has-test ## run every script in examples, as many at a time as there are WORKERS, and their tests
-	@printf '%s\n' $(sort $(wildcard examples/*.py examples/hf/*.py)) | OMP_NUM_THREADS=1 xargs -P $(WORKERS) -I{} sh -c \
-		'said=$$($(call limit,600) $(BIN)/python {} 2>&1); code=$$?; echo "== {}"; echo "$$said"; exit $$code'
-	$(call limit,900) $(BIN)/python -m pytest -n $(WORKERS) -m slow tests/test_examples.py
+examples: $(VENV)/.has-test ## run every script in examples, as many at a time as there are WORKERS
+	OMP_NUM_THREADS=1 $(call limit,1200) $(BIN)/python .ci/examples.py $(WORKERS)
 
 notebooks: $(VENV)/.has-test ## execute every notebook, and compare what it shows with the outputs in it
 	$(call limit,600) $(BIN)/python -m pytest -q tests/test_notebooks.py
