@@ -12,6 +12,7 @@ import enum
 import functools
 import importlib
 import inspect
+import re
 import sys
 import weakref
 from collections import deque
@@ -27,7 +28,7 @@ from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.events import Algorithm, Callback, arguments_of
 from omnitrain.masking import is_secret_name, masked
-from omnitrain.plain_yaml import MISSING, write
+from omnitrain.plain_yaml import MISSING, FromEnvironment, write
 from omnitrain.reproducibility import isolated_rng
 
 __all__ = ["Missing", "TrainerConfig", "config_of", "imported", "instantiate", "is_partial", "made"]
@@ -37,6 +38,7 @@ Missing = dict[tuple[str | int, ...], str]
 _LONGEST = 1000
 """The most entries of a list that are written down."""
 
+_REFERENCE = re.compile(r"\$\{env:[^${}]*\}")
 _made: dict[int, tuple[Any, str, Any, int]] = {}
 """How objects were made, by id: the object, or a weak reference to it, its class or function, arguments and seed."""
 _held: deque[int] = deque(maxlen=32)
@@ -164,6 +166,8 @@ def _without_seed(value: Any, seed: int) -> Any:
 
 
 def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
+    if isinstance(value, FromEnvironment):
+        return value.reference
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if id(value) in _made:
@@ -336,6 +340,9 @@ def _without_secrets(value: Any, missing: Missing, place: tuple[str | int, ...])
     if isinstance(value, list):
         return [_without_secrets(one, missing, (*place, number)) for number, one in enumerate(value)]
     if not isinstance(value, str) or value == MISSING or value[:1] in "<[":  # such as `pad_token`
+        return value
+    rest = _REFERENCE.sub("", value)
+    if rest != value and masked(rest) == rest:  # what it refers to is not written
         return value
     if is_secret_name(str(place[-1])) or masked(value) != value:
         missing[place] = "it looks like a secret, and none is written"

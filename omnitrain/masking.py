@@ -13,16 +13,22 @@ _LONGEST = 2000
 """The most characters of a word of a command that are kept, as `python -c` takes whole programs."""
 _SECRET_WORDS = {
     "token", "secret", "password", "passwd", "passphrase", "pwd", "pass", "key", "apikey", "credential", "credentials",
-    "auth", "bearer", "cookie",
+    "auth", "bearer", "cookie", "pat",
 }  # fmt: skip
 _ASSIGNED = re.compile(
-    r"(?i)((?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|credentials?|authorization|bearer)[\"']?\s*[:=]\s*[\"']?)"
+    r"(?i)((?:token|secret|passw(?:or)?d|passphrase|pwd|(?:api|access)[_-]?key|credentials?|authorization|bearer)"
+    r"[\"']?\s*[:=]\s*[\"']?)"
     r"[^\s\"',;&}\])]+"
 )
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_IN_ADDRESS = re.compile(
+    r"(?<=://)(?:[^/@:\s\"']*:[^@\s\"']+|[^/@\s\"']+)(?=@)"  # a password may have a slash
+    r"|(?<![\w/@:.{+-])[\w.+-]+:(?!//)[^@\s\"']+(?=@\w)"  # what errors print of an address without its beginning
+)
 _TOKEN = re.compile(
     r"\b(?:hf_|sk-|pk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{8,}"
     r"|(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])(?<![A-Za-z0-9])[A-Za-z0-9]{24,}"
+    # the secret key of AWS has 40 digits of base64
+    r"|(?<![A-Za-z0-9/+])(?=\S*[0-9])(?=\S*[a-z])(?=\S*[A-Z])[A-Za-z0-9+][A-Za-z0-9/+]{39}(?![A-Za-z0-9/+])"
 )
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MISSING", "loader", "write"]
+__all__ = ["MISSING", "FromEnvironment", "loader", "write"]
 
 MISSING = "???"
 """What stands in a file for a value that is not known; the file is not used before something else stands there."""
@@ -27,6 +27,27 @@ _VALUES = {
     "merge": (r"<<", "<"),
 }
 """The texts of each kind of plain value, and with what they begin."""
+
+
+class FromEnvironment(str):
+    """A text that holds values of environment variables, and is written as the references to them.
+
+    Args:
+        value: The text.
+        reference: What the configuration has in its place, such as "${env:HF_TOKEN}".
+    """
+
+    __slots__ = ("reference",)
+
+    def __new__(cls, value: str, reference: str) -> FromEnvironment:
+        """Return the text, which remembers the reference."""
+        text = super().__new__(cls, value)
+        text.reference = reference
+        return text
+
+    def __reduce__(self) -> Any:
+        """Pickle it as the text alone."""
+        return str, (str(self),)
 
 
 def _with_values(base: type, others: dict[str, Any]) -> Any:

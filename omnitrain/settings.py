@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 from omnitrain.duration import Duration, Limits, Stages, check_stages
 from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
+from omnitrain.plain_yaml import FromEnvironment
 from omnitrain.schedules import Schedule, warmup_length
 from omnitrain.vocabulary import advice
 
@@ -829,6 +830,8 @@ def samples_of_step(settings: Settings, world_size: int) -> int:
 
 def describe(value: Any) -> Any:
     """Return a setting as JSON types: plain values as they are, objects by a name."""
+    if isinstance(value, FromEnvironment):
+        return value.reference
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (Path, Duration, Schedule)):

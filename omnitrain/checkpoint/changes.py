@@ -14,6 +14,7 @@ import torch
 
 from omnitrain.checkpoint.state import IMPLEMENTATION
 from omnitrain.events import arguments_of
+from omnitrain.masking import without_secrets
 from omnitrain.settings import describe
 
 __all__ = [
@@ -125,6 +126,8 @@ def changed_options(then: Mapping[str, Any], now: Mapping[str, Any], name: str) 
         name: "algorithm_options" or "callback_options".
     """
     before, after = then.get(name) or {}, now.get(name) or {}
+    if name == "callback_options":  # earlier checkpoints have them with secrets
+        before = without_secrets(before)
     differ = [key for key in before if key in after and before[key] != after[key]]
     return {key: before[key] for key in differ}, {key: after[key] for key in differ}
 

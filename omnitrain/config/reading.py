@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
-from omnitrain.plain_yaml import loader
+from omnitrain.plain_yaml import FromEnvironment, loader
 
 __all__ = ["Key", "Place", "Tree", "parse_value", "read", "spelled"]
 
@@ -168,7 +168,12 @@ class Tree:
         whole = _REFERENCE.fullmatch(value)
         if whole:
             return self._referred(whole[1].strip(), key, within)
-        return _REFERENCE.sub(lambda found: str(self._referred(found[1].strip(), key, within)), value)
+        parts = [self._referred(name.strip(), key, within) for name in _REFERENCE.findall(value)]
+        values, references = iter(parts), iter(parts)
+        text = _REFERENCE.sub(lambda _: str(next(values)), value)
+        if not any(isinstance(part, FromEnvironment) for part in parts):
+            return text
+        return FromEnvironment(text, _REFERENCE.sub(lambda _: _written(next(references)), value))
 
     def _referred(self, name: str, key: Key, within: tuple[str, ...]) -> Any:
         if name in within:
@@ -180,7 +185,8 @@ class Tree:
                 raise self.error(
                     key, f"the environment has no variable {variable!r}. Set it, or write ${{env:{variable},default}}."
                 )
-            return parse_value(os.environ.get(variable, default), self.place(key))
+            parsed = parse_value(os.environ.get(variable, default), self.place(key))
+            return FromEnvironment(parsed, f"${{{name}}}") if isinstance(parsed, str) else parsed
         target: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         missing = object()
         value = self.get(target, missing)
@@ -192,6 +198,10 @@ class Tree:
     def every_key(self) -> Iterator[Key]:
         """Yield the key of every value, those of mappings and lists too."""
         yield from _keys(self.values, ())
+
+
+def _written(value: Any) -> str:
+    return value.reference if isinstance(value, FromEnvironment) else str(value)
 
 
 def spelled(key: Key) -> str:

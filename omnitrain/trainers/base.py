@@ -35,6 +35,7 @@ from omnitrain.duration import Duration, Limits
 from omnitrain.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, overriding
 from omnitrain.instantiation import TrainerConfig
+from omnitrain.masking import masked, without_secrets
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
 from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
@@ -770,7 +771,7 @@ class BaseTrainer(Hooks, ABC):
             "autocast": self.precision.name,
             "batch_size": self.batch_size,
             "dtypes": self.precision.dtypes.described,
-            "callback_options": made_with(self._callbacks),
+            "callback_options": without_secrets(made_with(self._callbacks)),
             "device": str(self.device),
             "eval_batch_size": self.eval_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
@@ -786,6 +787,8 @@ class BaseTrainer(Hooks, ABC):
         }
         if changes_in_size(self.settings):
             resolved["global_batch_size"] = self.settings.global_batch_size
+        if isinstance(self.settings.save_dir, str):  # an address, which may have credentials
+            resolved["save_dir"] = masked(self.settings.save_dir)
         plain = describe_all({**self.settings.to_dict(), **resolved})
         return {"trainer": describe(type(self)), "model": describe(state.class_of(self.model)), **plain}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from recipes import rows, t16
 from torch.nn import functional as F
 
-from omnitrain import AccelerateTrainer, CheckpointError, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Trainer
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.cli import main
 from omnitrain.files import is_inside
+from omnitrain.masking import masked
 
 ADDRESS = "memory://bucket/run"
 LINKS = ("run.lock", "metrics.jsonl", "metrics.csv", "run.json", "run.json.tmp", "metrics.csv.tmp", "last", "best")
@@ -136,3 +138,48 @@ def test_run_does_not_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run" / name)
     run(Trainer, tmp_path / "run")
     assert (tmp_path / "run" / "last" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("aws_secret_access_key=wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "aws_secret_access_key=***"),
+        ("key wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEK1Y.", "key ***."),
+        ("Driver=ODBC;Uid=me;Pwd=horse;Server=x", "Driver=ODBC;Uid=me;Pwd=***;Server=x"),
+        ("s3://KEY:sec/ret@bucket/run", "s3://***@bucket/run"),
+        ('Invalid bucket name "KEY:sec/ret@bucket"', 'Invalid bucket name "***@bucket"'),
+        ("/home/User1/projects/abcdefgh/ijklmnopqr", "/home/User1/projects/abcdefgh/ijklmnopqr"),
+        ("me@host at 12:30, lr=0.1, max_tokens=5", "me@host at 12:30, lr=0.1, max_tokens=5"),
+    ],
+)
+def test_masked_hides_secrets_and_nothing_else(text: str, expected: str) -> None:
+    assert masked(text) == expected
+
+
+class Notify(Callback):
+    def __init__(self, url: str, token: str, mail: str) -> None:
+        self.url = url
+
+
+def test_values_of_the_environment_are_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_WORD", "horse-battery")
+    monkeypatch.setattr("recipes.Notify", Notify, raising=False)
+    monkeypatch.setattr(Notify, "__module__", "recipes")
+    part = {"class_path": "recipes.Notify", "init_args": {
+        "url": "https://${env:MY_WORD}@host", "token": "${env:MY_WORD}", "mail": "${env:MY_WORD} at home",
+    }}  # fmt: skip
+    (tmp_path / "config.yaml").write_text(
+        json.dumps({
+            "trainer": {
+                "class_path": "Trainer", "model": {"class_path": "recipes.t16"}, "epochs": 1, "batch_size": 4,
+                "train_dataset": {"class_path": "recipes.rows", "init_args": {"size": 8}},
+                "loss_fn": {"class_path": "torch.nn.MSELoss"}, "save_dir": str(tmp_path / "run"), "callbacks": [part],
+            }
+        })
+    )  # fmt: skip
+    assert main(["train", str(tmp_path / "config.yaml")]) == 0
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path.name for path in files if b"horse-battery" in path.read_bytes()]
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "token: ${env:MY_WORD}" in config
+    assert "mail: ${env:MY_WORD} at home" in config
