@@ -16,6 +16,8 @@ from typing import Any
 import transformers
 from transformers.trainer_utils import HubStrategy
 
+from omnitrain.checkpoint.lock import LOCK
+from omnitrain.checkpoint.record import CONFIG_FILE, RUN_FILE
 from omnitrain.errors import ConfigError
 from omnitrain.files import check_not_link
 from omnitrain.hf.files import write_model
@@ -25,6 +27,23 @@ from omnitrain.trainers.base import BaseTrainer
 __all__ = ["Uploading"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+OF_THE_RUN = (
+    RUN_FILE, CONFIG_FILE, LOCK, "metrics.jsonl", "metrics.csv", "nonfinite.json", "tracking-*.json", "profile/*",
+    "memory/*", "*.tmp",
+)  # fmt: skip
+"""Files of a run folder that stay there: they have command lines, hosts and paths, and a repository may be public."""
+
+
+class _Api:
+    """The Hub's API with another `upload_folder`."""
+
+    def __init__(self, api: Any, upload_folder: Any) -> None:
+        self._api = api
+        self.upload_folder = upload_folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._api, name)
 
 
 class Uploading(transformers.Trainer):
@@ -83,6 +102,31 @@ class Uploading(transformers.Trainer):
             text = re.sub("^(- train_batch_size: .*)$", rf"\1\n{line}", text, count=1, flags=re.MULTILINE)
         card.write_text(text, encoding="utf-8")
 
+    @contextlib.contextmanager
+    def _leaving_out_files_of_the_run(self) -> Iterator[None]:
+        """Have transformers upload what its own Trainer would inside, and not what else a run folder has.
+
+        Raises:
+            OSError: The folder has a link to elsewhere, through which transformers would write.
+        """
+        for path in Path(str(self.args.output_dir)).glob("*.*"):
+            if path.is_symlink():
+                check_not_link(path)
+        module: Any = transformers.trainer
+        name = "hf_api" if hasattr(module, "hf_api") else "upload_folder"  # the second in older versions
+        before = getattr(module, name)
+
+        def upload_folder(*, ignore_patterns: Any = None, **options: Any) -> Any:
+            patterns = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or ())
+            upload = before().upload_folder if name == "hf_api" else before
+            return upload(ignore_patterns=[*patterns, *OF_THE_RUN], **options)
+
+        setattr(module, name, (lambda: _Api(before(), upload_folder)) if name == "hf_api" else upload_folder)
+        try:
+            yield
+        finally:
+            setattr(module, name, before)
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload the model as it is now, with a model card.
 
@@ -93,7 +137,7 @@ class Uploading(transformers.Trainer):
             raise ConfigError(
                 "The model has no name on the Hub. Pass training_args=TrainingArguments(..., hub_model_id='me/model')."
             )
-        with self.showing_arguments():
+        with self.showing_arguments(), self._leaving_out_files_of_the_run():
             return super().push_to_hub(*args, **kwargs)
 
     def push_checkpoint(self, folder: Path) -> None:
@@ -105,7 +149,7 @@ class Uploading(transformers.Trainer):
         self._tell_failed_pushes()
         self._sent = folder
         try:
-            with self.showing_arguments():
+            with self.showing_arguments(), self._leaving_out_files_of_the_run():
                 self._push_from_checkpoint(str(folder))
         except Exception as error:  # from the network, or the disk of a copy: the checkpoint itself is safe
             if self.owner.settings.save_required:
