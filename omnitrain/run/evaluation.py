@@ -19,7 +19,7 @@ from torch.utils.data import default_convert
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader
-from omnitrain.errors import DataError, ObjectiveError, OmnitrainError
+from omnitrain.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
 from omnitrain.events import Event
 from omnitrain.objective import Objective
 from omnitrain.reproducibility import isolated_rng
@@ -333,9 +333,16 @@ class Evaluation:
                 raise error
             if needs_loss and not has_labels and not scorer.is_empty:
                 raise self._nothing_to_score(loader.name, batch, output)
-            metrics = {"loss": loss / weights, **means} if weights else {}
+            scores = {**means} if weights else {}
             if has_labels:
-                metrics |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
+                scores |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
+            if weights and not {"loss", "eval_loss"}.isdisjoint(scores):
+                raise ConfigError(
+                    "A metric is called 'loss', as is the loss of the evaluation, by which the best checkpoint is "
+                    "chosen. Give it another name in what `compute_metrics`, or the unit's StepOutput(metrics=...), "
+                    "returns."
+                )
+            metrics = {"loss": loss / weights, **scores} if weights else scores
         return Predictions(predictions, labels, metrics)
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
