@@ -133,34 +133,16 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def launch(jobs: Sequence[Job], folder: Path) -> Found[list[dict[str, Any]]]:
-    """Run the jobs one after the other on as many processes as their backends have; return results by name and rank.
+def launch_all(jobs: Iterable[Job], folder: Path) -> Found[list[dict[str, Any]]]:
+    """Run jobs of any backends, in as few launches as there can be; return results by name and rank.
 
     An error that a job raises is its result: {"error": name of the class, "message": text}. A job that hangs, or ends
     one of its processes, has none: asking for it is an error. The jobs after it are run by other processes, and after
     the second such job not at all.
     """
-    return _launch([list(jobs)], folder)
-
-
-def launch_all(jobs: Iterable[Job], folder: Path) -> Found[list[dict[str, Any]]]:
-    """Run jobs of any backends, in as few launches as there can be."""
     jobs = list(jobs)
     groups = [[job for job in jobs if job.backend in backends] for backends in LAUNCHES]
-    return _launch([group for group in groups if group], folder)
-
-
-def sound(found: Found[list[dict[str, Any]]]) -> Found[list[dict[str, Any]]]:
-    """Return the same, with jobs that have raised an error among the broken ones."""
-    for name, ranks in list(found.items()):
-        errors = [f"rank {rank}: {one['error']}: {one['message']}" for rank, one in enumerate(ranks) if "error" in one]
-        if errors:
-            found.broken[name] = f"{name!r} has failed on {'; '.join(errors)}"
-            del found[name]
-    return found
-
-
-def _launch(groups: list[list[Job]], folder: Path) -> Found[list[dict[str, Any]]]:
+    groups = [group for group in groups if group]
     found = Found[list[dict[str, Any]]]()
     try:
         compile_once()
@@ -176,6 +158,16 @@ def _launch(groups: list[list[Job]], folder: Path) -> Found[list[dict[str, Any]]
     for group in groups:
         reason = f"{group[0].name!r} and others were not run, as two jobs of their launch broke before"
         found.broken |= dict.fromkeys((job.name for job in group), reason)
+    return found
+
+
+def sound(found: Found[list[dict[str, Any]]]) -> Found[list[dict[str, Any]]]:
+    """Return the same, with jobs that have raised an error among the broken ones."""
+    for name, ranks in list(found.items()):
+        errors = [f"rank {rank}: {one['error']}: {one['message']}" for rank, one in enumerate(ranks) if "error" in one]
+        if errors:
+            found.broken[name] = f"{name!r} has failed on {'; '.join(errors)}"
+            del found[name]
     return found
 
 
@@ -420,7 +412,7 @@ def resume(
     after: Iterable[Job] = (),
     pairs: Iterable[tuple[str, str]] | None = None,
 ) -> Found[list[dict[str, Any]]]:
-    """Save on each backend in the middle of an epoch, and go on from there on some or each of them.
+    """Save on backends in the middle of an epoch, and resume on some or each of them.
 
     Args:
         folder: The runs' own folders are made in it.
@@ -435,26 +427,21 @@ def resume(
     """
     pairs = list(itertools.product(backends, backends) if pairs is None else pairs)
     options = {"save_steps": 5, "load_best_at_end": False, "keep_best": 0}
-    cut = {f"{one}-{dtype_of(one, other)}": one for one, other in [*zip(backends, backends, strict=True), *pairs]}
-    cut |= {f"native-{name.split('-')[1]}": "native" for name in cut}
-    jobs = [
-        Job(name, one, "backends:regress", {"dtype": name.split("-")[1], "cut": 5, **options})
-        for name, one in cut.items()
-    ]
-    for dtype in {name.split("-")[1] for name in cut}:
-        jobs.append(Job(f"straight-{dtype}", "native", "backends:regress", {"dtype": dtype, **options}))
-    for job in jobs:
-        job.options["save_dir"] = str(folder / job.name)
-    results = launch_all([*jobs, *before], folder / "before")
-    jobs = []
-    for one, other in pairs:
-        dtype = dtype_of(one, other)
-        places = {
-            "resume": str(folder / f"{one}-{dtype}" / "checkpoint-5"),
-            "save_dir": str(folder / f"{one}-{other}"),
-        }
-        jobs.append(Job(f"{one}-{other}", other, "backends:regress", {"dtype": dtype, **options, **places}))
-    return joined(results, launch_all([*jobs, *after], folder / "after"))
+
+    def job(name: str, backend: str, dtype: str, **more: Any) -> Job:
+        places = {"save_dir": str(folder / name), "dtype": dtype}
+        return Job(name, backend, "backends:regress", {**options, **places, **more})
+
+    runs = {(source, dtype_of(source, target)) for source, target in [*pairs, *zip(backends, backends, strict=True)]}
+    runs |= {("native", dtype) for _, dtype in runs}
+    first = [job(f"{source}-{dtype}", source, dtype, cut=5) for source, dtype in sorted(runs)]
+    first += [job(f"straight-{dtype}", "native", dtype) for dtype in sorted({dtype for _, dtype in runs})]
+    second = []
+    for source, target in pairs:
+        dtype = dtype_of(source, target)
+        checkpoint = str(folder / f"{source}-{dtype}" / "checkpoint-5")
+        second.append(job(f"{source}-{target}", target, dtype, resume=checkpoint))
+    return joined(launch_all([*first, *before], folder / "before"), launch_all([*second, *after], folder / "after"))
 
 
 def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, target: str) -> dict[str, float]:

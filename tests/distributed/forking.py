@@ -266,19 +266,57 @@ def _live(case: Case, rank: int, port: int, folder: Path) -> None:
 # --- in the process that they are forked from
 
 
+class _Stores:
+    """A process that keeps the stores of all cases, forked first, while it is small.
+
+    A store has threads. In the process that ranks are forked from, one of them could hold a lock of the C library at
+    that moment, and the rank would wait for it forever.
+    """
+
+    def __init__(self) -> None:
+        requests, answers = os.pipe(), os.pipe()
+        if not os.fork():
+            os.close(requests[1])
+            self._serve(os.fdopen(requests[0]), answers[1])
+            os._exit(0)
+        os.close(requests[0])
+        os.close(answers[1])
+        self._requests, self._answers = os.fdopen(requests[1], "w", buffering=1), os.fdopen(answers[0])
+
+    @staticmethod
+    def _serve(requests: IO[str], answers: int) -> None:
+        stores: dict[int, TCPStore] = {}
+        for line in requests:
+            if int(line):
+                del stores[int(line)]
+            else:
+                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                stores[store.port] = store
+                os.write(answers, f"{store.port}\n".encode())
+
+    def open(self) -> int:
+        """Return the port of a new store."""
+        self._requests.write("0\n")
+        return int(self._answers.readline())
+
+    def close(self, port: int) -> None:
+        """End a store."""
+        self._requests.write(f"{port}\n")
+
+
 class _Running:
+    stores: _Stores
     answers = -1
     """The descriptor through which the process that forks answers, and which is its own."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder, self.start = case, folder / case.name, time.time()
         self.folder.mkdir()
-        self.store, port = None, 0
+        self.port = port = 0
         if case.processes > 1 and case.hosted:
             port = programs.free_port()
         elif case.processes > 1:
-            self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            port = self.store.port
+            port = self.port = _Running.stores.open()
         self.ranks = {
             self._fork(lambda r=rank: _live(case, r, port, self.folder)): rank for rank in range(case.processes)
         }
@@ -311,8 +349,9 @@ class _Running:
                     self.left[rank] = _kill_group(child)
                     self.ended[rank] = os.waitstatus_to_exitcode(status) if found else None, time.time()
                     (self.folder / f"ended-{rank}").touch()
-        if len(self.ended) == len(self.ranks):
-            self.store = None
+        if len(self.ended) == len(self.ranks) and self.port:
+            self.stores.close(self.port)
+            self.port = 0
         return len(self.ended) == len(self.ranks)
 
     def _silence(self) -> float:
@@ -389,6 +428,7 @@ def _main() -> None:
     _Running.answers = os.dup(1)
     os.dup2(2, 1)
     answers = os.fdopen(_Running.answers, "w")
+    _Running.stores = _Stores()
     for module in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # of a newer release of its package
             importlib.import_module(module)

@@ -22,7 +22,7 @@ from omnitrain.distributed import Ranks
 
 HERE = "test_adapters"
 BACKENDS = ("native", "ddp", "fsdp", "zero1", "zero2", "zero3", "hf", "hf2", "hf_fsdp", "hf_zero2", "hf_zero3")
-QUICK = ("ddp", "fsdp")
+QUICK = ("fsdp", "hf2")
 WAYS = [("fsdp", "native"), ("zero3", "ddp"), ("native", "fsdp"), ("ddp", "zero3")]
 
 
@@ -142,13 +142,13 @@ def test_adapters_in_parts_load_in_peft(results: Any, folder: Path, backend: str
         assert not (path / "config.json").exists()
 
 
-@pytest.mark.parametrize(("source", "target"), thinned(WAYS, [("ddp", "zero3")]))
+@pytest.mark.parametrize(("source", "target"), thinned(WAYS, [("fsdp", "native")]))
 def test_checkpoint_without_the_base_moves_between_backends(results: Any, source: str, target: str) -> None:
     for tensors in weights(results, f"{source}-{target}"):
         assert gap(tensors, weights(results, f"straight-{source}")[0]) < 1e-5
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS, ("zero3",)))
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ("fsdp",)))
 def test_best_adapters_are_loaded_at_the_end(results: Any, backend: str) -> None:
     for rank in results[f"best-{backend}"]:
         assert "error" not in rank, rank
@@ -156,7 +156,7 @@ def test_best_adapters_are_loaded_at_the_end(results: Any, backend: str) -> None
         assert last == pytest.approx(best, abs=bound(backend))
 
 
-@pytest.mark.parametrize("backend", thinned(["ddp", "fsdp", "zero2", "zero3"], ["fsdp", "zero3"]))
+@pytest.mark.parametrize("backend", thinned(["ddp", "fsdp", "zero2", "zero3"], ["fsdp"]))
 def test_frozen_weights_changed_by_hand_are_saved(results: Any, folder: Path, backend: str) -> None:
     assert all("error" not in rank for rank in results[f"fade-{backend}"]), results[f"fade-{backend}"]
     checkpoint = folder / f"fade-{backend}" / "last"

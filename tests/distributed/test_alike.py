@@ -71,6 +71,7 @@ DIFFERENCES: dict[str, tuple[str, str, list[Any] | None]] = {
     "length": ("ddp", "`the training set` is 32 on rank 0 and 28 on rank 1", None),
     "evaluate": ("ddp", "`the dataset` is 8 on rank 0 and 9 on rank 1", None),
     "shape": ("ddp", '`weight` is "torch.float32 of shape (1, 4), which trains" on rank 0 and', None),
+    "shape of FSDP": ("fsdp", '`weight` is "torch.float32 of shape (1, 4), which trains" on rank 0 and', None),
     "frozen": ("ddp", f'{SHAPES} "torch.float32 of shape', None),
     "optimizer": ("ddp", '`optimizer_groups` is [{"lr": 0.1, ', None),
     "rate": ("ddp", "`learning_rates` is [0.0] on rank 0 and [0.1] on rank 1", None),

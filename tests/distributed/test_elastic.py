@@ -31,20 +31,6 @@ pytestmark = [
 ]
 
 
-def on_two_machines(*command: str, cwd: Path) -> str:
-    """Start the command once for each machine, and return what was printed."""
-    folders = [cwd / "first", cwd / "second"]
-    with contextlib.ExitStack() as stack:
-        agents = []
-        for folder in folders:
-            folder.mkdir()
-            agents.append(stack.enter_context(started(*command, cwd=folder)))
-        codes = [agent.wait(programs.LIMIT) for agent in agents]
-    output = "".join((folder / "output.txt").read_text() for folder in folders)
-    assert codes == [0, 0], output
-    return output
-
-
 def state(run: Path) -> dict[str, torch.Tensor]:
     """Return the last weights of a run, and its optimizer's state."""
     last = run / "last"
@@ -78,15 +64,6 @@ def nodes_and_restarts(folder: Path) -> list[tuple[Any, Any]]:
     return [(report["node"], report["restarts"]) for report in reports(folder)]
 
 
-@pytest.mark.slow
-def test_two_machines_train_as_one(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
-    words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    endpoint = f"localhost:{programs.free_port()}"
-    on_two_machines(*TORCHRUN, *words, "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path), cwd=tmp_path)
-    assert nodes_and_restarts(tmp_path) == [("0", "0"), ("1", "0")]
-    assert_equal(state(tmp_path / "run"), uninterrupted)
-
-
 def test_machine_without_the_shared_folder_resumes(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     """Only the main process writes checkpoints, and reads them; the others get what they need from it."""
     words = [str(tmp_path), "--separate-folders", "--kill", "6"]
@@ -116,7 +93,14 @@ def test_torchrun_restarts_a_killed_worker_exactly(
 @pytest.mark.slow
 def test_killed_worker_restarts_both_machines(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     words = ["-n", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{programs.free_port()}", "--max-restarts", "2"]
-    on_two_machines(*OMNITRAIN, *words, SCRIPT, str(tmp_path), "--kill", "6", cwd=tmp_path)
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for folder in (tmp_path / "first", tmp_path / "second"):
+            folder.mkdir()
+            command = [*OMNITRAIN, *words, SCRIPT, str(tmp_path), "--kill", "6"]
+            agents.append(stack.enter_context(started(*command, cwd=folder)))
+        assert [agent.wait(programs.LIMIT) for agent in agents] == [0, 0], output_of(tmp_path)
+    assert {node for node, _ in nodes_and_restarts(tmp_path)} == {"0", "1"}
     assert (tmp_path / "killed").exists()
     assert_equal(state(tmp_path / "run"), uninterrupted)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
+import datetime
 import itertools
-import logging
 import math
 import os
 import random
 import re
-import resource
 import sys
 import threading
 import time
@@ -22,22 +20,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from backends import Job, asked_for, launch
+from backends import Job, asked_for, launch_all
 from forking import Case, Found, Outcome, mark, play, wait_for_other
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, distributed
+from omnitrain import AccelerateTrainer, Callback, HFTrainer, distributed
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensors import whole
 from omnitrain.run import lifecycle
 
 
-def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = None, **options: Any) -> AccelerateTrainer:
-    """Return a trainer for 8 steps an epoch."""
+def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = None, **options: Any) -> Any:
+    """Return a trainer for 8 steps an epoch; a rank that is stuck in a collective is ended sooner than in a run."""
+    distributed._GRACE_S, distributed._POLL_INTERVAL = 1.0, datetime.timedelta(seconds=0.5)
     if wrapping == "fsdp":
         from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -45,7 +43,10 @@ def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = Non
     defaults: dict[str, Any] = {"epochs": 2, "loss_fn": F.mse_loss, "learning_rate": 0.01, "progress_bar": False}
     if "train_loader" not in options:
         defaults |= {"batch_size": 4, "train_dataset": rows(64, torch.float32) if train is None else train}
-    return AccelerateTrainer(model or t16(dtype=torch.float32), **{**defaults, **options})
+    model = model or t16(dtype=torch.float32)
+    if wrapping == "hf":
+        return HFTrainer(model, None, **{**defaults, **options})
+    return AccelerateTrainer(model, **{**defaults, **options})
 
 
 def own_rank() -> int:
@@ -62,25 +63,6 @@ def boom(*_: Any) -> None:
 
 def raising(event: str) -> Callback:
     return type("Raises", (Callback,), {f"on_{event}": boom})()
-
-
-class FailsInSave(Callback):
-    def state_dict(self) -> dict[str, Any]:
-        if self.armed:
-            boom()
-        return {"a": 1}
-
-    armed = False
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.armed = True
-
-
-class FailsInBatch(Algorithm):
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        if trainer.rank == 1 and trainer.progress.step == 3:
-            boom()
-        return batch
 
 
 class Exits(Callback):
@@ -106,15 +88,10 @@ class Rows(Dataset[Any]):
         return self.x[index], self.y[index]
 
 
-class FailsInEvaluation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = t16(dtype=torch.float32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training and own_rank() == 1:
-            boom()
-        return self.body(x)
+def classes(has_error: bool) -> TensorDataset:
+    """Rows of three classes, of which sample 13 has another label: in step 2, on rank 1."""
+    labels = torch.arange(32) % 3
+    return TensorDataset(torch.randn(32, 4), labels.index_fill(0, torch.tensor(13), 7) if has_error else labels)
 
 
 def train_and_fail(
@@ -125,7 +102,7 @@ def train_and_fail(
     kind, _, detail = where.partition(":")
 
     def loss(output: Any, target: Any) -> torch.Tensor:
-        if is_bad and next(numbers) == 3:
+        if is_bad and (next(numbers) == 3 if kind == "loss" else not torch.is_grad_enabled()):
             boom()
         return F.mse_loss(output, target)
 
@@ -135,11 +112,13 @@ def train_and_fail(
         "loss": lambda: {"loss_fn": loss},
         "item": lambda: {"train": Rows(int(detail)), "shuffle": False},
         "callback": lambda: {**evaluated, "log_steps": 2, "callbacks": [raising(detail)] if is_bad else []},
-        "snapshot": lambda: {"callbacks": [FailsInSave()] if is_bad else []},
-        "batch": lambda: {"algorithms": [FailsInBatch()]},
         "metric": lambda: {**evaluated, "compute_metrics": lambda prediction: boom(), "sanity": False},
-        "evaluation": lambda: {**evaluated, "model": FailsInEvaluation()},
-    }
+        "evaluation": lambda: {**evaluated, "loss_fn": loss},
+        "label": lambda: {
+            "model": nn.Sequential(nn.Linear(4, 3)), "loss_fn": F.cross_entropy, "train": classes(not detail),
+            "shuffle": False, **({"eval_dataset": classes(True), "eval_steps": 2} if detail else {}),
+        },
+    }  # fmt: skip
     options |= kinds.get(kind, dict)()
     if kind == "writing" and is_bad:
         state.save_tensors = boom  # type: ignore[assignment]
@@ -174,14 +153,12 @@ FAILING = by_name([
     fail("loss"),
     fail("loss", "loss on rank 0, with the store", rank=0, hosted=True),
     fail("loss", "loss of FSDP", wrapping="fsdp"),
+    fail("loss", "loss of HFTrainer", wrapping="hf"),
     fail("item:45", "item of a worker process", num_workers=2),
     fail("item:21", AHEAD, folder="save"),
-    *(fail(f"callback:{event}", folder="save") for event in ("step_end", "save_end", "eval_end", "train_end")),
-    fail("snapshot", folder="save"),
+    fail("callback:save_end", folder="save"),
     fail("writing", rank=0, folder="save"),
     fail("metric", rank=0),
-    fail("evaluation"),
-    fail("batch"),
     fail("predict:13"),
     fail("between"),
     fail("exit", "exit of rank 0, with the store", rank=0, hosted=True),
@@ -194,19 +171,25 @@ FAILING_ALIKE = by_name([
     *(
         fail(f"callback:{event}", folder="save")
         for event in (
-            "train_start", "epoch_start", "step_start", "before_optimizer_step", "log", "eval_start", "epoch_end"
+            "train_start", "epoch_start", "step_start", "before_optimizer_step", "step_end", "log", "eval_start",
+            "eval_end", "epoch_end", "train_end",
         )
     ),
     fail("callback:step_end", "callback:step_end of rank 0", rank=0),
     fail("writing", "writing of FSDP", rank=0, folder="save", wrapping="fsdp"),
+    fail("evaluation"),
     fail("between", "between on rank 0", rank=0),
     fail("exit"),
 ])  # fmt: skip
 LIVING_ON = by_name([
-    fail("loss", "loss, lives on", lives_on=True),
     fail("loss", "loss of FSDP, lives on", lives_on=True, wrapping="fsdp"),
     fail("callback:step_end", "callback of rank 0, lives on", lives_on=True, rank=0),
+    fail("loss", "loss, lives on", lives_on=True),
     fail("evaluation", "evaluation, lives on", lives_on=True),
+])  # fmt: skip
+LABELS = by_name([
+    fail("label", "label of FSDP", wrapping="fsdp"), fail("label", "label of HFTrainer", wrapping="hf"),
+    fail("label:evaluation"), fail("label"),
 ])  # fmt: skip
 
 
@@ -249,18 +232,16 @@ def solo(what: str, when: str, rank: int, note: str = "", hosted: bool = False, 
 
 
 CALLS = by_name([
-    solo("save_model", "after", 0), solo("evaluate", "before", 1), solo("predict", "in", 0),
-    solo("test", "after", 0), solo("train", "after", 1), solo("save_checkpoint", "in", 1),
-    solo("load_checkpoint", "after", 0), solo("AccelerateTrainer", "after", 0),
-    solo("save_model", "after", 1, ", without the store", hosted=True),
+    solo("save_model", "after", 1, ", without the store", hosted=True), solo("evaluate", "before", 1),
+    solo("predict", "in", 0), solo("save_checkpoint", "in", 1), solo("AccelerateTrainer", "after", 0),
 ])  # fmt: skip
 CALLS_ALIKE = by_name([
-    solo("save_model", "before", 0), solo("save_model", "in", 0), solo("save_model", "after", 1),
+    *(solo("save_model", when, 0) for when in ("before", "in", "after")), solo("save_model", "after", 1),
     solo("save_model", "in", 0, " with FSDP", wrapping="fsdp"),
     solo("save_model", "after", 0, ", with the store", hosted=True),
-    solo("evaluate", "in", 0), solo("evaluate", "after", 0), solo("predict", "after", 0),
-    solo("train", "before", 0), solo("save_checkpoint", "before", 0), solo("save_checkpoint", "after", 0),
-    solo("load_checkpoint", "in", 0),
+    solo("evaluate", "in", 0), solo("evaluate", "after", 0), solo("predict", "after", 0), solo("test", "after", 0),
+    solo("train", "before", 0), solo("train", "after", 1), solo("save_checkpoint", "before", 0),
+    solo("save_checkpoint", "after", 0), solo("load_checkpoint", "in", 0), solo("load_checkpoint", "after", 0),
 ])  # fmt: skip
 
 
@@ -284,7 +265,7 @@ def end(how: str) -> None:
 
 
 ENDS = {how: Case(how, "test_faults:end", {"how": how}) for how in ("plain", "destroy and train", "late", "destroy")}
-CASES = LIVING_ON | FAILING | FAILING_ALIKE | CALLS | CALLS_ALIKE | ENDS
+CASES = LIVING_ON | FAILING | FAILING_ALIKE | LABELS | CALLS | CALLS_ALIKE | ENDS
 
 
 # --- jobs: errors of all processes alike
@@ -334,6 +315,7 @@ class Asks(Callback):
         ("step_end", 2, "request_save"), ("step_end", 3, "request_evaluate"), ("step_end", 5, "request_log"),
         ("step_end", 15, "stop"), ("eval_end", 3, "request_save"), ("save_end", 2, "request_evaluate"),
         ("epoch_end", 8, "request_save"), ("epoch_end", 8, "request_evaluate"),
+        ("log", 12, "request_save"), ("log", 12, "request_evaluate"),
     )  # fmt: skip
 
     def __init__(self, rank: int) -> None:
@@ -347,7 +329,7 @@ class Asks(Callback):
                 getattr(trainer, request)()
 
 
-for _event in ("step_end", "eval_end", "save_end", "epoch_end"):
+for _event in ("step_end", "eval_end", "save_end", "epoch_end", "log"):
     setattr(Asks, f"on_{_event}", lambda self, trainer, *_, event=_event: self.ask(event, trainer))
 
 
@@ -355,7 +337,7 @@ def ask(backend: str, rank: int, folder: str) -> dict[str, Any]:
     """Make every request at every event, on one process."""
     asks = Asks(rank)
     evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 1000}
-    trainer: Any = make(backend, callbacks=[asks], save_dir=folder, save_steps=1000, **evaluated)
+    trainer: Any = make(backend, callbacks=[asks], save_dir=folder, save_steps=1000, log_steps=4, **evaluated)
     metrics = trainer.train()
     return {"events": asks.events, "reason": metrics["stop_reason"], "step": trainer.progress.step}
 
@@ -434,69 +416,6 @@ def train_unevenly(backend: str, lengths: list[int], loader: bool, accumulation:
     return {"step": trainer.progress.step, "samples": trainer.progress.samples, "best": metrics["best_valid"]}
 
 
-# --- jobs: several trainers, disks, background writers
-
-
-def wrap_in_turn(backend: str, wrappings: list[str]) -> dict[str, Any]:
-    """Train the same model in many ways, with the earlier trainers still there and used in between."""
-    losses, trainers = [], []
-    for wrapping in wrappings:
-        trainers.append(make(wrapping))
-        trainers[-1].train()
-        losses.append([trainer.evaluate(rows(9, torch.float32))["eval_loss"] for trainer in trainers])
-    return {"losses": losses}
-
-
-def fill_disk(backend: str, folder: str, required: bool = False, limit: bool = False) -> dict[str, Any]:
-    """Train while the main process cannot write its second checkpoint."""
-    messages: list[str] = []
-    save_tensors = state.save_tensors
-
-    class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    def write(tensors: Any, path: Path, *args: Any, **kwargs: Any) -> None:
-        if "checkpoint-4" in str(path):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save_tensors(tensors, path, *args, **kwargs)
-
-    class Limit(Callback):
-        def on_step_start(self, trainer: Any) -> None:
-            size = 512 if trainer.progress.step in (2, 3) else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-    logging.getLogger("omnitrain").addHandler(handler := Listen(logging.ERROR))
-    if not limit:
-        state.save_tensors = write  # type: ignore[assignment]
-    trainer: Any = make(
-        backend, save_dir=folder, save_steps=2, epochs=1, save_required=required, save_total_limit=None,
-        callbacks=[Limit()] if limit else [],
-    )  # fmt: skip
-    error = ""
-    try:
-        trainer.train()
-    except CheckpointError as raised:
-        error = str(raised)
-    state.save_tensors = save_tensors
-    logging.getLogger("omnitrain").removeHandler(handler)
-    names = [path.name for path in Store(Path(folder)).checkpoints()]
-    return {"step": trainer.progress.step, "messages": messages, "failed": error, "names": names}
-
-
-def write_in_background(backend: str, folder: str) -> dict[str, Any]:
-    """Train with checkpoints that a thread of the main process writes, and resume from one of them."""
-    before = {*threading.enumerate()}
-    options: dict[str, Any] = {"async_save": True, "save_dir": folder, "save_steps": 3, "save_total_limit": None}
-    trainer: Any = make(backend, **options)
-    trainer.train()
-    resumed: Any = make(backend, **options)
-    resumed.train(resume_from=f"{folder}/checkpoint-6")
-    names = [path.name for path in Store(Path(folder)).checkpoints()]
-    weights = [whole(run.get_model()[0].weight).sum().item() for run in (trainer, resumed)]
-    return {"names": names, "weights": weights, "threads": sorted({*threading.enumerate()} - before, key=str)}
-
-
 def job(function: str, backend: str = "ddp", **options: Any) -> tuple[str, Job]:
     name = " ".join([function, backend, *(f"{key}={value}" for key, value in options.items() if key != "folder")])
     return name, Job(name, backend, f"test_faults:{function}", options)
@@ -506,18 +425,13 @@ FOLDER = {"folder": "folder"}
 SURVIVING = dict([job("survive", **FOLDER), job("survive", "fsdp", **FOLDER)])
 ASKING = dict([job("ask", rank=1, **FOLDER), job("ask", rank=0, **FOLDER), job("ask", "fsdp", rank=1, **FOLDER)])
 STOPPING = dict([job("stop_at_any_moment", times=8), job("stop_at_any_moment", times=30)])
-ONCE = dict([job("run_by_clock", **FOLDER), job("wrap_in_turn", wrappings=["ddp", "fsdp", "ddp", "fsdp"])])
-FULL = dict([
-    job("fill_disk", **FOLDER), job("fill_disk", "fsdp", limit=True, **FOLDER), job("fill_disk", "fsdp", **FOLDER)
-])  # fmt: skip
-REQUIRED = dict([job("fill_disk", backend, required=True, **FOLDER) for backend in ("ddp", "fsdp")])
-BACKGROUND = dict([job("write_in_background", backend, **FOLDER) for backend in ("ddp", "fsdp")])
+CLOCKS = dict([job("run_by_clock", **FOLDER)])
 UNEVEN = dict([
     job("train_unevenly", backend, lengths=lengths, loader=loader, accumulation=accumulation)
     for lengths, loader in [([9, 30], False), ([30, 9], False), ([32, 33], True), ([9, 50], True), ([13, 0], False)]
     for backend, accumulation in (("ddp", 1), ("fsdp", 3), ("ddp", 3), ("fsdp", 1))
 ])  # fmt: skip
-JOBS = ONCE | SURVIVING | ASKING | STOPPING | FULL | REQUIRED | BACKGROUND | UNEVEN
+JOBS = CLOCKS | SURVIVING | ASKING | STOPPING | UNEVEN
 
 
 # --- tests
@@ -539,12 +453,12 @@ def prepared(table: dict[str, Any], names: set[str], folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    return play(prepared(CASES, asked_for(request, "name"), folder / "runs"), folder / "cases", at_once=4)
+    return play(prepared(CASES, asked_for(request, "name"), folder / "runs"), folder / "cases", at_once=8)
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str, Any]]]:
-    return launch(prepared(JOBS, asked_for(request, "job"), folder / "job-runs"), folder / "jobs")
+    return launch_all(prepared(JOBS, asked_for(request, "job"), folder / "job-runs"), folder / "jobs")
 
 
 def result_of(results: Found[list[dict[str, Any]]], name: str) -> dict[str, Any]:
@@ -583,13 +497,25 @@ def test_error_on_one_rank_ends_all_with_its_reason(
         assert [path.name for path in checkpoints] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("name", thinned(LIVING_ON, list(LIVING_ON)[:2]))
+@pytest.mark.parametrize("name", thinned(LIVING_ON, list(LIVING_ON)[:1]))
 def test_error_on_a_rank_that_lives_on_ends_the_other(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     rank = CASES[name].options.get("rank", 1)
     survivor, other = outcomes[name][rank], outcomes[name][1 - rank]
     assert survivor.code == 0, survivor.output  # it has lived until the other had ended
     assert other.code == 1, other.output
     assert f"DistributedError: Rank {rank} failed in train()" in other.output and "ValueError: boom" in other.output
+
+
+@pytest.mark.parametrize("name", thinned(LABELS, list(LABELS)[:3]))
+def test_error_on_one_rank_reports_its_samples_on_all(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    # a forward pass over sharded weights needs all ranks: there the samples are not run again
+    samples = "samples 12, 13, 14, 15" if name == "label of FSDP" else "sample 13"
+    dataset, place = ("evaluation", "the evaluation after step 2") if ":" in name else ("training", "step 2")
+    for outcome in outcomes[name]:
+        assert outcome.code == 1, outcome.output
+        assert f"Raised for {samples} of the {dataset} set" in outcome.output, outcome.output
+        assert f"Where: {place} (epoch 1), rank 1." in outcome.output
+    assert "IndexError: Target 7 is out of bounds." in outcomes[name][1].output
 
 
 @pytest.mark.parametrize("name", thinned([*CALLS, *CALLS_ALIKE], CALLS))
@@ -619,9 +545,13 @@ def test_errors_common_to_all_ranks_leave_them_able_to_train(job: str, results: 
 def test_requests_of_one_rank_act_on_all(job: str, results: Found[list[dict[str, Any]]]) -> None:
     result = result_of(results, job)
     assert (result["step"], result["reason"]) == (15, "requested")
-    events = [event for event in result["events"] if not event.startswith("step_end")]
-    first = ["save_end 2", "eval_end 3", "save_end 3"]  # the evaluation requested in save_end 2 comes at step 3
-    assert events == [*first, "epoch_end 8", "eval_end 8", "save_end 8", "epoch_end 15", "save_end 15"]
+    events = [event for event in result["events"] if not event.startswith(("step_end", "log"))]
+    assert events == [
+        *("save_end 2", "eval_end 3", "save_end 3"),  # the evaluation requested in save_end 2 comes at step 3
+        *("epoch_end 8", "eval_end 8", "save_end 8"),
+        *("eval_end 13", "save_end 13"),  # requested in the log of step 12
+        *("epoch_end 15", "save_end 15"),
+    ]
 
 
 @pytest.mark.parametrize("job", thinned(STOPPING, list(STOPPING)[:1]))
@@ -631,17 +561,10 @@ def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(job: str, results: 
     assert len({step for _, step in ends}) > 3
 
 
-@pytest.mark.parametrize("job", list(ONCE)[:1])
+@pytest.mark.parametrize("job", CLOCKS)
 def test_clocks_that_differ_between_ranks(job: str, results: Found[list[dict[str, Any]]]) -> None:
     result = result_of(results, job)
     assert result["reason"] == "max_duration" and len(result["evaluated"]) >= 2
-
-
-@pytest.mark.parametrize("job", list(ONCE)[1:])
-def test_trainers_of_different_wrapping_in_one_program(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    losses = result_of(results, job)["losses"]
-    assert [len(row) for row in losses] == [1, 2, 3, 4]
-    assert all(loss == pytest.approx(losses[0][0], abs=1e-6) for row in losses for loss in row)
 
 
 def share_of_stream(length: int, rank: int) -> list[int]:
@@ -653,7 +576,7 @@ def share_of_stream(length: int, rank: int) -> list[int]:
 UNEVEN_ONCE = [name for name in UNEVEN if ("fsdp" in name) == ("accumulation=3" in name)]
 
 
-@pytest.mark.parametrize("job", thinned(UNEVEN, UNEVEN_ONCE))
+@pytest.mark.parametrize("job", thinned(UNEVEN, UNEVEN_ONCE[::3]))
 def test_uneven_data_train_to_the_end_of_the_longest(job: str, results: Found[list[dict[str, Any]]]) -> None:
     lengths, loader, accumulation = (JOBS[job].options[name] for name in ("lengths", "loader", "accumulation"))
     if not all(lengths):
@@ -669,25 +592,3 @@ def test_uneven_data_train_to_the_end_of_the_longest(job: str, results: Found[li
     assert result["samples"] == 2 * sum(map(sum, shares))
     turns = max(sum(map(bool, share)) for share in shares)  # a turn in which no process has samples is no step
     assert result["step"] == 2 * -(-turns // accumulation)
-
-
-@pytest.mark.parametrize("job", thinned(FULL, list(FULL)[:2]))
-def test_full_disk_costs_only_a_checkpoint(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    result = result_of(results, job)
-    assert (result["step"], len(result["messages"]), result["failed"]) == (8, 1, "")
-    assert re.search("Cannot save .*checkpoint-4.*(No space left|File too large)", result["messages"][0])
-    assert result["names"] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
-
-
-@pytest.mark.parametrize("job", thinned(REQUIRED, list(REQUIRED)[:1]))
-def test_full_disk_ends_a_run_with_save_required(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    result = result_of(results, job)
-    assert result["step"] == 4 and "No space left" in result["failed"] and result["names"] == ["checkpoint-2"]
-
-
-@pytest.mark.parametrize("job", thinned(BACKGROUND, list(BACKGROUND)[:1]))
-def test_background_saves_are_whole_and_leave_no_thread(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    result = result_of(results, job)
-    assert result["names"] == [f"checkpoint-{step}" for step in (3, 6, 9, 12, 15, 16)]
-    assert result["weights"][0] == result["weights"][1]
-    assert result["threads"] == []

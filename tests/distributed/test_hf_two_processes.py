@@ -1,28 +1,24 @@
-"""HFTrainer on two processes, with transformers' arguments and models."""
+"""HFTrainer on two processes, with transformers' arguments and models: the numbers of one process."""
 
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import torch
 import torch.nn.functional as F
-from backends import Job, gap, launch, sound
-from forking import Case, mark, play
-from recipes import Noisy, StopAt, Trace, rows, t16, weights
-from tiny import Tokens, llama
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DataLoader, IterableDataset, default_collate
-from transformers import TrainerCallback, TrainingArguments
+from backends import Job, gap, launch_all, sound
+from recipes import rows, t16, weights
+from tiny import Tokens, llama, t5
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
+from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
 
-from omnitrain import Callback, HFTrainer, Trainer
+from omnitrain import HFTrainer
 
 HERE = "test_hf_two_processes"
-CUT = 4
 
 
 def rank() -> int:
@@ -30,79 +26,6 @@ def rank() -> int:
 
 
 # --- what runs on every process, and on one
-
-
-def correct(prediction: Any) -> dict[str, float]:
-    labelled = prediction.label_ids != -100
-    hits = (prediction.predictions == prediction.label_ids)[labelled]
-    return {"accuracy": float(hits.mean()), "rows": len(labelled)}
-
-
-def speak(backend: str, folder: str) -> dict[str, Any]:
-    """Train a language model with transformers' arguments; 29 sequences in steps of 8, 7 to evaluate."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    args = TrainingArguments(
-        folder, per_device_train_batch_size=1, gradient_accumulation_steps=8 // processes, num_train_epochs=2,
-        learning_rate=0.5, optim="sgd", lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=0.5,
-        per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=3, save_strategy="no", logging_steps=1,
-        use_cpu=True, report_to="none", disable_tqdm=True,
-    )  # fmt: skip
-    trace = Trace()
-    trainer = HFTrainer(
-        llama(rank()), args, Tokens(29), Tokens(7), compute_metrics=correct, callbacks=[trace],
-        preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1), optimization_metric="accuracy",
-    )  # fmt: skip
-    metrics = trainer.train()
-    predictions = trainer.predict(Tokens(7))
-    return {
-        "losses": [row["loss"] for row in trace.logs],
-        "norms": [row["grad_norm"] for row in trace.logs],
-        "log_history": [row["loss"] for row in trainer.engine.state.log_history if "loss" in row],
-        "valid": metrics["valid"],
-        "best": metrics["best_step"],
-        "predictions": predictions.predictions.tolist(),
-        "weights": [parameter.tolist() for parameter in weights(trainer.get_model())],
-    }
-
-
-class Uneven(IterableDataset[Any]):
-    """A stream of 21 rows."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from zip(*rows(21).tensors, strict=True)
-
-
-def stream(backend: str) -> dict[str, Any]:
-    """Train on a stream, which each process reads its share of."""
-    trace = Trace()
-    options = {"device": "cpu"} if backend == "native" else {}
-    kind: Any = Trainer if backend == "native" else HFTrainer
-    trainer = kind(
-        t16(), train_dataset=Uneven(), loss_fn=F.mse_loss, learning_rate=0.05, epochs=2, log_steps=1,
-        batch_size=4 if backend == "native" else 2, progress_bar=False, callbacks=[trace], **options,
-    )  # fmt: skip
-    trainer.train()
-    return {
-        "losses": [row["loss"] for row in trace.logs],
-        "weights": [one.tolist() for one in weights(trainer.get_model())],
-    }
-
-
-def move(backend: str, folder: str, cut: bool = False) -> dict[str, Any]:
-    """Save in the middle of an epoch, or resume there; dropout is off, the data are noisy."""
-    trainer = HFTrainer(
-        t16(), None, Noisy(27), Noisy(5), loss_fn=F.mse_loss, learning_rate=0.05, epochs=2, save_dir=folder,
-        batch_size=2, global_batch_size=8, save_steps=2, progress_bar=False, callbacks=[StopAt(CUT)] if cut else [],
-        lr_scheduler="linear", load_best_at_end=False,
-    )  # fmt: skip
-    trainer.train(resume_from=None if cut else "auto")
-    moments = [state[key] for state in trainer.optimizer.state_dict()["state"].values() for key in sorted(state)]
-    history = trainer.metrics["train_metrics_history"]
-    return {
-        "state": [one.tolist() for one in (*weights(trainer.get_model()), *moments)],
-        "history": [[row["epoch"], row["step"], row["train_loss"]] for row in history],
-        "step": trainer.progress.step,
-    }
 
 
 class Prepares(HFTrainer):
@@ -119,7 +42,7 @@ class Prepares(HFTrainer):
         return self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
 
 
-def prepare(backend: str) -> dict[str, Any]:
+def prepare(backend: str, folder: str = "") -> dict[str, Any]:
     """Train on 21 rows and evaluate 11 by loaders that accelerate has prepared; predict by transformers' loop."""
     trainer = Prepares(
         t16(), None, rows(21), rows(11), loss_fn=F.mse_loss, epochs=2, learning_rate=0.05, batch_size=2,
@@ -135,43 +58,6 @@ def prepare(backend: str) -> dict[str, Any]:
         "loop": [output.metrics["loop_loss"], output.num_samples],
         "shares": shares,
     }
-
-
-class Counts(Callback):
-    """Counts the exchanges of gradients in each step."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.seen: list[int] = []
-
-    def on_epoch_start(self, trainer: Any) -> None:
-        def hook(state: Any, bucket: Any) -> Any:
-            self.count += 1
-            return allreduce_hook(state, bucket)
-
-        hook.__annotations__.clear()  # DDP compares them with classes, not with their names
-        trainer.model_wrapped.register_comm_hook(None, hook)
-
-    def on_step_start(self, trainer: Any) -> None:
-        self.count = 0
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.seen.append(self.count)
-
-
-def exchange(backend: str, has_length: bool, folder: str = "") -> dict[str, Any]:
-    """Train on windows of 3 micro-batches, the last one shorter; with a folder, gradients go out after each."""
-    counts, args = Counts(), None
-    if folder:
-        eager = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-        args = TrainingArguments(folder, accelerator_config=eager, save_strategy="no", use_cpu=True, report_to="none")
-    trainer = HFTrainer(
-        t16(), args, rows(21) if has_length else Uneven(), loss_fn=F.mse_loss, epochs=1, batch_size=1,
-        gradient_accumulation_steps=3, progress_bar=False, callbacks=[counts], optimizer="adamw",
-        learning_rate=0.01, lr_scheduler="constant",
-    )  # fmt: skip
-    trainer.train()
-    return {"seen": counts.seen, "weights": [one.tolist() for one in weights(trainer.get_model())]}
 
 
 def search(backend: str, folder: str) -> dict[str, Any]:
@@ -223,21 +109,93 @@ def flag(backend: str, folder: str) -> dict[str, Any]:
     return {"saved": saved, "valid": [row["step"] for row in metrics["valid"]], "step": trainer.progress.step}
 
 
-def perish(how: str, folder: str) -> None:
-    """Train until the second process is killed, or raises an error, after a step."""
+def arguments(folder: str, **options: Any) -> Seq2SeqTrainingArguments:
+    """Arguments for steps of 8 sequences, whatever the number of processes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    defaults = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8 // processes, "num_train_epochs": 1,
+        "learning_rate": 0.5, "optim": "sgd", "save_strategy": "no", "use_cpu": True, "report_to": "none",
+        "per_device_eval_batch_size": 2 // processes, "disable_tqdm": True,
+    }  # fmt: skip
+    return Seq2SeqTrainingArguments(folder, **{**defaults, **options})
 
-    class Ends(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if rank() == 1 and trainer.progress.step == 3:
-                mark()
-                if how == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise ValueError("boom")
 
-    HFTrainer(
-        t16(), None, rows(64), loss_fn=F.mse_loss, epochs=4, batch_size=4, save_dir=folder, save_steps=2,
-        progress_bar=False, callbacks=[Ends()],
-    ).train()  # fmt: skip
+def smooth(backend: str, folder: str) -> dict[str, Any]:
+    trainer = HFTrainer(llama(), arguments(folder, label_smoothing_factor=0.2), Tokens(13), Tokens(7))
+    metrics = trainer.train()
+    return {
+        "loss": [metrics["train_metrics_history"][0]["train_loss"], trainer.evaluate()["eval_loss"]],
+        "weights": [one.tolist() for one in weights(trainer.get_model())],
+    }
+
+
+def generate(backend: str, folder: str) -> dict[str, Any]:
+    """Generate for 7 sequences; of the last batch one process has one, and the other none."""
+    args = arguments(folder, predict_with_generate=True, generation_max_length=30, eval_strategy="epoch")
+    model = t5()
+    model.generation_config.eos_token_id = list(range(2, 8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    seen: list[Any] = []
+
+    def note(prediction: Any) -> dict[str, float]:
+        seen.append((prediction.predictions.tolist(), prediction.label_ids.tolist()))
+        return {"ends": float((prediction.predictions == 5).sum())}
+
+    trainer = HFTrainer(model, args, Tokens(8, "pairs"), Tokens(7, "pairs"), compute_metrics=note)
+    metrics = trainer.train()
+    predictions = trainer.predict(Tokens(7, "pairs"))
+    return {
+        "valid": metrics["valid"],
+        "predictions": predictions.predictions.tolist(),
+        "labels": predictions.labels.tolist(),
+        "seen": seen,
+    }
+
+
+def batches(backend: str, folder: str, shared: bool = False) -> dict[str, Any]:
+    """Evaluate 7 sequences batch by batch; if `shared`, a sampler of PyTorch distributes them."""
+    data, seen = Tokens(7), []
+    size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    args = arguments(folder, batch_eval_metrics=True, per_device_eval_batch_size=size)
+    loader: Any = data
+    if shared:
+        sampler = DistributedSampler(data, shuffle=False) if "WORLD_SIZE" in os.environ else None
+        loader = DataLoader(data, batch_size=size, sampler=sampler)
+
+    def note(prediction: Any, compute_result: bool) -> dict[str, float]:
+        seen.append([prediction.predictions.argmax(-1).tolist(), prediction.label_ids.tolist(), compute_result])
+        return {"rows": float(sum(len(one[0]) for one in seen))} if compute_result else {}
+
+    metrics = HFTrainer(llama(), args, compute_metrics=note).evaluate(loader)
+    return {"metrics": metrics, "seen": seen}
+
+
+def inputs(backend: str, folder: str) -> dict[str, Any]:
+    seen: list[Any] = []
+
+    def note(prediction: Any) -> dict[str, float]:
+        seen.append([prediction.inputs.tolist(), prediction.losses.tolist()])
+        return {"rows": len(prediction.inputs)}
+
+    args = arguments(folder, include_for_metrics=["inputs", "loss"], per_device_eval_batch_size=1)
+    return {"metrics": HFTrainer(llama(), args, compute_metrics=note).evaluate(Tokens(7)), "seen": seen}
+
+
+def drop(backend: str, folder: str) -> dict[str, Any]:
+    """Train on 15 sequences in full micro-batches of 4 over all processes, in the order of another seed."""
+    size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    args = arguments(
+        folder, dataloader_drop_last=True, data_seed=9, per_device_train_batch_size=size, gradient_accumulation_steps=1,
+        num_train_epochs=2,
+    )  # fmt: skip
+    trainer = HFTrainer(llama(), args, Tokens(15))
+    trainer.train()
+    return {
+        "progress": [trainer.progress.step, trainer.progress.samples, trainer.progress.epochs],
+        "weights": [one.tolist() for one in weights(trainer.get_model())],
+    }
 
 
 # --- what came of it
@@ -250,48 +208,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """One launch of two processes; what one process has saved is there before, what two have saved after."""
-    move("hf", str(folder / "from one"), cut=True)
-    options: dict[str, tuple[str, dict[str, Any]]] = {
-        "speak": ("speak", {"folder": str(folder / "speak")}),
-        "stream": ("stream", {}),
-        "cut": ("move", {"folder": str(folder / "from two"), "cut": True}),
-        "moved": ("move", {"folder": str(folder / "from one")}),
-        "exchange": ("exchange", {"has_length": True}),
-        "eager exchange": ("exchange", {"has_length": True, "folder": str(folder / "eager")}),
-        "exchange of a stream": ("exchange", {"has_length": False}),
-        "prepare": ("prepare", {}),
-        "flag": ("flag", {"folder": str(folder / "flag")}),
-        "search": ("search", {"folder": str(folder / "search")}),
-    }
-    jobs = [Job(name, "hf2", f"{HERE}:{function}", more) for name, (function, more) in options.items()]
-    return sound(launch(jobs, folder / "launch"))
+    def job(name: str, function: str, **options: Any) -> Job:
+        return Job(name, "hf2", f"{HERE}:{function}", {"folder": str(folder / name), **options})
 
-
-def test_language_model_matches_one_process(results: Any, folder: Path) -> None:
-    """With masked prompts, and an evaluation that counts each of 7 samples once."""
-    expected = speak("hf", str(folder / "single"))
-    first, second = results["speak"]
-    assert first["losses"] == second["losses"] and first["log_history"] == second["log_history"]
-    assert gap(first["log_history"], first["losses"]) <= 1e-6
-    for result in (first, second):
-        for name in ("losses", "norms", "weights"):
-            assert gap(result[name], expected[name]) <= 1e-7, name  # transformers computes the loss in float32
-        assert [row["eval_rows"] for row in result["valid"]] == [7] * len(expected["valid"])
-        assert gap(result["valid"], expected["valid"]) <= 1e-6
-        assert (result["best"], result["predictions"]) == (expected["best"], expected["predictions"])
-
-
-def test_stream_is_split_as_the_native_trainer_reads_it(results: Any) -> None:
-    expected = stream("native")
-    assert all(gap(result, expected) <= 1e-10 for result in results["stream"])
-
-
-def test_run_resumes_on_another_number_of_processes(results: Any, folder: Path) -> None:
-    straight = move("hf", str(folder / "straight"))
-    resumed = move("hf", str(folder / "from two"))
-    assert resumed["step"] == straight["step"] == 8 and results["cut"][0]["step"] == CUT
-    assert all(gap(result, straight) <= 1e-10 for result in (resumed, *results["moved"]))
+    functions = ("prepare", "flag", "search", "smooth", "generate", "batches", "inputs", "drop")
+    jobs = [job(name, name) for name in functions] + [job("shared batches", "batches", shared=True)]
+    return sound(launch_all(jobs, folder / "launch"))
 
 
 def test_prepared_loaders_are_split_once(results: Any) -> None:
@@ -299,14 +221,6 @@ def test_prepared_loaders_are_split_once(results: Any) -> None:
     assert expected.pop("shares") == expected["loop"][1] == len(expected["predictions"]) == 11
     assert [result.pop("shares") for result in results["prepare"]] == [6, 6]  # code that reads one gets a share
     assert all(gap(result, expected) <= 1e-10 for result in results["prepare"])
-
-
-def test_gradients_are_exchanged_once_a_step(results: Any) -> None:
-    """Or after each micro-batch, if the arguments say so."""
-    for lazy, eager in zip(results["exchange"], results["eager exchange"], strict=True):
-        assert (lazy["seen"], eager["seen"]) == ([1, 1, 1, 1], [3, 3, 3, 2])
-        assert gap(lazy["weights"], eager["weights"]) <= 1e-10
-    assert all(result["seen"] == [1, 1, 1, 1] for result in results["exchange of a stream"])
 
 
 def test_flags_of_one_process_hold_for_all(results: Any) -> None:
@@ -322,14 +236,43 @@ def test_search_on_two_processes_matches_one(results: Any, folder: Path) -> None
     assert other["best"] is None and gap({**other, "best": expected["best"]}, expected) <= 1e-10
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
-def test_failure_of_one_process_ends_the_other(how: str, tmp_path: Path) -> None:
-    case = Case(how, f"{HERE}:perish", {"how": how, "folder": str(tmp_path / "run")})
-    other, failed = play([case], tmp_path / "forking")[how]
-    assert other.code == 1, other.output  # None if it still waits
-    if how == "kill":
-        assert failed.code == -signal.SIGKILL
-        assert (tmp_path / "run" / "checkpoint-2" / "omnitrain.json").exists()
-    else:
-        assert failed.code == 1 and "ValueError: boom" in failed.output
-        assert "DistributedError: Rank 1 failed in train()" in other.output
+def test_label_smoothing_matches_one_process(results: Any, folder: Path) -> None:
+    expected = smooth("hf", str(folder / "single"))
+    for rank in results["smooth"]:
+        assert gap(rank, expected) <= 1e-12
+
+
+def test_generated_answers_keep_the_order_of_the_data(results: Any, folder: Path) -> None:
+    """`compute_metrics` gets them on the main process."""
+    expected = generate("hf", str(folder / "single"))
+    assert len({tuple(row) for row in expected["predictions"]}) > 1
+    for rank in results["generate"]:
+        assert (rank["predictions"], rank["labels"]) == (expected["predictions"], expected["labels"])
+        assert gap(rank["valid"], expected["valid"]) <= 1e-6
+    assert [rank["seen"] for rank in results["generate"]] == [[*map(list, expected["seen"])], []]
+
+
+@pytest.mark.parametrize("name", ["batches", "shared batches"])
+def test_batch_metrics_get_the_batches_of_all_processes(results: Any, folder: Path, name: str) -> None:
+    expected = batches("hf", str(folder / "single"))
+    assert [len(batch[0]) for batch in expected["seen"]] == [4, 3]
+    main, other = results[name]
+    assert main["seen"] == expected["seen"] and other["seen"] == []
+    assert main["metrics"] == other["metrics"]
+    assert gap(main["metrics"], expected["metrics"]) <= 1e-6
+
+
+def test_inputs_and_losses_keep_the_order_of_the_data(results: Any, folder: Path) -> None:
+    expected = inputs("hf", str(folder / "single"))
+    main, other = results["inputs"]
+    assert main["seen"][0][0] == expected["seen"][0][0] == Tokens(7).ids.tolist() and other["seen"] == []
+    assert gap(main["seen"][0][1], expected["seen"][0][1]) <= 1e-6
+    assert len(set(expected["seen"][0][1])) == 7 and gap(other["metrics"], expected["metrics"]) <= 1e-6
+
+
+def test_drop_last_counts_batches_of_all_processes(results: Any, folder: Path) -> None:
+    expected = drop("hf", str(folder / "single"))
+    assert expected["progress"] == [6, 24, 2]
+    for rank in results["drop"]:
+        assert rank["progress"] == expected["progress"]
+        assert gap(rank["weights"], expected["weights"]) <= 1e-7  # transformers computes the loss in float32

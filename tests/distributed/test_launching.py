@@ -125,15 +125,14 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
         if launcher == "accelerate":
             variables = environment_of_accelerate(way)
         cases.append(Case(name, "launched:main", {"words": [str(folder / name)]}, environment=variables))
-    return play(cases, folder / "cases", at_once=2)
+    return play(cases, folder / "cases")
 
 
 @pytest.mark.parametrize(
     ("launcher", "way"),
     thinned(
         [(launcher, way) for launcher in ("omnitrain", "accelerate") for way in OPTIONS],
-        [("omnitrain", "ddp"), ("omnitrain", "fsdp2"), ("omnitrain", "zero3"), ("accelerate", "fsdp2"),
-         ("accelerate", "zero2")],
+        [("omnitrain", "ddp"), ("omnitrain", "zero3"), ("accelerate", "fsdp2")],
     ),
 )  # fmt: skip
 def test_launcher_environment_decides_how_to_train(
@@ -189,27 +188,20 @@ def test_omnitrain_launch_saves_at_a_signal(number: signal.Signals, code: int, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "options"),
+    ("way", "command"),
     [
-        ("ddp", ["-m", "launched"]), ("zero2", ["--zero", "2", "-m", "launched"]), ("ddp", [SCRIPT]),
-        ("fsdp2", ["--fsdp", SCRIPT]), ("zero3", ["--zero", "3", SCRIPT]),
+        ("ddp", [*OMNITRAIN, "-n", "2", "-m", "launched"]),
+        ("fsdp2", [*OMNITRAIN, "-n", "2", "--fsdp", SCRIPT]),
+        ("zero2", [*OMNITRAIN, "-n", "2", "--zero", "2", "-m", "launched"]),
+        ("zero3", [*OMNITRAIN, "-n", "2", "--zero", "3", SCRIPT]),
+        *((way, [*ACCELERATE, "--config_file", str(CONFIGS / f"{way}_cpu.yaml"), SCRIPT]) for way in OPTIONS),
     ],
-)  # fmt: skip
-def test_omnitrain_launch_trains_on_two_processes(
-    way: str, options: list[str], tmp_path: Path, expected: dict[str, torch.Tensor]
+)
+def test_launchers_train_on_two_processes(
+    way: str, command: list[str], tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     compile_once()
-    code, output = run(*OMNITRAIN, "-n", "2", *options, str(tmp_path), cwd=tmp_path)
-    assert code == 0, output
-    check(way, tmp_path, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", OPTIONS)
-def test_accelerate_launch_trains_on_two_processes(way: str, tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
-    compile_once()
-    config = str(CONFIGS / f"{way}_cpu.yaml")
-    code, output = run(*ACCELERATE, "--config_file", config, SCRIPT, str(tmp_path), cwd=tmp_path)
+    code, output = run(*command, str(tmp_path), cwd=tmp_path)
     assert code == 0, output
     check(way, tmp_path, expected)
 

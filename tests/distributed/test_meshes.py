@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import ParallelismConfig
 from backends import asked_for, gap
-from forking import Case, Found, play
+from forking import Case, Found, joined, play
 from marks import thinned
 from recipes import Trace
 from safetensors.torch import load_file
@@ -26,6 +26,7 @@ from omnitrain import AccelerateTrainer, Algorithm, HFTrainer, Trainer
 from omnitrain.callbacks.summary import opening
 from omnitrain.checkpoint.tensors import TensorFile, whole
 
+HERE = "test_meshes"
 MESHES: dict[str, dict[str, Any]] = {
     "shard2": {"dp_shard_size": 2},
     "replicate2": {"dp_replicate_size": 2},
@@ -159,38 +160,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str, Any]]]:
-    first, second = [], []
+    from test_meshes import learn, side_by_side  # by the name of the module that checkpoints of ranks have
 
-    def learn_case(name: str, mesh: str, kind: str, **options: Any) -> Case:
-        options = {"mesh": mesh, "kind": kind, **options}
-        return Case(name, "test_meshes:learn", options, processes=PROCESSES[mesh])
+    first, second, singles = list[Case](), list[Case](), dict[str, list[dict[str, Any]]]()
+
+    def case(name: str, mesh: str, kind: str, **options: Any) -> Case:
+        return Case(name, f"{HERE}:learn", {"mesh": mesh, "kind": kind, **options}, processes=PROCESSES[mesh])
 
     def saves(name: str) -> dict[str, Any]:
         return {"save_dir": str(folder / name), "save_steps": 3, "keep_best": 0}
 
     runs = sorted(asked_for(request, "mesh", "kind", "is_async"))
-    first += [
-        learn_case(f"one-{kind}", "one", kind, **saves(f"one-{kind}")) for kind in sorted({run[1] for run in runs})
-    ]
+    for kind in sorted({kind for _, kind, _ in runs}):
+        singles[f"one-{kind}"] = [learn("one", kind, **saves(f"one-{kind}"))]
     for mesh, kind, is_async in runs:
         name = f"{mesh}-{kind}-{is_async}"
-        first.append(learn_case(name, mesh, kind, async_save=is_async, **saves(name)))
-        checkpoints = [str(folder / source / "checkpoint-3") for source in (f"one-{kind}", name)]
-        second.append(learn_case(f"{name} resumes one", mesh, kind, resume=checkpoints[0]))
-        second.append(learn_case(f"one resumes {name}", "one", kind, resume=checkpoints[1]))
-    for mesh, batch in [(mesh, 2) for mesh in sorted(asked_for(request, "mesh"))] + [("one", 7)]:
-        first.append(learn_case(f"{mesh}-uneven", mesh, "mlp", global_batch_size=7, batch_size=batch))
-    for pair in [*sorted(asked_for(request, "first", "second")), ("one", "one")]:
+        first.append(case(name, mesh, kind, async_save=is_async, **saves(name)))
+        second.append(case(f"{name} resumes one", mesh, kind, resume=str(folder / f"one-{kind}" / "checkpoint-3")))
+    uneven = sorted(asked_for(request, "mesh"))
+    first += [case(f"{mesh}-uneven", mesh, "mlp", global_batch_size=7) for mesh in uneven]
+    if uneven:
+        singles["one-uneven"] = [learn("one", "mlp", global_batch_size=7, batch_size=7)]
+    for pair in sorted(asked_for(request, "first", "second")):
         options = dict(zip(("first", "second"), pair, strict=True))
-        first.append(Case("-".join(pair), "test_meshes:side_by_side", options, processes=PROCESSES[pair[0]]))
-    outcomes = [play(cases, folder / name, at_once=2) for cases, name in ((first, "first"), (second, "second"))]
+        first.append(Case("-".join(pair), f"{HERE}:side_by_side", options, processes=PROCESSES[pair[0]]))
+        singles["one-one"] = [side_by_side("one", "one")]
+    outcomes = joined(play(first, folder / "first", at_once=3), play(second, folder / "second"))
     found = Found[list[dict[str, Any]]]()
-    for name, ranks in [item for part in outcomes for item in part.items()]:
+    found.broken |= outcomes.broken
+    for name, ranks in outcomes.items():
         if any(rank.code for rank in ranks):
             found.broken[name] = f"{name} has failed: {[rank.output[-6000:] for rank in ranks]}"
         else:
             found[name] = [rank.result for rank in ranks]
-    found.broken |= outcomes[0].broken | outcomes[1].broken
+    for mesh, kind, is_async in runs:
+        name = f"{mesh}-{kind}-{is_async}"
+        singles[f"one resumes {name}"] = [learn("one", kind, resume=str(folder / name / "checkpoint-3"))]
+    found.update(singles)
     return found
 
 

@@ -17,8 +17,7 @@ from recipes import Sentences, Tagger, Trace
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from omnitrain import Algorithm, CrossEntropy, EvalSet, chunked_cross_entropy
-from omnitrain.distributed import ProcessRanks
+from omnitrain import CrossEntropy, EvalSet, chunked_cross_entropy
 
 HERE = "test_same_metrics"
 SIZES = {"few": (1, 5), "all": (1, 2, 3, 5, 8, 31)}
@@ -166,36 +165,6 @@ def predict_ragged(backend: str) -> dict[str, Any]:
     return found
 
 
-class Exchanges(Algorithm):
-    """Collects what the processes exchange, step by step."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def transform_loss(self, trainer: Any, loss: Any) -> Any:
-        self.seen.append("micro-batch")
-        return loss
-
-
-def log_every(backend: str, steps: int, masked: bool = True) -> dict[str, Any]:
-    """Train with a log every so many steps, and write down all exchanges between processes."""
-    exchanges, trace = Exchanges(), Trace()
-    trainer = make_trainer(
-        backend, Tagger(dtype=torch.float64), Sentences(24), algorithms=[exchanges], callbacks=[trace], batch_size=2,
-        global_batch_size=4, epochs=1, learning_rate=0.05, log_steps=steps,
-    )  # fmt: skip
-    begin = ProcessRanks._begin_exchange
-
-    def watched(self: ProcessRanks, what: str, values: Any) -> Any:
-        exchanges.seen.append(what)
-        return begin(self, what, values)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessRanks, "_begin_exchange", watched)
-        trainer.train()
-    return {"losses": [row["loss"] for row in trace.logs], "seen": exchanges.seen}
-
-
 class Measured(Tagger):
     """Names two metrics, one of them only where a sentence begins so; one rank has one of its own."""
 
@@ -256,12 +225,11 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         for backend, *case in sorted(cases)
     ]
     jobs += [Job(f"{backend}-ragged", backend, f"{HERE}:predict_ragged") for backend in ("native", "ddp")]
-    for backend, steps in itertools.product(sorted({"native", "ddp"} | asked_for(request, "logging")), (1, 3)):
-        jobs.append(Job(f"{backend}-log-{steps}", backend, f"{HERE}:log_every", {"steps": steps}))
-    for backend in ("native", "hf", *sorted(asked_for(request, "backend"))):
-        for dtype in ("float64", "float32") if backend == "native" else (dtype_of(backend),):
-            for function in ("name_values", "in_chunks"):
-                jobs.append(Job(f"{backend}-{function}-{dtype}", backend, f"{HERE}:{function}", {"dtype": dtype}))
+    for function, test in {"name_values": "test_named", "in_chunks": "test_chunked"}.items():
+        backends = asked_for(request, "backend", test=test)
+        runs = {(one, dtype_of(backend)) for backend in backends for one in (backend, single(backend))}
+        for backend, dtype in sorted(runs):
+            jobs.append(Job(f"{backend}-{function}-{dtype}", backend, f"{HERE}:{function}", {"dtype": dtype}))
     return sound(launch_all(jobs, tmp_path_factory.mktemp("metrics")))
 
 
@@ -293,22 +261,9 @@ def test_ragged_predictions_are_padded_as_on_one_process(results: Any) -> None:
     assert_native(results, "ddp", "ragged")
 
 
-@pytest.mark.parametrize("logging", ["ddp", "fsdp"])
-def test_logged_loss_is_exchanged_only_at_logs(results: Any, logging: str) -> None:
-    """It is the weighted mean over all processes; without named values, logs exchange nothing more."""
-    seen = {}
-    for steps in (1, 3):
-        ranks, reference = results[f"{logging}-log-{steps}"], results[f"native-log-{steps}"][0]
-        assert ranks[0]["losses"] == ranks[1]["losses"]
-        assert len(ranks[0]["losses"]) == 6 // steps
-        np.testing.assert_allclose(ranks[0]["losses"], reference["losses"], rtol=0, atol=1e-12)
-        seen[steps] = ranks[0]["seen"]
-        assert seen[steps].count("the loss for a log") == 6 // steps
-        assert not {"the metrics for a log", "the metrics of an epoch"} & set(seen[steps])
-    often, seldom = ([what for what in seen[steps] if what != "the loss for a log"] for steps in (1, 3))
-    assert often == seldom
-    steps = "/".join(seldom).split("the beginning of a step/")[1]  # of the first one; the others' come with an end
-    assert steps.startswith("micro-batch/the end of a step/" * 6)
+def single(backend: str) -> str:
+    """Return the backend of one process that is the reference of another."""
+    return "hf" if backend == "hf2" else "native"
 
 
 def pair(results: Any, backend: str, function: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -316,25 +271,25 @@ def pair(results: Any, backend: str, function: str) -> tuple[dict[str, Any], dic
     dtype = dtype_of(backend)
     first, second = results[f"{backend}-{function}-{dtype}"]
     assert first == second
-    return first, results[f"{'hf' if backend == 'hf2' else 'native'}-{function}-{dtype}"][0]
+    return first, results[f"{single(backend)}-{function}-{dtype}"][0]
 
 
-@pytest.mark.parametrize("backend", thinned(NAMING, ["ddp", "hf2", "fsdp"]))
+@pytest.mark.parametrize("backend", thinned(NAMING, ["ddp", "hf2"]))
 def test_named_values_are_means_over_all_ranks(results: Any, backend: str) -> None:
     """Of the batches that have them, wherever they are."""
     ranks, reference = pair(results, backend, "name_values")
     assert {row["second"] for row in ranks["rows"] if "loss" in row} == {2.0}
-    names = [prefix + name for prefix in ("", "eval_", "train_") for name in ("loss_ce", "loss_z")]
+    names = [prefix + name for prefix in ("", "eval_", "train_") for name in ("loss", "loss_ce", "loss_z")]
     compared, expected = (
         [{name: row[name] for name in names if name in row} for row in result["rows"]] for result in (ranks, reference)
     )
-    assert [row.keys() for row in compared] == [row.keys() for row in expected] and len(expected[0]) == 2
+    assert [row.keys() for row in compared] == [row.keys() for row in expected] and len(expected[0]) == 3
     assert gap(compared, expected) <= bound(backend)
     assert {"spread", "confident", "rare"} <= set().union(*ranks["rows"])
     assert all(row["rare"] == 1.0 for row in ranks["rows"] if "rare" in row)
 
 
-@pytest.mark.parametrize("backend", thinned(NAMING, ["ddp", "hf2", "fsdp"]))
+@pytest.mark.parametrize("backend", thinned(NAMING, ["fsdp"]))
 def test_chunked_loss_matches_one_process(results: Any, backend: str) -> None:
     ranks, reference = pair(results, backend, "in_chunks")
     assert len(reference["rows"]) == 6

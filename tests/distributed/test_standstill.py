@@ -118,7 +118,7 @@ class InSave(Callback):
 
 
 def train(
-    phase: str, rank: int, how: str, folder: str, backend: str = "ddp", timeout: float = 5.0, signals: int = 0
+    phase: str, rank: int, how: str, folder: str, backend: str = "ddp", timeout: float = 4.0, signals: int = 0
 ) -> int:
     """Train until a rank stalls.
 
@@ -131,7 +131,7 @@ def train(
         timeout: Of the trainer.
         signals: How many SIGTERM the other process gets when it has reported the stall.
     """
-    distributed.QUIET_S, distributed._MUTE_S = 2.0, 5.0
+    distributed.QUIET_S, distributed._MUTE_S = 2.0, 4.0
     if signals:
         distributed._SIGNALLED_S = 3.0
     number, case = int(os.environ["RANK"]), Path(os.environ["CASE_FOLDER"])
@@ -177,7 +177,7 @@ def train_in_tree(rank: int, how: str) -> None:
     logging.getLogger("omnitrain").addHandler(logging.StreamHandler())
     make_trainer(
         "ddp", t16(dtype=torch.float32), rows(64, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,
-        learning_rate=0.01, callbacks=[StallsAt(rank, how)], timeout=8.0,
+        learning_rate=0.01, callbacks=[StallsAt(rank, how)], timeout=6.0,
     ).train()  # fmt: skip
 
 
@@ -247,13 +247,13 @@ def test_stalled_rank_is_reported_and_ends_the_run(name: str, outcomes: dict[str
     assert re.search(rf"^{report}$", reporter, re.M), reporter
     if hangs and phase == "step":  # the other one waits in its backward pass, which nothing tells from computing
         report = rf"(Rank 0 .*\. )?{report}( Rank 1 .*\.)?"
-    assert re.search(rf"DistributedError: {report} No progress for `timeout=5` seconds ends the run", other), other
+    assert re.search(rf"DistributedError: {report} No progress for `timeout=4` seconds ends the run", other), other
     stalled = outcomes[name][rank].output
     # the store goes with rank 0, and then the stalled one cannot learn the reason
     assert selected.hosted or re.search(rf"DistributedError: {report}", stalled), stalled
 
 
-@pytest.mark.parametrize("name", thinned(TREE, list(TREE)[:2]))
+@pytest.mark.parametrize("name", thinned(TREE, list(TREE)[:1]))
 def test_stalled_rank_known_by_digests_ends_the_run(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     rank, hangs = TREE[name].options["rank"], TREE[name].options["how"] == "hangs"
     state = "has been in 'step' for" if hangs else "has posted nothing for"

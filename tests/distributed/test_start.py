@@ -134,22 +134,17 @@ def start(backend: str, empty: list[int], kind: str = "net", action: str = "trai
     return {"first": first, "trainable": names, "trained": contents(trainer)}
 
 
-def build_different_models(backend: str) -> dict[str, Any]:
-    size = 4 + int(os.environ["RANK"])
-    make_trainer(backend, nn.Linear(4, size), rows(32, torch.float32), loss_fn=F.mse_loss, batch_size=4)
-    return {}
-
-
 # --- jobs
 
 NEEDED = {
-    "start_is": ("real", "main", "one.safetensors"), "shared": ("shared real", "shared empty"),
+    "start_from_several": ("real", "several"), "start_is": ("real", "main", "one.safetensors"),
+    "shared": ("shared real", "shared empty"),
     "other": ("other real", "other main", "other empty"), "cast": ("16 real", "16 main", "16 empty"),
     "missing_weights_are_drawn": ("drawn",), "missing_buffer": ("derived",),
     "checkpoint": ("saves", "resumes", "from it"),
 }  # fmt: skip
 """The jobs of a test on a backend, by the beginning of its name."""
-FILES = ("one.safetensors", "several", "plain.pt")
+FILES = ("one.safetensors", "several")
 EMPTY = [0, 1]
 SHARDED = ("fsdp", "zero3")
 KINDS = [("fsdp", "llama"), ("zero3", "t5"), ("fsdp", "gpt"), ("zero3", "llama"), ("zero3", "gpt")]
@@ -189,7 +184,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {name: tensor.clone() for name, tensor in build("net").state_dict().items()}
     del weights["twins.1.weight"]
     save_file(weights, folder / "one.safetensors")
-    torch.save(weights, folder / "plain.pt")
     rest = {name: tensor for name, tensor in weights.items() if not name.startswith("body.0")}
     doubles = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rest.items()}
     save_file(doubles, folder / "other.safetensors")
@@ -215,13 +209,10 @@ def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str
     for test, names in NEEDED.items():
         for backend in asked(test, "backend"):
             jobs += jobs_of(backend, folder, *names)
-    for backend, file in asked("start_from", "backend", "file"):
-        jobs += jobs_of(backend, folder, "real", file)
     for backend, kind in asked("transformers", "backend", "kind"):
         jobs += jobs_of(backend, folder, *(f"{kind} {name}" for name in ("real", "empty", "drawn")))
     for backend, action in asked("missing_weights_without", "backend", "action"):
         jobs += jobs_of(backend, folder, action)
-    jobs.append(Job("different", "fsdp", "test_start:build_different_models"))
     return launch_all({job.name: job for job in jobs}.values(), folder / "jobs")
 
 
@@ -236,7 +227,7 @@ def results_of(results: Found[list[dict[str, Any]]], backend: str, *names: str) 
 # --- tests
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS, ["ddp", "fsdp", "zero3", "hf2"]))
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp", "zero3", "hf2"]))
 def test_start_is_independent_of_where_weights_are(backend: str, results: Found[list[dict[str, Any]]]) -> None:
     real, *copies = results_of(results, backend, "real", "main", FILES[0])
     expected = {name: tensor.float().flatten().tolist() for name, tensor in build("net").state_dict().items()}
@@ -248,11 +239,9 @@ def test_start_is_independent_of_where_weights_are(backend: str, results: Found[
     assert copies == [real, real]
 
 
-@pytest.mark.parametrize(
-    ("backend", "file"), thinned([(backend, file) for backend in SHARDED for file in FILES[1:]], [("fsdp", "several")])
-)
-def test_start_from_any_kind_of_file(backend: str, file: str, results: Found[list[dict[str, Any]]]) -> None:
-    real, other = results_of(results, backend, "real", file)
+@pytest.mark.parametrize("backend", thinned(SHARDED, ["fsdp"]))
+def test_start_from_several_files(backend: str, results: Found[list[dict[str, Any]]]) -> None:
+    real, other = results_of(results, backend, "real", "several")
     assert other == real
 
 
@@ -280,13 +269,13 @@ def test_other_dtypes_are_cast_as_on_one_process(backend: str, results: Found[li
     assert drawn == empty[1]["first"]["body.0.weight"] and 0.1 < torch.tensor(drawn).abs().max() <= 0.5
 
 
-@pytest.mark.parametrize("backend", thinned(SHARDED, ["zero3"]))
+@pytest.mark.parametrize("backend", thinned(SHARDED, ["fsdp"]))
 def test_cast_weights_start_equal(backend: str, results: Found[list[dict[str, Any]]]) -> None:
     real, main, empty = results_of(results, backend, "16 real", "16 main", "16 empty")
     assert main == real == empty and real[0]["first"] != real[0]["trained"]
 
 
-@pytest.mark.parametrize("backend", SHARDED)
+@pytest.mark.parametrize("backend", thinned(SHARDED, ["fsdp"]))
 def test_missing_weights_are_drawn_on_the_main_rank(backend: str, results: Found[list[dict[str, Any]]]) -> None:
     (ranks,), expected = results_of(results, backend, "drawn"), Net()
     first = ranks[0]["first"]
@@ -300,7 +289,7 @@ def test_missing_weights_are_drawn_on_the_main_rank(backend: str, results: Found
     assert first["body.0.weight"] == drawn["body.0.weight"] and first["frozen.bias"] == drawn["frozen.bias"]
 
 
-@pytest.mark.parametrize(("backend", "kind"), thinned(KINDS, KINDS[:2]))
+@pytest.mark.parametrize(("backend", "kind"), thinned(KINDS, KINDS[:1]))
 def test_transformers_models_start_without_memory(
     backend: str, kind: str, results: Found[list[dict[str, Any]]]
 ) -> None:
@@ -319,7 +308,7 @@ def test_transformers_models_start_without_memory(
     ("backend", "action"),
     thinned(
         [(backend, action) for backend in ("ddp", *SHARDED) for action in ("nowhere", "evaluated")],
-        [("ddp", "nowhere"), ("fsdp", "evaluated"), ("zero3", "nowhere")],
+        [("ddp", "nowhere"), ("fsdp", "evaluated")],
     ),
 )
 def test_missing_weights_without_initializer_are_an_error(
@@ -343,11 +332,3 @@ def test_checkpoint_fills_a_model_without_weights(backend: str, results: Found[l
     saved, resumed, started = results_of(results, backend, "saves", "resumes", "from it")
     assert [rank["trained"] for rank in resumed] == [rank["trained"] for rank in saved]
     assert [rank["first"] for rank in started] == [rank["trained"] for rank in saved]
-
-
-def test_different_models_are_an_error_on_all_ranks(results: Found[list[dict[str, Any]]]) -> None:
-    for result in results["different"]:
-        assert (
-            'The models of the ranks differ: `weight` is "torch.float32 of shape (4, 4), which trains" on rank 0'
-            in result["message"]
-        )

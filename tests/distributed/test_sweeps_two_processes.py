@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 from omnitrain import AccelerateTrainer, Callback, HFTrainer, search
 
 HERE = Path(__file__).stem
-TRAINERS = ("accelerate", "hf")
 RATES = {"learning_rate": {"low": 1e-3, "high": 0.3, "log": True}}
 
 
@@ -113,7 +112,7 @@ def assert_trials(outcome: Outcome, expected: list[Any]) -> None:
         assert trial[1] == pytest.approx(other[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", thinned(["accelerate", "hf"], ["accelerate"]))
 def test_search_on_two_processes_matches_one(trainer: str, outcomes: Any) -> None:
     """Both processes have its results."""
     (single,) = outcomes[f"{trainer}-1"]

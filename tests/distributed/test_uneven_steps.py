@@ -24,12 +24,6 @@ from omnitrain.data.grouping import GroupByLength
 KINDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
 SPREAD = [(kind, ranks) for kind in KINDS for ranks in (2, 3)]
 """Backends, by their names on two ranks, and on how many they run."""
-MOVES = [
-    (("ddp", 3), ("ddp", 2)), (("ddp", 2), ("fsdp", 3)), (("fsdp", 3), ("native", 1)), (("native", 1), ("hf2", 3)),
-    (("hf2", 2), ("ddp", 3)), (("zero3", 2), ("zero1", 3)), (("hf_fsdp", 3), ("hf_fsdp", 2)),
-    (("hf_zero2", 3), ("zero3", 2)), (("hf_zero3", 2), ("hf2", 3)),
-]  # fmt: skip
-"""Where a run is cut in mid-epoch, and where it is resumed."""
 
 
 def train(backend: str, dtype: str, folder: str, cut: int = 0, resume: str = "", **options: Any) -> dict[str, Any]:
@@ -46,25 +40,19 @@ def case(name: str, where: tuple[str, int], dtype: str, folder: Path, **options:
     return Case(name, "test_uneven_steps:train", options, processes=ranks, environment=environment)
 
 
-def name_of(*places: tuple[str, int]) -> str:
-    return "-".join(f"{kind}x{ranks}" for kind, ranks in places)
+def name_of(place: tuple[str, int]) -> str:
+    return f"{place[0]}x{place[1]}"
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     folder = tmp_path_factory.mktemp("uneven")
-    straight, moves = sorted(asked_for(request, "kind", "ranks")), sorted(asked_for(request, "source", "target"))
-    dtypes = {dtype_of(kind) for kind, _ in straight} | {dtype_of(source[0], target[0]) for source, target in moves}
-    first = [case(f"native-{dtype}", ("native", 1), dtype, folder) for dtype in sorted(dtypes)]
-    first += [case(name_of(place), place, dtype_of(place[0]), folder) for place in straight]
-    second = []
-    for source, target in moves:
-        dtype, cut = dtype_of(source[0], target[0]), f"cut-{name_of(source)}"
-        first.append(case(cut, source, dtype, folder, cut=6))
-        checkpoint = str(folder / cut / "checkpoint-6")
-        second.append(case(name_of(source, target), target, dtype, folder, resume=checkpoint))
+    places = sorted(asked_for(request, "kind", "ranks"))
+    dtypes = sorted({dtype_of(kind) for kind, _ in places})
+    cases = [case(f"native-{dtype}", ("native", 1), dtype, folder) for dtype in dtypes]
+    cases += [case(name_of(place), place, dtype_of(place[0]), folder) for place in places]
     compile_once()
-    return joined(play(first, folder / "first"), play(second, folder / "second"))
+    return play(cases, folder / "cases")
 
 
 def results(outcomes: Found[list[Outcome]], name: str) -> list[dict[str, Any]]:
@@ -76,28 +64,13 @@ def results(outcomes: Found[list[Outcome]], name: str) -> list[dict[str, Any]]:
     ]
 
 
-def differences(outcomes: Found[list[Outcome]], *places: tuple[str, int]) -> dict[str, float]:
-    """Return what differs between a run and that of one process by more than the bound, and by how much."""
-    kinds = [kind for kind, _ in places]
-    found = parity(results(outcomes, name_of(*places)), results(outcomes, f"native-{dtype_of(*kinds)}")[0])
-    return {name: gap for name, gap in found.items() if gap > bound(*kinds)}
-
-
 @pytest.mark.parametrize(("kind", "ranks"), thinned(SPREAD, [("ddp", 3)]))
 def test_uneven_steps_match_one_process(outcomes: Any, kind: str, ranks: int) -> None:
-    assert differences(outcomes, (kind, ranks)) == {}
-    for result in results(outcomes, name_of((kind, ranks))):
+    ranks_of_run = results(outcomes, name_of((kind, ranks)))
+    gaps = parity(ranks_of_run, results(outcomes, f"native-{dtype_of(kind)}")[0])
+    assert {name: value for name, value in gaps.items() if value > bound(kind)} == {}
+    for result in ranks_of_run:
         assert len(result["logs"]) == 12 and result["progress"]["samples"] == 75
-
-
-@pytest.mark.parametrize(("source", "target"), thinned(MOVES, MOVES[1:2]))
-def test_uneven_steps_resume_on_other_ranks(
-    outcomes: Any, source: tuple[str, int], target: tuple[str, int]
-) -> None:  # fmt: skip
-    """In mid-epoch."""
-    assert results(outcomes, f"cut-{name_of(source)}")[0]["progress"]["samples_in_epoch"] == 14
-    assert differences(outcomes, source, target) == {}
-    assert [row["step"] for row in results(outcomes, name_of(source, target))[0]["logs"]] == [*range(7, 13)]
 
 
 # --- what steps are made of, and how a run ends
@@ -170,26 +143,28 @@ def vary(backend: str, what: str) -> dict[str, Any]:
     }
 
 
+def vary_all(names: list[str]) -> dict[str, Any]:
+    return {what: vary("ddp", what) for what in names}
+
+
 @pytest.fixture(scope="module")
-def varied(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    cases = [
-        Case(f"{what}-{ranks}", "test_uneven_steps:vary", {"backend": kind, "what": what}, processes=ranks)
-        for what in sorted(asked_for(request, "what"))
-        for kind, ranks in (("native", 1), ("ddp", 3))
-    ]
-    return play(cases, tmp_path_factory.mktemp("varied"))
+def varied(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    names = {"names": sorted(asked_for(request, "what"))}
+    case = Case("varied", "test_uneven_steps:vary_all", names, processes=3)
+    ranks = play([case], tmp_path_factory.mktemp("varied"))["varied"]
+    assert {rank.code for rank in ranks} == {0}, [rank.output[-3000:] for rank in ranks]
+    return [rank.result for rank in ranks]
 
 
 @pytest.mark.parametrize("what", thinned(OPTIONS, ["fewer samples than ranks", "packed sentences"]))
-def test_options_mean_the_same_in_uneven_steps(varied: Any, what: str) -> None:
-    (single,) = [outcome.result for outcome in varied[f"{what}-1"]]
-    assert {outcome.code for outcome in varied[f"{what}-3"]} == {0}, [one.output[-3000:] for one in varied[f"{what}-3"]]
-    for rank, outcome in enumerate(varied[f"{what}-3"]):
+def test_options_mean_the_same_in_uneven_steps(varied: list[dict[str, Any]], what: str) -> None:
+    single = vary("native", what)
+    for rank, results in enumerate(varied):
         # others than the main rank count what they compute of stand-ins too, and log nothing; packed rows have any
         # length, so what the main rank computes is no certain share of a step
         names = single.keys() - ({"flops"} if rank or what == "packed sentences" else set())
         names -= {"losses"} if what == "a sum" else set()  # those in the logs are of a micro-batch
-        gaps = {name: gap(outcome.result[name], single[name]) for name in names}
+        gaps = {name: gap(results[what][name], single[name]) for name in names}
         assert max(gaps.values()) < 1e-10, gaps
 
 

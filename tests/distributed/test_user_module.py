@@ -199,13 +199,15 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         for loader in (False, True):
             options = {"is_split": False, "noise": noise, "loader": loader}
             jobs.append(Job(f"read-{noise}-{loader}", "ddp", f"{HERE}:read", options))
-    found = launch_all([*jobs, Job("split-ddp", "ddp", f"{HERE}:split")], tmp_path_factory.mktemp("module"))
-    error = found.pop("split-ddp")
-    sound(found)["split-ddp"] = error
+    split = {"is_split": True, "noise": True, "loader": False}
+    failing = [Job("by node", "ddp", f"{HERE}:split"), Job("by hand", "ddp", f"{HERE}:read", split)]
+    found = launch_all([*jobs, *failing], tmp_path_factory.mktemp("module"))  # the last, as their errors end the launch
+    errors = {job.name: found.pop(job.name) for job in failing}
+    sound(found).update(errors)
     return found
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "fsdp", "zero3")))
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ("fsdp", "hf2")))
 def test_best_weights_without_a_folder_reach_every_rank(results: Any, backend: str) -> None:
     for rank in results[f"worsen-{backend}"]:
         assert (rank["best_step"], rank["stopped"]) == (3, "early_stopping")
@@ -214,7 +216,7 @@ def test_best_weights_without_a_folder_reach_every_rank(results: Any, backend: s
         assert same(named(rank, "best").values(), named(rank, "last").values())
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "zero3", "hf2")))
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "hf2")))
 def test_frozen_modules_stay_in_eval_mode(results: Any, backend: str) -> None:
     """In steps and after evaluations."""
     for rank in results[f"freeze-{backend}"]:
@@ -237,6 +239,13 @@ def test_first_samples_that_differ_are_warned_of_once(results: Any, loader: bool
     assert "has other numbers on each rank" in warning and not other
 
 
-def test_stream_that_is_split_by_node_is_an_error(results: Any) -> None:
-    for rank in results["split-ddp"]:
-        assert rank["error"] == "ConfigError" and "was split by split_dataset_by_node" in rank["message"]
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("by node", "ConfigError", "was split by split_dataset_by_node"),
+        ("by hand", "DistributedError", "The first sample of the training set is another one on each rank"),
+    ],
+)
+def test_stream_that_is_split_already_is_an_error(results: Any, how: str, error: str, words: str) -> None:
+    for rank in results[how]:
+        assert rank["error"] == error and words in rank["message"]

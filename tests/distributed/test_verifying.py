@@ -133,8 +133,7 @@ ENDS = [("fsdp", 1, True), ("fsdp", 0, False), ("zero1", 1, True), ("zero3", 1, 
 INTACT = [("none", 0, which) for which in WHICH] + [("unseen", rank, which) for rank in (0, 1) for which in WHICH]
 DAMAGED = list(itertools.product(("flipped", "truncated", "missing", "unreadable"), (0, 1), WHICH))
 QUICK = [
-    ("none", 0, "auto"), ("unseen", 1, "auto"), ("flipped", 1, "auto"), ("missing", 0, "auto"),
-    ("flipped", 1, "checkpoint-4"), ("unreadable", 0, "checkpoint-4"),
+    ("none", 0, "auto"), ("unseen", 1, "auto"), ("flipped", 1, "auto"), ("unreadable", 0, "checkpoint-4"),
 ]  # fmt: skip
 
 
@@ -214,7 +213,7 @@ def test_damage_is_an_error_or_an_older_checkpoint(outcomes: Any, kind: str, ran
         assert kind == "unreadable" or f"optimizer/rank-0000{rank}.safetensors" in one.output, one.output
 
 
-@pytest.mark.parametrize(("rank", "is_local"), thinned(READS, READS[1:]))
+@pytest.mark.parametrize(("rank", "is_local"), thinned(READS, READS[1:2]))
 def test_read_error_on_one_rank_ends_both(outcomes: Any, rank: int, is_local: bool) -> None:
     ranks = outcomes[name_of("read", rank, is_local)]
     assert [one.code for one in ranks] == [1, 1], ranks
