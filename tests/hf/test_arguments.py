@@ -65,13 +65,10 @@ def test_old_names_are_translated_with_a_warning(
     assert old in message and transformers.__version__ in message
 
 
-def test_warmup_ratio_is_a_share_of_the_steps(translated: Any) -> None:
+def test_warmup_ratio_and_logging_dir_are_honoured(translated: Any, tmp_path: Path) -> None:
     assert translated(warmup_ratio=0.1)[0].get_warmup_steps(200) == 20
     if not hasattr(TrainingArguments, "warmup_ratio"):  # older releases still have it, and decide
         assert translated(warmup_ratio=0.1, warmup_steps=7)[0].get_warmup_steps(200) == 7
-
-
-def test_logging_dir_is_the_folder_of_tensorboard(translated: Any, tmp_path: Path) -> None:
     args, _ = translated(logging_dir=str(tmp_path / "logs"))
     assert str(tmp_path / "logs") in (os.environ.get("TENSORBOARD_LOGGING_DIR"), getattr(args, "logging_dir", None))
 
@@ -83,88 +80,59 @@ def test_names_without_effect_give_one_warning(translated: Any) -> None:
     assert args.learning_rate == 0.25 and messages == []
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"evaluation_stratgy": "steps"}, TypeError, r"'evaluation_stratgy'.*'evaluation_strategy'"),
-        (
-            {"per_gpu_train_batch_size": 3, "per_device_train_batch_size": 4},
-            ConfigError,
-            r"per_gpu_train_batch_size=3.*per_device_train_batch_size=4",
-        ),
-    ],
-    ids=["unknown", "both names"],
-)
-def test_names_that_are_unknown_or_contradict_are_rejected(
-    translated: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        translated(**options)
-
-
-def test_overwrite_allows_a_second_run_in_the_folder(arguments: Any) -> None:
-    options = {"max_steps": 2, "save_steps": 2, "save_strategy": "steps"}
-    build(arguments(**options)).train()
-    with pytest.raises(ConfigError, match="already holds checkpoints"):
-        build(arguments(**options), overwrite=False).train()
-    build(arguments(**options)).train()
-    trainers = (
-        build(arguments(**options), overwrite=True),
-        build(arguments(kind=HFTrainingArguments, overwrite_output_dir=True, **options)),
-    )
-    assert [trainer.train()["stop_reason"] for trainer in trainers] == ["max_steps"] * 2
+def test_names_that_are_unknown_or_contradict_are_rejected(translated: Any) -> None:
+    with pytest.raises(TypeError, match=r"'evaluation_stratgy'.*'evaluation_strategy'"):
+        translated(evaluation_stratgy="steps")
+    with pytest.raises(ConfigError, match=r"per_gpu_train_batch_size=3.*per_device_train_batch_size=4"):
+        translated(per_gpu_train_batch_size=3, per_device_train_batch_size=4)
 
 
 # --- fields and the arguments that they stand for
 
 
+EVERY_EPOCH = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+WORKERS = {"num_workers": 2, "prefetch_factor": 3}
+
+
 @pytest.mark.parametrize(
-    ("fields", "name", "expected"),
+    ("fields", "expected"),
     [
-        ({"num_train_epochs": 7}, "epochs", 7),
-        ({"num_train_epochs": 0.5}, "epochs", 0.5),
-        ({"max_steps": 11}, "max_steps", 11),
-        ({"max_steps": 11}, "epochs", None),
-        ({"per_device_train_batch_size": 5}, "batch_size", 5),
-        ({"per_device_eval_batch_size": 6}, "eval_batch_size", 6),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps", 2),
-        ({"learning_rate": 0.125}, "learning_rate", 0.125),
-        ({"weight_decay": 0.5}, "weight_decay", 0.5),
-        ({"max_grad_norm": 0.25}, "max_grad_norm", 0.25),
-        ({"max_grad_norm": 0.0}, "max_grad_norm", None),
-        ({"seed": 9}, "seed", 9),
-        ({"logging_steps": 3}, "log_steps", 3),
-        ({"logging_steps": 0.25}, "log_steps", "0.25dur"),
-        ({"logging_strategy": "epoch"}, "log_steps", "1ep"),
-        ({"logging_strategy": "no"}, "log_steps", "1dur"),
-        ({"eval_strategy": "steps", "eval_steps": 4}, "eval_steps", 4),
-        ({"eval_strategy": "steps", "logging_steps": 3}, "eval_steps", 3),
-        ({"eval_strategy": "epoch"}, "eval_steps", "1ep"),
-        ({"eval_strategy": "steps", "eval_steps": 0.5}, "eval_steps", "0.5dur"),
-        ({"eval_strategy": "epoch", "eval_on_start": True}, "eval_on_start", True),
-        ({"save_strategy": "steps", "save_steps": 4}, "save_steps", 4),
-        ({"save_strategy": "epoch"}, "save_steps", "1ep"),
-        ({"save_strategy": "epoch", "save_total_limit": 2}, "save_total_limit", 2),
-        ({"save_strategy": "epoch", "save_only_model": True}, "save_only_model", True),
-        ({"save_strategy": "no"}, "save_dir", None),
-        ({"save_strategy": "epoch", "eval_strategy": "epoch"}, "load_best_at_end", False),
-        (
-            {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True},
-            "load_best_at_end",
-            True,
-        ),
-        ({"bf16": True}, "autocast", "bf16"),
-        ({"dataloader_num_workers": 2, "dataloader_prefetch_factor": 3}, "num_workers", 2),
-        ({"dataloader_num_workers": 2, "dataloader_prefetch_factor": 3}, "prefetch_factor", 3),
-        ({"dataloader_pin_memory": False}, "pin_memory", False),
-        ({"run_name": "third try"}, "trial_name", "third try"),
-        ({"disable_tqdm": True}, "progress_bar", False),
+        ({"num_train_epochs": 7}, {"epochs": 7}),
+        ({"num_train_epochs": 0.5}, {"epochs": 0.5}),
+        ({"max_steps": 11}, {"max_steps": 11, "epochs": None}),
+        ({"per_device_train_batch_size": 5}, {"batch_size": 5}),
+        ({"per_device_eval_batch_size": 6}, {"eval_batch_size": 6}),
+        ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}),
+        ({"learning_rate": 0.125, "weight_decay": 0.5}, {"learning_rate": 0.125, "weight_decay": 0.5}),
+        ({"max_grad_norm": 0.25, "seed": 9}, {"max_grad_norm": 0.25, "seed": 9}),
+        ({"max_grad_norm": 0.0}, {"max_grad_norm": None}),
+        ({"logging_steps": 3}, {"log_steps": 3}),
+        ({"logging_steps": 0.25}, {"log_steps": "0.25dur"}),
+        ({"logging_strategy": "epoch"}, {"log_steps": "1ep"}),
+        ({"logging_strategy": "no"}, {"log_steps": "1dur"}),
+        ({"eval_strategy": "steps", "eval_steps": 4}, {"eval_steps": 4}),
+        ({"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": 3}),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, {"eval_steps": "0.5dur"}),
+        ({"eval_strategy": "epoch", "eval_on_start": True}, {"eval_steps": "1ep", "eval_on_start": True}),
+        ({"save_strategy": "steps", "save_steps": 4}, {"save_steps": 4}),
+        ({"save_strategy": "epoch", "save_total_limit": 2}, {"save_steps": "1ep", "save_total_limit": 2}),
+        ({"save_strategy": "epoch", "save_only_model": True}, {"save_only_model": True}),
+        ({"save_strategy": "no"}, {"save_dir": None}),
+        (EVERY_EPOCH, {"load_best_at_end": False}),
+        ({**EVERY_EPOCH, "load_best_model_at_end": True}, {"load_best_at_end": True}),
+        ({"bf16": True}, {"autocast": "bf16"}),
+        ({f"dataloader_{name}": value for name, value in WORKERS.items()}, WORKERS),
+        ({"dataloader_pin_memory": False}, {"pin_memory": False}),
+        ({"kind": HFTrainingArguments, "overwrite_output_dir": True, **EVERY_EPOCH}, {"overwrite": True}),
+        ({"run_name": "third try", "disable_tqdm": True}, {"trial_name": "third try", "progress_bar": False}),
     ],
+    ids=str,
 )
-def test_field_sets_the_argument_of_the_trainer(
-    arguments: Any, fields: dict[str, Any], name: str, expected: Any
+def test_fields_set_the_arguments_of_the_trainer(
+    arguments: Any, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    assert getattr(build(arguments(**fields), progress_bar=None).settings, name) == expected
+    settings = build(arguments(**fields), progress_bar=None).settings
+    assert {name: getattr(settings, name) for name in expected} == expected
 
 
 def test_lengths_and_intervals_are_those_of_the_run(arguments: Any, tmp_path: Path) -> None:
@@ -183,21 +151,10 @@ def test_lengths_and_intervals_are_those_of_the_run(arguments: Any, tmp_path: Pa
     ]  # fmt: skip
 
 
-def test_eval_strategy_no_evaluates_only_on_call(arguments: Any) -> None:
-    trainer = build(arguments(max_steps=2))
-    assert trainer.train()["valid"] == []
-    assert trainer.evaluate().keys() == {"eval_loss"}
-
-
-def test_eval_steps_of_ours_hold_without_a_strategy(arguments: Any) -> None:
+def test_eval_strategy_no_leaves_our_eval_steps(arguments: Any) -> None:
+    assert build(arguments(max_steps=2)).train()["valid"] == []
     trainer = build(arguments(max_steps=4), eval_steps=2, batch_size=4)
     assert [row["step"] for row in trainer.train()["valid"]] == [2, 4]
-
-
-def test_save_only_model_leaves_out_the_state_of_the_run(arguments: Any, tmp_path: Path) -> None:
-    build(arguments(max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True)).train()
-    names = {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
-    assert "model.safetensors" in names and not {"optimizer", "optimizer.pt", "rng_state.pth"} & names
 
 
 def test_prediction_loss_only_leaves_out_metrics(arguments: Any) -> None:
@@ -246,7 +203,7 @@ SCHEDULES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("fields", thinned(SCHEDULES, SCHEDULES[:3] + SCHEDULES[6:7]), ids=str)
+@pytest.mark.parametrize("fields", thinned(SCHEDULES, [SCHEDULES[2], SCHEDULES[6]]), ids=str)
 def test_learning_rates_are_those_of_a_stock_trainer(arguments: Any, fields: dict[str, Any]) -> None:
     takes_fractions = tuple(map(int, transformers.__version__.split(".")[:2])) > (5, 0)
     if 0 < fields.get("warmup_steps", 0) < 1 and not takes_fractions:
@@ -266,16 +223,13 @@ OPTIMIZERS = {"adamw_torch": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "r
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_optim_chooses_the_optimizer(arguments: Any, optim: str) -> None:
-    trainer = build(arguments(optim=optim, weight_decay=0.25))
+    args = arguments(optim=optim, weight_decay=0.25, adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
+    trainer = build(args, learning_rate=0.5)
     assert type(trainer.optimizer).__name__ == OPTIMIZERS[optim]
-    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.25, 0.0}  # none on biases
-
-
-def test_optimizer_has_the_betas_decay_and_rate(arguments: Any) -> None:
-    args = arguments(optim="adamw_torch", adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
-    groups = build(args, weight_decay=0.25, learning_rate=0.5).optimizer.param_groups
-    assert {(group["betas"], group["eps"], group["lr"]) for group in groups} == {((0.5, 0.75), 1e-3, 0.5)}
-    assert {group["weight_decay"] for group in groups} == {0.25, 0.0}
+    groups = trainer.optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.25, 0.0}  # none on biases
+    if optim == "adamw_torch":
+        assert {(group["betas"], group["eps"], group["lr"]) for group in groups} == {((0.5, 0.75), 1e-3, 0.5)}
 
 
 # --- contradictions
@@ -287,17 +241,9 @@ ZERO = {"zero_optimization": {"stage": 2}}
     ("fields", "options", "words"),
     [
         ({"num_train_epochs": 2}, {"epochs": 4}, ["`epochs=4`", "`num_train_epochs=2`"]),
-        ({"max_steps": 3}, {"max_steps": 4}, ["max_steps=4", "max_steps=3"]),
-        ({"learning_rate": 0.5}, {"learning_rate": 0.25}, ["learning_rate=0.25", "learning_rate=0.5"]),
         ({"per_device_train_batch_size": 2}, {"batch_size": 4}, ["`batch_size=4`", "`per_device_train_batch_size=2`"]),
-        ({"per_device_eval_batch_size": 2}, {"eval_batch_size": 4}, ["eval_batch_size=4", "eval_batch_size=2"]),
-        ({"weight_decay": 0.5}, {"weight_decay": 0.1}, ["weight_decay=0.1", "weight_decay=0.5"]),
-        ({"max_grad_norm": 0.5}, {"max_grad_norm": 2.0}, ["max_grad_norm=2.0", "max_grad_norm=0.5"]),
-        ({"seed": 1}, {"seed": 2}, ["seed=2", "seed=1"]),
         ({"bf16": True}, {"autocast": "fp32"}, ["autocast='fp32'", "bf16=True"]),
-        ({"logging_steps": 5}, {"log_steps": 7}, ["log_steps=7", "logging_steps=5"]),
         ({"eval_strategy": "steps", "eval_steps": 5}, {"eval_steps": 7}, ["eval_steps=7", "eval_steps=5"]),
-        ({"save_strategy": "steps", "save_steps": 5}, {"save_steps": 7}, ["save_steps=7", "save_steps=5"]),
         ({"save_strategy": "no"}, {"save_steps": 7, "save_dir": "x"}, ["save_steps='7'", "save_strategy='no'"]),
         ({"save_strategy": "no"}, {"save_dir": "x"}, ["save_dir='x'", "save_strategy='no'"]),
         (
@@ -305,7 +251,6 @@ ZERO = {"zero_optimization": {"stage": 2}}
             ["save_steps=7", "save_strategy='best'"],
         ),
         ({"save_strategy": "epoch"}, {"save_dir": "other"}, ["save_dir='other'", "output_dir='"]),
-        ({"save_strategy": "epoch", "save_total_limit": 2}, {"save_total_limit": 3}, ["limit=3", "limit=2"]),
         ({"optim": "adafactor"}, {"optimizer": "sgd"}, ["optimizer='sgd'", "optim='adafactor'"]),
         ({"lr_scheduler_type": "cosine"}, {"lr_scheduler": "linear"}, ["'linear'", "lr_scheduler_type='cosine'"]),
         ({"warmup_steps": 2}, {"warmup_steps": 3}, ["`warmup_steps=3`", "`warmup_steps=2`"]),
@@ -317,9 +262,7 @@ ZERO = {"zero_optimization": {"stage": 2}}
             {"metric_for_best_model": "x", "greater_is_better": False}, {"optimization_direction": "max"},
             ["optimization_direction='max'", "greater_is_better=False"],
         ),
-        ({"dataloader_num_workers": 1}, {"num_workers": 2}, ["num_workers=2", "dataloader_num_workers=1"]),
         ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, ["steps=2", "steps=4"]),
-        ({"run_name": "a"}, {"trial_name": "b"}, ["trial_name='b'", "run_name='a'"]),
         ({"disable_tqdm": True}, {"progress_bar": True}, ["progress_bar=True", "disable_tqdm=True"]),
         ({"eval_strategy": "epoch"}, {"patience": 3, "callbacks": [EarlyStoppingCallback(2)]},
          ["`patience=3` contradicts", "EarlyStoppingCallback, which say patience=2"]),
@@ -334,6 +277,11 @@ ZERO = {"zero_optimization": {"stage": 2}}
         ({"save_on_each_node": True}, {}, ["main process writes"]),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, ["asks for FSDP 1", "version", "2"]),
         ({"deepspeed": ZERO, "bf16_full_eval": True}, {}, ["bf16_full_eval=True"]),
+        ({"fp16": True}, {}, ["`training_args.fp16=True` is not available", "`bf16=True`"]),
+        ({}, {"callbacks": [print]}, ["callbacks of omnitrain or of transformers"]),
+        ({}, {"stock_checkpoints": "yes"}, ["stock_checkpoints", "True or False"]),
+        ({}, {"stock_checkpoints": True}, ["stock_checkpoints", "needs a place"]),
+        ({"save_strategy": "steps", "save_only_model": True}, {"stock_checkpoints": True}, ["save_only_model"]),
         ({"deepspeed": {**ZERO, "scheduler": {"type": "WarmupLR", "params": {}}}}, {"lr_scheduler": "linear"},
          ["has a 'scheduler'", "Remove it"]),
         ({"deepspeed": {**ZERO, "optimizer": {"type": "AdamW", "params": {}}}}, {"optimizer": "torch.optim.SGD"},
@@ -352,24 +300,13 @@ def test_contradictions_report_both_values(
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_metric_without_a_direction_is_rejected(arguments: Any) -> None:
-    with pytest.raises(ValueError, match="higher or lower 'mine' is better"):
-        build(arguments(eval_strategy="epoch", metric_for_best_model="mine"))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"learning_rate": 1e-3}, {"learning_rate": 2e-5},  # our own default
-        {"shuffle": False}, {"epochs": 2}, {"batch_size": 4}, {"max_grad_norm": None}, {"log_steps": 10},
-        {"eval_steps": 4}, {"pin_memory": False}, {"deterministic": True}, {"load_best_at_end": True},
-        {"warmup_steps": 2},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_arguments_of_ours_override_defaults(arguments: Any, options: dict[str, Any]) -> None:
-    ((name, value),) = options.items()
-    assert getattr(build(arguments(), **options).settings, name) == value
+def test_arguments_of_ours_override_defaults(arguments: Any) -> None:
+    options = {
+        "learning_rate": 2e-5, "shuffle": False, "epochs": 2, "batch_size": 4, "max_grad_norm": None, "log_steps": 10,
+        "eval_steps": 4, "pin_memory": False, "deterministic": True, "load_best_at_end": True, "warmup_steps": 2,
+    }  # fmt: skip
+    settings = build(arguments(), **options).settings  # the rate is our own default
+    assert {name: getattr(settings, name) for name in options} == options
 
 
 def test_metric_of_ours_overrides_what_transformers_fills_in(arguments: Any) -> None:
@@ -379,16 +316,17 @@ def test_metric_of_ours_overrides_what_transformers_fills_in(arguments: Any) -> 
     assert (trainer.objective.metric, trainer.objective.direction) == ("accuracy", "max")
 
 
-@pytest.mark.parametrize("options", [{"warmup_steps": 4}, {"lr_scheduler": "cosine"}], ids=str)
-def test_schedule_and_warmup_may_come_from_either_side(arguments: Any, options: dict[str, Any]) -> None:
-    fields = {"lr_scheduler_type": "cosine"} if "warmup_steps" in options else {"warmup_steps": 4}
-    both = {"lr_scheduler": "cosine", "warmup_steps": 4}
+def test_schedule_and_warmup_may_come_from_either_side(arguments: Any) -> None:
     rates = []
-    for args, more in ((arguments(max_steps=8, **fields), options), (arguments(max_steps=8), both)):
+    for fields, options in (
+        ({}, {"lr_scheduler": "cosine", "warmup_steps": 4}),
+        ({"lr_scheduler_type": "cosine"}, {"warmup_steps": 4}),
+        ({"warmup_steps": 4}, {"lr_scheduler": "cosine"}),
+    ):
         callback = Rates()
-        build(args, learning_rate=0.1, callbacks=[callback], **more).train()
+        build(arguments(max_steps=6, **fields), learning_rate=0.1, callbacks=[callback], **options).train()
         rates.append(callback.rates)
-    assert rates[0] == rates[1] and rates[0][:3] == pytest.approx([0, 0.025, 0.05])
+    assert rates[0] == rates[1] == rates[2] and rates[0][:3] == pytest.approx([0, 0.025, 0.05])
 
 
 def test_equal_values_on_both_sides_are_accepted(arguments: Any, tmp_path: Path) -> None:
@@ -421,13 +359,6 @@ def test_trainer_needs_no_training_arguments(tmp_path: Path) -> None:
     assert isinstance(args, TrainingArguments)
     assert (args.per_device_train_batch_size, args.seed, args.output_dir) == (5, 3, str(tmp_path))
     assert args.report_to == [] and trainer.progress.step == 8
-
-
-def test_training_arguments_stay_unchanged(arguments: Any) -> None:
-    args = arguments(num_train_epochs=1, save_strategy="epoch", max_grad_norm=0.5)
-    before = args.to_dict()
-    build(args).train()
-    assert args.to_dict() == before
 
 
 def test_precision_of_the_launcher_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

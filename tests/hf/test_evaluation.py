@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from marks import thinned
 from recipes import distance, weights
 from tiny import Tokens, bert, llama
 from transformers import EvalPrediction
@@ -63,14 +64,14 @@ def test_inputs_and_losses_are_those_of_a_stock_trainer(arguments: Any) -> None:
     assert len(set(ours.losses.tolist())) == 3
 
 
-@pytest.mark.parametrize(("names", "included"), [(["loss"], (False, True)), (["inputs"], (True, False)), ([], (0, 0))])
-def test_metrics_get_only_what_is_included(arguments: Any, names: list[str], included: tuple[bool, bool]) -> None:
-    metrics = Calls()
-    args = arguments(include_for_metrics=names)
-    HFTrainer(bert(), args, eval_dataset=Tokens(5, "classes"), compute_metrics=metrics).evaluate()
-    (call,) = metrics.calls
-    assert (call.inputs is not None, call.losses is not None) == included
-    assert len(list(call)) == 2 + sum(included)
+def test_metrics_get_only_what_is_included(arguments: Any) -> None:
+    for names, included in ((["loss"], (False, True)), (["inputs"], (True, False)), ([], (False, False))):
+        metrics = Calls()
+        args = arguments(include_for_metrics=names)
+        HFTrainer(bert(), args, eval_dataset=Tokens(5, "classes"), compute_metrics=metrics).evaluate()
+        (call,) = metrics.calls
+        assert (call.inputs is not None, call.losses is not None) == included
+        assert len(list(call)) == 2 + sum(included)
 
 
 def test_losses_of_a_unit_that_sums_are_means(arguments: Any) -> None:
@@ -159,42 +160,31 @@ def test_batch_metrics_get_the_logits_unshifted(arguments: Any) -> None:
     assert shapes == [((3, 9, 40), (3, 9))]
 
 
-@pytest.mark.parametrize(("result", "message"), [(None, "dict of numbers"), ({"x": "high"}, "'x' is no number")])
-def test_batch_metrics_must_return_numbers(arguments: Any, result: Any, message: str) -> None:
-    def metrics(prediction: EvalPrediction, compute_result: bool) -> Any:
-        return result
-
+def test_batch_metrics_must_return_numbers(arguments: Any) -> None:
     data, args = Tokens(3, "classes"), arguments(batch_eval_metrics=True)
-    with pytest.raises(DataError, match=message):
-        HFTrainer(bert(), args, eval_dataset=data, compute_metrics=metrics).evaluate()
+    for result, message in ((None, "dict of numbers"), ({"x": "high"}, "'x' is no number")):
+        metrics = lambda prediction, compute_result, result=result: result  # noqa: E731
+        with pytest.raises(DataError, match=message):
+            HFTrainer(bert(), args, eval_dataset=data, compute_metrics=metrics).evaluate()
 
 
-@pytest.mark.parametrize(
-    ("fields", "metrics", "message"),
-    [
-        *[
-            ({"batch_eval_metrics": True}, metrics, r"batch_eval_metrics=True.*compute_result")
-            for metrics in ("accuracy", ["accuracy"], lambda prediction: {})
-        ],
-        (
-            {"batch_eval_metrics": True, "include_for_metrics": ["inputs"]}, Accuracy(),
-            r"batch_eval_metrics=True.*include_for_metrics=\['inputs'\]",
-        ),
+def test_metric_options_that_contradict_are_rejected(arguments: Any) -> None:
+    by_batch, message = {"batch_eval_metrics": True}, r"batch_eval_metrics=True.*compute_result"
+    both = {**by_batch, "include_for_metrics": ["inputs"]}
+    for fields, metrics, words in (
+        (by_batch, ["accuracy"], message),
+        (by_batch, lambda prediction: {}, message),
+        (both, Accuracy(), r"batch_eval_metrics=True.*include_for_metrics=\['inputs'\]"),
         ({"include_for_metrics": ["losses"]}, None, "got 'losses'.*'loss'"),
-    ],
-    ids=["name", "list", "function", "inputs", "unknown"],
-)  # fmt: skip
-def test_metric_options_that_contradict_are_rejected(
-    arguments: Any, fields: dict[str, Any], metrics: Any, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        HFTrainer(bert(), arguments(**fields), compute_metrics=metrics)
+    ):
+        with pytest.raises(ConfigError, match=words):
+            HFTrainer(bert(), arguments(**fields), compute_metrics=metrics)
 
 
 # --- bf16_full_eval, fp16_full_eval
 
 
-@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+@pytest.mark.parametrize("name", thinned(["bf16_full_eval", "fp16_full_eval"], ["bf16_full_eval"]))
 def test_half_precision_evaluation_is_that_of_a_stock_trainer(arguments: Any, name: str) -> None:
     data, results = Tokens(7, "classes"), []
     for kind in KINDS:

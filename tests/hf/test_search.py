@@ -21,7 +21,6 @@ from transformers import TrainerCallback
 
 from omnitrain import Callback, HFTrainer
 from omnitrain.errors import ConfigError
-from omnitrain.hf.model_init import new_model
 from omnitrain.units import ModelUnit
 
 optuna = pytest.importorskip("optuna")
@@ -125,18 +124,14 @@ def test_model_init_is_called_after_the_seed(arguments: Any) -> None:
 
 
 def test_model_init_has_the_seed_of_a_trainer_without_arguments() -> None:
-    trainers = build(seed=5, eval_dataset=None), build(seed=6, eval_dataset=None)
-    transformers.set_seed(5)
-    model = fresh()
-    assert [same(weights_of(trainer), weights(model)) for trainer in trainers] == [True, False]
-
-
-def test_model_init_leaves_the_random_generators_unchanged() -> None:
     transformers.set_seed(11)
     expected = torch.rand(1), random.random(), np.random.rand()
     transformers.set_seed(11)
-    new_model(fresh, None, 3, torch.device("cpu"))
-    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    trainers = build(seed=5, eval_dataset=None), build(seed=6, eval_dataset=None)
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected  # the generators are unchanged
+    transformers.set_seed(5)
+    model = fresh()
+    assert [same(weights_of(trainer), weights(model)) for trainer in trainers] == [True, False]
 
 
 def test_model_init_makes_a_new_model_for_each_run(arguments: Any) -> None:
@@ -155,11 +150,11 @@ def test_model_init_makes_a_new_model_for_each_run(arguments: Any) -> None:
 
 
 def test_model_init_is_not_called_by_a_resumed_run(arguments: Any) -> None:
-    fields = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+    fields = {"save_strategy": "steps", "save_steps": 3}
     straight = build(arguments("straight", **fields))
     metrics = straight.train()
     args, init = arguments("parts", **fields), Fresh()
-    build(args, callbacks=[StopAt(7)]).train()
+    build(args, callbacks=[StopAt(3)]).train()
     resumed = build(args, model_init=init)
     assert resumed.train(resume_from="auto") == metrics
     assert len(init.models) == 1 and same(weights_of(resumed), weights_of(straight))
@@ -178,14 +173,9 @@ def test_model_init_is_called_by_a_resume_that_finds_nothing(arguments: Any) -> 
 
 
 def test_model_init_may_take_the_trial(arguments: Any) -> None:
-    trials = []
-
-    def model_init(trial: Any) -> nn.Module:
-        trials.append(trial)
-        return fresh()
-
-    build(arguments(), model_init=model_init)
-    assert trials == [None]  # outside of a search
+    trials: list[Any] = []
+    search(build(arguments(max_steps=1), model_init=lambda trial: trials.append(trial) or fresh()), n_trials=1)
+    assert trials[0] is None and trials[-1].params.keys() == {"learning_rate"}  # outside of a search, and in it
 
 
 @pytest.mark.parametrize(
@@ -195,12 +185,10 @@ def test_model_init_may_take_the_trial(arguments: Any) -> None:
         ({"model": t16(), "model_init": fresh}, "needs `model` or `model_init`, and both are given. Pass one of them"),
         ({"model_init": lambda trial, size: fresh()}, "must take no argument, or one.* It takes trial, size"),
         ({"model_init": lambda: None}, "must return an nn.Module, got NoneType"),
-        ({"model_init": t16()}, "must be a function that returns a model, got Sequential"),
         ({"model_init": 3}, "must be a function that returns a model, got int"),
         ({"optimizer": torch.optim.SGD(t16().parameters(), lr=0.1)}, "`optimizer` belongs to one model"),
         ({"unit": lambda batch: None}, "`unit` has a model of its own"),
     ],
-    ids=["neither", "both", "signature", "result", "module", "number", "optimizer", "unit"],
 )
 def test_model_init_rejects_what_makes_no_models(arguments: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -218,6 +206,7 @@ def test_search_finds_the_best_of_a_loop_over_trainers(arguments: Any) -> None:
     rate = min(losses, key=losses.__getitem__)
     assert best.hyperparameters == {"learning_rate": rate} and best.objective == losses[rate]
     assert len(set(losses.values())) == 3 and counts.runs == 3
+    assert trainer.train() == build(arguments()).train()  # with the arguments of before the search
 
 
 def test_search_repeats_with_a_seeded_sampler(arguments: Any) -> None:
@@ -229,7 +218,7 @@ def test_search_repeats_with_a_seeded_sampler(arguments: Any) -> None:
                 "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 4]),
                 "seed": trial.suggest_int("seed", 1, 40),
             },
-            n_trials=4, sampler=optuna.samplers.TPESampler(seed=1, n_startup_trials=2), backend="optuna",
+            n_trials=3, sampler=optuna.samplers.TPESampler(seed=1, n_startup_trials=2), backend="optuna",
         )  # fmt: skip
 
     assert find() == find()
@@ -256,17 +245,6 @@ def test_trial_has_its_values_and_its_folder(arguments: Any, tmp_path: Path) -> 
     assert first.get_model() is not second.get_model()
     assert trainer.progress.step == 0 and trainer.training_args is args and args.output_dir == str(folder)
     assert trainer.engine.model is trainer.get_model()
-
-
-def test_trainer_can_train_after_a_search(arguments: Any) -> None:
-    trainer = build(arguments())
-    best = search(trainer)
-    for name, value in best.hyperparameters.items():
-        setattr(trainer.training_args, name, value)
-    assert last_loss(build(trainer.training_args)) == best.objective
-    plain = build(arguments())
-    setattr(trainer.training_args, "learning_rate", 0.05)  # noqa: B010
-    assert trainer.train() == plain.train()
 
 
 class Names(TrainerCallback):
@@ -362,7 +340,7 @@ def test_pruned_trial_ends_at_once_and_leaves_nothing_open(arguments: Any) -> No
 
 
 def test_trial_is_evaluated_at_its_end(arguments: Any) -> None:
-    best = search(build(arguments(eval_strategy="no")))
+    best = search(build(arguments(eval_strategy="no")), n_trials=1)
     expected = build(arguments(eval_strategy="no", **best.hyperparameters))
     expected.train()
     assert expected.evaluate()["eval_loss"] == best.objective
@@ -377,10 +355,10 @@ def test_trial_that_diverges_fails_and_the_search_continues(arguments: Any, capl
 
 def test_search_for_several_objectives_returns_several_runs(arguments: Any) -> None:
     best = search(
-        build(arguments(max_steps=2)), direction=["minimize", "maximize"],
+        build(arguments(max_steps=1)), direction=["minimize", "maximize"], n_trials=2,
         compute_objective=lambda metrics: [metrics["eval_loss"], metrics["eval_loss"]],
     )  # fmt: skip
-    assert len(best) == 3
+    assert len(best) == 2
 
 
 @pytest.mark.parametrize(
@@ -395,7 +373,6 @@ def test_search_for_several_objectives_returns_several_runs(arguments: Any) -> N
          "'learning_rat', which is not a field.*Did you mean 'learning_rate'"),
         ({}, {"hp_space": lambda trial: None}, "must return a dict of training arguments, got None"),
     ],
-    ids=["model_init", "eval_dataset", "arguments", "backend", "n_jobs", "field", "space"],
 )  # fmt: skip
 def test_search_is_rejected_before_the_first_step(
     arguments: Any, trainer_options: Any, options: Any, message: str
@@ -410,16 +387,15 @@ def test_search_is_rejected_before_the_first_step(
 
 
 def test_trials_of_the_same_name_have_different_folders(arguments: Any, tmp_path: Path) -> None:
-    trainer = build(arguments(save_strategy="steps", save_steps=2, max_steps=2))
+    trainer = build(arguments(save_strategy="steps", save_steps=1, max_steps=1))
     for _ in range(2):  # a second search starts over
         search(trainer, hp_name=lambda trial: "mine", n_trials=2)
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["mine", "mine-2"]
-        for folder in ("mine", "mine-2"):
-            assert list((tmp_path / "run" / folder).glob("checkpoint-*"))
-            shutil.rmtree(tmp_path / "run" / folder)
+        assert len(list((tmp_path / "run").glob("*/checkpoint-1"))) == 2
+        shutil.rmtree(tmp_path / "run")
 
 
-@pytest.mark.parametrize("progress_bar", [False, None])
-def test_search_prints_rows_if_the_trainer_does(arguments: Any, capsys: Any, progress_bar: bool | None) -> None:
-    search(build(arguments(disable_tqdm=True), progress_bar=progress_bar), n_trials=1)
-    assert ("eval_loss" in capsys.readouterr().out) is (progress_bar is None)
+def test_search_prints_rows_if_the_trainer_does(arguments: Any, capsys: Any) -> None:
+    for progress_bar in (False, None):
+        search(build(arguments(disable_tqdm=True), progress_bar=progress_bar), n_trials=1)
+        assert ("eval_loss" in capsys.readouterr().out) is (progress_bar is None)

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
-import math
-import os
 import random
 import shutil
 import signal
-import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import programs
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from marks import thinned
-from recipes import Keyed, KeyedModel, Noisy, Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, distance, rows, same, t16, weights
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from omnitrain import Algorithm, Callback, HFTrainer, LabelSmoothing, NonFiniteError, Trainer
+from omnitrain import Callback, HFTrainer, Trainer
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.hf.engine import Engine
@@ -134,25 +129,6 @@ def test_subclass_rejects_members_that_are_not_called(bases: Any, members: Any, 
         type("Mine", bases, members)
 
 
-def test_subclass_may_add_methods_and_an_engine() -> None:
-    assert issubclass(type("Mine", (HFTrainer,), {"my_own": lambda self: None, "engine_class": Engine}), HFTrainer)
-
-
-def test_subclass_hooks_are_called() -> None:
-    names = ["_prepare_batch", "_forward", "_weigh", "_clip_gradients", "_autocast"]
-    calls = []
-
-    def hook(name: str) -> Any:
-        def call(self: Any, *args: Any) -> Any:
-            calls.append(name)
-            return getattr(HFTrainer, name)(self, *args)
-
-        return call
-
-    trained(t16(), rows(8), kind=type("Mine", (HFTrainer,), {name: hook(name) for name in names}), epochs=1)
-    assert {name: calls.count(name) for name in names} == dict.fromkeys(names, 2)
-
-
 def test_engine_class_takes_the_steps() -> None:
     calls = []
 
@@ -161,7 +137,8 @@ def test_engine_class_takes_the_steps() -> None:
             calls.append("step")
             return super().training_step(*args, **kwargs)
 
-    trainer = trained(t16(), rows(8), kind=type("Own", (HFTrainer,), {"engine_class": Mine}), epochs=1)
+    subclass = type("Own", (HFTrainer,), {"engine_class": Mine, "my_own": lambda self: None})
+    trainer = trained(t16(), rows(8), kind=subclass, epochs=1)
     assert len(calls) == 2 and isinstance(trainer.engine, transformers.Trainer)
     with pytest.raises(ConfigError, match=r"Call HFTrainer\.train\(\)"):
         trainer.engine.train()
@@ -187,23 +164,14 @@ def test_history_is_that_of_a_stock_trainer(arguments: Any) -> None:
                 assert row[name] == pytest.approx(expected[name], abs=1e-6), name
 
 
-def test_metrics_are_those_of_the_native_trainer() -> None:
-    native, metrics = (
-        keyed(kind=kind, eval_dataset=Keyed(8), epochs=2, compute_metrics="mae").metrics.to_dict()
-        for kind in NATIVE_AND_HF
-    )
-    assert native == metrics
-    assert set(metrics["valid"][0]) == {"epoch", "step", "eval_loss", "eval_mae"}
-
-
 # --- callbacks of transformers
 
 
 class Requests(TrainerCallback):
-    """Raises transformers' flags at chosen steps."""
+    """Raises transformers' flags at chosen steps, or in the middle of the second step."""
 
-    def __init__(self, **steps: int) -> None:
-        self.steps = steps
+    def __init__(self, substep: str = "", **steps: int) -> None:
+        self.substep, self.steps = substep, steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         for flag, step in self.steps.items():
@@ -211,34 +179,18 @@ class Requests(TrainerCallback):
                 setattr(control, flag, True)
         return control
 
-
-class Substep(TrainerCallback):
-    """Raises a flag in the middle of the second step."""
-
-    def __init__(self, flag: str) -> None:
-        self.flag = flag
-
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        setattr(control, self.flag, state.global_step == 1)
+        if self.substep:
+            setattr(control, self.substep, state.global_step == 1)
         return control
-
-
-def test_flags_of_a_callback_are_honoured(arguments: Any, tmp_path: Path) -> None:
-    args = arguments(eval_steps=100, save_steps=100, logging_steps=100)
-    requests, trace = Requests(should_evaluate=2, should_save=3, should_log=4, should_training_stop=6), Trace()
-    trainer = keyed(args, callbacks=[requests, trace], keep_best=0)
-    assert [row["step"] for row in trainer.metrics["valid"]] == [2]
-    assert [row["step"] for row in trace.logs] == [4, 6]  # the end of a run is logged
-    assert (trainer.progress.step, trainer.stop_reason) == (6, "requested")
-    assert steps_of(tmp_path / "run") == [3, 6]
 
 
 @pytest.mark.parametrize(
     ("callback", "accumulation", "steps", "reason"),
     [
         (Requests(should_epoch_stop=2), 1, [2, 7], "epochs"),
-        (Substep("should_epoch_stop"), 2, [2, 5], "epochs"),
-        (Substep("should_training_stop"), 2, [2], "requested"),
+        (Requests("should_epoch_stop"), 2, [2, 5], "epochs"),
+        (Requests("should_training_stop"), 2, [2], "requested"),
     ],
     ids=["epoch", "epoch in a step", "run in a step"],
 )
@@ -268,11 +220,6 @@ def test_save_flag_writes_a_full_checkpoint_without_intervals(arguments: Any, tm
     assert same(weights(resumed.model), weights(straight.model))
 
 
-def test_callbacks_that_are_no_callbacks_are_rejected(arguments: Any) -> None:
-    with pytest.raises(ConfigError, match="callbacks of omnitrain or of transformers"):
-        make(KeyedModel(), Keyed(), arguments(), callbacks=[print])
-
-
 # --- early stopping
 
 
@@ -288,7 +235,7 @@ def stopping(args: Any, resume_from: Any = None, callbacks: Any = ()) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("cut", thinned([None, 5, 6, 7, 8, 9], [None, 7]))
+@pytest.mark.parametrize("cut", thinned([None, 5, 6, 7, 8, 9], [7]))
 def test_early_stopping_continues_over_a_resume(arguments: Any, cut: int | None) -> None:
     options = {"num_train_epochs": 9, "load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
     if cut:
@@ -301,7 +248,7 @@ def test_early_stopping_continues_over_a_resume(arguments: Any, cut: int | None)
 # --- what transformers does by default, and HFTrainer does not
 
 
-@pytest.mark.parametrize(("metric", "best"), [("wer", 4), ("accuracy", 2)])
+@pytest.mark.parametrize(("metric", "best"), thinned([("wer", 4), ("accuracy", 2)], [("wer", 4)]))
 def test_best_checkpoint_goes_by_the_direction_of_its_metric(
     arguments: Any, tmp_path: Path, metric: str, best: int
 ) -> None:
@@ -312,75 +259,17 @@ def test_best_checkpoint_goes_by_the_direction_of_its_metric(
     assert steps_of(tmp_path / "run") == [best, 10]
     saved = load_file(trainer.store.resolve("best")[0] / "model.safetensors")
     assert same(saved.values(), dict(sorted(trainer.model.state_dict().items())).values())
-
-
-def bad_rows(value: float) -> Any:
-    data = rows(20)
-    data.tensors[1][7] = value
-    return data
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nonfinite_loss_ends_the_run_before_the_update(value: float) -> None:
-    step = list(EpochSampler(20, 4).order(0)).index(7) // 4 + 1
-    model = t16()
-    trainer = make(model, bad_rows(value), epochs=1)
-    with pytest.raises(NonFiniteError, match=f"step {step}"):
-        trainer.train()
-    assert all(bool(tensor.isfinite().all()) for tensor in weights(model))
-    assert trainer.progress.step == step - 1
-
-
-def test_nonfinite_steps_are_skipped_as_by_the_native_trainer() -> None:
-    results = []
-    for kind in NATIVE_AND_HF:
-        trainer = trained(
-            t16(), bad_rows(math.nan), kind=kind, epochs=2, on_nonfinite="skip", lr_scheduler="linear"
-        )  # fmt: skip
-        losses = [row["train_loss"] for row in trainer.metrics["train_metrics_history"]]
-        results.append((losses, trainer.progress.step, trainer.progress.skipped_steps, weights(trainer.model)))
-    assert results[0][:3] == results[1][:3] and results[0][2] == 2
-    assert same(results[0][3], results[1][3])
-
-
-def test_nonfinite_loss_may_only_be_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        trainer = trained(t16(), bad_rows(math.nan), epochs=1, on_nonfinite="warn")
-    assert "not finite" in caplog.text and trainer.progress.step == 5
-    assert any(math.isnan(row["loss"]) for row in trainer.state.log_history if "loss" in row)
-
-
-class Outputs(nn.Module):
-    """Keeps weak references to its outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 20_000)  # small ones are looked at several at a time
-        self.refs: list[weakref.ref[torch.Tensor]] = []
-        self.most = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.layer(x)
-        self.refs = [ref for ref in self.refs if ref() is not None] + [weakref.ref(output)]
-        self.most = max(self.most, len(self.refs))
-        return output
-
-
-def test_evaluate_keeps_no_predictions_for_named_metrics() -> None:
-    data = torch.utils.data.TensorDataset(rows(60, torch.float32).tensors[0], torch.arange(60) % 3)
-    options = {"loss_fn": F.cross_entropy, "compute_metrics": ["accuracy"], "eval_batch_size": 1}
-    trainer = make(Outputs(), data, eval_dataset=data, **options)
-    assert set(trainer.evaluate()) == {"eval_loss", "eval_accuracy"}
-    assert trainer.model.most <= 3
+    state = json.loads((tmp_path / "run" / f"checkpoint-{best}" / "trainer_state.json").read_text())
+    assert (state["best_metric"], state["best_global_step"]) == (0.2 if metric == "wer" else 0.9, best)
+    assert state["best_model_checkpoint"] == str(tmp_path / "run" / f"checkpoint-{best}")
 
 
 def test_evaluate_leaves_the_random_generators_unchanged() -> None:
     trainer = make(t16(dropout=0.5), Noisy(8), eval_dataset=Noisy(8))
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    before = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
     trainer.evaluate()
     trainer.engine.evaluate()
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert before == (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
 
 
 # --- data of other kinds, options of every trainer
@@ -417,10 +306,7 @@ LENGTHS: dict[str, Any] = {"epochs": {"epochs": 2}, "steps": {"epochs": None, "m
 
 @pytest.mark.parametrize(
     ("source", "accumulation", "length"),
-    thinned(
-        [(source, accumulation, length) for source in SOURCES for accumulation in (1, 4) for length in LENGTHS],
-        [("stream", 4, "steps"), ("loader", 1, "epochs"), ("map", 4, "epochs")],
-    ),
+    thinned(itertools.product(SOURCES, (1, 4), LENGTHS), [("stream", 4, "steps"), ("loader", 1, "epochs")]),
 )
 def test_data_of_any_kind_trains_as_in_the_native_trainer(source: str, accumulation: int, length: str) -> None:
     results = []
@@ -462,55 +348,6 @@ def test_options_act_as_in_the_native_trainer(options: dict[str, Any]) -> None:
         results.append((trace.events, [(row["loss"], row["learning_rate"]) for row in trace.logs], trainer))
     assert results[0][:2] == results[1][:2]
     assert same(state_of(results[0][2]), state_of(results[1][2]))
-
-
-class Shift(Algorithm):
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        return batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]
-
-    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss * 2
-
-
-@pytest.mark.parametrize("algorithm", [Shift, LabelSmoothing])
-def test_algorithms_act_as_in_the_native_trainer(algorithm: Any) -> None:
-    results = []
-    for kind in NATIVE_AND_HF:
-        model, data, options = t16(), rows(20), {"algorithms": [Shift()]}
-        if algorithm is LabelSmoothing:
-            model, options = nn.Linear(4, 3), {"loss_fn": F.cross_entropy, "algorithms": [LabelSmoothing(3, 0.1)]}
-            data = torch.utils.data.TensorDataset(rows(24, torch.float32).tensors[0], torch.arange(24) % 3)
-            nn.init.eye_(model.weight)
-            nn.init.zeros_(model.bias)
-        results.append(weights(trained(model, data, kind=kind, epochs=2, **options).model))
-    assert same(*results)
-
-
-def test_bf16_argument_is_autocast(arguments: Any) -> None:
-    native = keyed(kind=Trainer, eval_dataset=None, autocast="bf16", epochs=2, seed=3, lr_scheduler="linear")
-    assert distance(weights(native.model), weights(keyed(arguments(bf16=True, **TRAIN_ONLY)).model)) <= 1e-7
-
-
-def test_fp16_on_cpu_is_rejected(arguments: Any) -> None:
-    with pytest.raises(ConfigError, match="bf16"):
-        make(t16(), rows(8), autocast="fp16")
-    with pytest.raises(ConfigError, match=r"`training_args.fp16=True` is not available.*`bf16=True`"):
-        make(t16(), rows(8), arguments(fp16=True))
-
-
-def test_unit_counts_its_targets() -> None:
-    results = []
-    for batch, accumulation in ((8, 1), (2, 4)):
-        model = Tagger()
-
-        def unit(batch: Any, model: nn.Module = model) -> tuple[torch.Tensor, torch.Tensor]:
-            mask = batch["labels"] != -100
-            logits = model.out(model.embed(batch["ids"]))
-            return F.cross_entropy(logits[mask], batch["labels"][mask], reduction="sum"), mask.sum()
-
-        trained(model, Sentences(16), unit=unit, batch_size=batch, gradient_accumulation_steps=accumulation, epochs=2)
-        results.append(weights(model))
-    assert distance(*results) <= 1e-12
 
 
 def test_compute_loss_func_is_called_with_outputs_and_labels(arguments: Any) -> None:
@@ -568,17 +405,6 @@ def test_evaluate_test_and_predict_match_the_native_trainer(tmp_path: Path) -> N
     assert results[1][1].keys() == {"held_loss", "held_mae"}
 
 
-def test_metrics_and_model_are_written_to_their_folders(arguments: Any, tmp_path: Path) -> None:
-    trainer = make(KeyedModel(), Keyed(), arguments(save_strategy="no"), eval_dataset=Keyed(4))
-    results = trainer.evaluate(Keyed(6), prefix="test")
-    assert trainer.save_metrics("test", results) == tmp_path / "run" / "test_results.json"
-    assert json.loads((tmp_path / "run" / "test_results.json").read_text()) == results
-    folder = trainer.save_model(tmp_path / "final")
-    assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "training_args.bin"]
-    with pytest.raises(Exception, match="overwrite=True"):
-        trainer.save_model(tmp_path / "final", overwrite=False)
-
-
 # --- resuming
 
 
@@ -606,33 +432,35 @@ RESUMES: list[Any] = [
     *[("map", HFTrainer, Trainer, cut) for cut in (4, 6)],
     *[(source, HFTrainer, HFTrainer, cut) for source in ("stream", "loader") for cut in (2, 3)],
 ]
-KEPT = [RESUMES[2], RESUMES[3], RESUMES[6], RESUMES[9], RESUMES[10], RESUMES[13]]
+KEPT = [RESUMES[3], RESUMES[6], RESUMES[9], RESUMES[10]]
 
 
 @pytest.mark.parametrize(("source", "first", "second", "cut"), thinned(RESUMES, KEPT))
 def test_resumed_run_is_the_native_run_to_the_bit(
     tmp_path: Path, source: str, first: Any, second: Any, cut: int
 ) -> None:
-    options = {} if source == "map" else FIRST_STEPS
-    check_resumed(tmp_path, source, first, second, cut, options)
+    check_resumed(tmp_path, source, first, second, cut, **({} if source == "map" else FIRST_STEPS))
 
 
 @pytest.mark.processes
 def test_worker_processes_change_no_numbers(tmp_path: Path) -> None:
-    check_resumed(tmp_path, "map", HFTrainer, HFTrainer, 8, {}, num_workers=2)
+    check_resumed(tmp_path, "map", HFTrainer, HFTrainer, 8, workers=2)
 
 
 def check_resumed(
-    folder: Path, source: str, first: Any, second: Any, cut: int, options: dict[str, Any], **more: Any
+    folder: Path, source: str, first: Any, second: Any, cut: int, workers: int = 0, **options: Any
 ) -> None:
     expected = Straight.of(folder / "straight", source, **options)
-    options = {**Straight.options, "save_dir": folder / "cut", **options, **more}
+    options = {**Straight.options, "save_dir": folder / "cut", "num_workers": workers, **options}
     feed(first, source, callbacks=[StopAt(cut)], **options)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(99)
     trainer = feed(second, source, "auto", **options)
     assert same(state_of(trainer), expected[0])
     assert (history_of(trainer), trainer.progress.position) == expected[1:]
+    if first is second is HFTrainer:
+        steps = [row["step"] for row in trainer.state.log_history if "loss" in row]
+        assert steps == list(range(1, trainer.state.global_step + 1))
 
 
 def test_random_draws_of_a_callback_do_not_reach_a_resume(tmp_path: Path) -> None:
@@ -640,18 +468,10 @@ def test_random_draws_of_a_callback_do_not_reach_a_resume(tmp_path: Path) -> Non
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             torch.rand(3)
 
-    straight = feed(HFTrainer, "map", epochs=2, callbacks=[Draws()])
-    feed(HFTrainer, "map", epochs=2, callbacks=[Draws(), StopAt(4)], save_dir=tmp_path)
-    trainer = feed(HFTrainer, "map", "auto", epochs=2, callbacks=[Draws()], save_dir=tmp_path)
+    straight = feed(HFTrainer, "map", max_steps=3, callbacks=[Draws()])
+    feed(HFTrainer, "map", max_steps=3, callbacks=[Draws(), StopAt(2)], save_dir=tmp_path)
+    trainer = feed(HFTrainer, "map", "auto", max_steps=3, callbacks=[Draws()], save_dir=tmp_path)
     assert same(state_of(trainer), state_of(straight))
-
-
-def test_state_has_the_steps_of_a_resumed_stream(tmp_path: Path) -> None:
-    options = {"epochs": 2, "save_dir": tmp_path, "load_best_at_end": None}
-    feed(HFTrainer, "stream", callbacks=[StopAt(8)], **options)
-    trainer = feed(HFTrainer, "stream", "auto", **options)
-    steps = [row["step"] for row in trainer.state.log_history if "loss" in row]
-    assert steps == list(range(1, 13)) and trainer.state.global_step == 12
 
 
 # --- stock checkpoints
@@ -667,9 +487,8 @@ class FirstState(TrainerCallback):
         self.weights = weights(kwargs["model"])
 
 
-@pytest.mark.parametrize("decay", thinned([0.0, 0.1], [0.1]))
-def test_stock_trainer_resumes_from_our_checkpoint(arguments: Any, tmp_path: Path, decay: float) -> None:
-    options = {"weight_decay": decay, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_strategy": "no"}
+def test_stock_trainer_resumes_from_our_checkpoint(arguments: Any, tmp_path: Path) -> None:
+    options = {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_strategy": "no"}
     trainer, checkpoint = keyed(arguments(**options), stock_checkpoints=True), tmp_path / "run" / "checkpoint-6"
     first = FirstState()
     stock = InOrder(KeyedModel(), arguments("stock", **options), train_dataset=Keyed(), callbacks=[first])
@@ -698,72 +517,28 @@ def test_stock_trainer_resumes_from_a_run_without_arguments(tmp_path: Path) -> N
     assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
 
 
-@pytest.mark.parametrize("is_stock", [False, True])
-def test_checkpoint_has_pickles_only_for_a_stock_trainer(arguments: Any, tmp_path: Path, is_stock: bool) -> None:
-    keyed(arguments(max_steps=2), stock_checkpoints=is_stock)
+def test_checkpoint_has_pickles_only_for_a_stock_trainer(arguments: Any, tmp_path: Path) -> None:
+    keyed(arguments("plain", max_steps=2))
+    keyed(arguments("stock", max_steps=2), stock_checkpoints=True)
     keyed(kind=Trainer, eval_dataset=None, max_steps=2, save_dir=tmp_path / "native", save_steps=2)
-    names, sizes = [], []
-    for run in ("run", "native"):
-        files = [path for path in (tmp_path / run / "checkpoint-2").rglob("*") if path.is_file()]
-        names.append({path.relative_to(tmp_path / run / "checkpoint-2").as_posix() for path in files})
-        sizes.append(sum(path.stat().st_size for path in files if "json" not in path.suffix))
-    pickles = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"} if is_stock else set()
-    assert names[0] - names[1] == pickles | {"trainer_state.json"} and not names[1] - names[0]
-    assert (sizes[0] == sizes[1]) is not is_stock
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stock_checkpoints": "yes"}, "True or False"),
-        ({"stock_checkpoints": True}, "needs a place"),
-        ({"stock_checkpoints": True, "save_dir": "run", "save_only_model": True}, "contradicts"),
-    ],
-    ids=["value", "folder", "model only"],
-)
-def test_stock_checkpoints_reject_options_without_them(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"stock_checkpoints.*{message}"):
-        make(KeyedModel(), Keyed(), **options)
-
-
-class Counts(TrainerCallback, transformers.trainer_callback.ExportableState):
-    """Counts steps, and lets transformers save the count."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.count += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"count": self.count}}
+    native, plain, stock = (
+        {path.name for path in (tmp_path / run / "checkpoint-2").rglob("*") if path.is_file()}
+        for run in ("native", "plain", "stock")
+    )
+    assert plain == native | {"trainer_state.json"}
+    assert stock == plain | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}
 
 
 @pytest.fixture(scope="module")
 def stopped_run(module_arguments: Any) -> Path:
     """The folder of a run of 6 steps that was stopped after 4, with files for a stock trainer."""
     args = module_arguments(max_steps=6)
-    keyed(args, callbacks=[Counts(), StopAt(4)], stock_checkpoints=True)
+    keyed(args, callbacks=[StopAt(4)], stock_checkpoints=True)
     return Path(args.output_dir)
 
 
-def test_resume_restores_callbacks_and_history_without_pickle(
-    stopped_run: Path, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(stopped_run, tmp_path / "run")
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("unpickled")
-
-    monkeypatch.setattr(torch, "load", fail)
-    counts = Counts()
-    trainer = keyed(arguments(max_steps=6), "auto", callbacks=[counts])
-    assert counts.count == trainer.progress.step == 6
-    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [2, 4, 6]
-
-
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer/state.safetensors", "omnitrain.json", "trainer_state.json", "optimizer.pt"]
+    "file", thinned(["model.safetensors", "omnitrain.json", "trainer_state.json", "optimizer.pt"], ["optimizer.pt"])
 )
 def test_damaged_checkpoint_is_reported_and_skipped_by_auto(
     stopped_run: Path, arguments: Any, tmp_path: Path, file: str
@@ -772,17 +547,11 @@ def test_damaged_checkpoint_is_reported_and_skipped_by_auto(
     damaged = tmp_path / "run" / "checkpoint-4" / file
     damaged.write_bytes(damaged.read_bytes()[:20])
     args = arguments(max_steps=6)
-    with pytest.raises(CheckpointError, match=file.split("/")[-1]):
+    with pytest.raises(CheckpointError, match=file):
         keyed(args, tmp_path / "run" / "checkpoint-4")
     trace = Trace()
     keyed(args, "auto", callbacks=[trace])
     assert trace.events.count("step_end") == 4  # from step 2 on
-
-
-def test_resume_with_other_settings_reports_both_values(stopped_run: Path, arguments: Any) -> None:
-    args = arguments(output_dir=str(stopped_run), max_steps=6, learning_rate=0.5)
-    with pytest.raises(CheckpointError, match=r"learning_rate: 0\.05 -> 0\.5"):
-        keyed(args, "auto")
 
 
 def test_saving_the_best_only_keeps_the_best_and_the_last(arguments: Any, tmp_path: Path) -> None:
@@ -792,34 +561,7 @@ def test_saving_the_best_only_keeps_the_best_and_the_last(arguments: Any, tmp_pa
     assert steps_of(tmp_path / "run") == [2, 6, 10]
 
 
-def test_checkpoint_state_has_the_best_metric(arguments: Any, tmp_path: Path) -> None:
-    scores = iter([0.5, 0.9, 0.4, 0.3, 0.2])
-    args = arguments(metric_for_best_model="accuracy", load_best_model_at_end=True)
-    keyed(args, compute_metrics=lambda _: {"accuracy": next(scores)}, sanity=False)
-    for step in (4, 8):
-        state = json.loads((tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json").read_text())
-        assert (state["best_metric"], state["best_global_step"]) == (0.9, 4)
-        assert state["best_model_checkpoint"] == str(tmp_path / "run" / "checkpoint-4")
-
-
 # --- signals
-
-
-SCRIPT = """
-import os, signal, sys
-import torch; torch.set_num_threads(1)
-import torch.nn.functional as F
-from recipes import Noisy, t16
-from omnitrain import Callback, HFTrainer
-
-class Send(Callback):
-    def on_step_end(self, trainer):
-        if trainer.progress.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-HFTrainer(t16(dropout=0.3), None, Noisy(22), loss_fn=F.mse_loss, learning_rate=0.05, batch_size=4, epochs=2,
-          save_dir=sys.argv[1], progress_bar=False, callbacks=[Send()]).train()
-"""
 
 
 class Sends(Callback):
@@ -830,42 +572,24 @@ class Sends(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def check_signalled(folder: Path) -> None:
-    assert steps_of(folder) == [3]
-    trainer = make(t16(dropout=0.3), Noisy(22), epochs=2, save_dir=folder, log_steps=10)
-    trainer.train(resume_from="auto")
-    assert same(state_of(trainer), state_of(trained(t16(dropout=0.3), Noisy(22), epochs=2)))
-
-
 def test_signal_saves_and_sets_the_exit_code(tmp_path: Path) -> None:
+    options = {"epochs": 1, "save_dir": tmp_path}
     with pytest.raises(SystemExit) as error:
-        trained(t16(dropout=0.3), Noisy(22), epochs=2, save_dir=tmp_path, callbacks=[Sends()])
-    assert error.value.code == 143
-    check_signalled(tmp_path)
+        trained(t16(dropout=0.3), Noisy(22), callbacks=[Sends()], **options)
+    assert error.value.code == 143 and steps_of(tmp_path) == [3]
+    trainer = make(t16(dropout=0.3), Noisy(22), **options)
+    trainer.train(resume_from="auto")
+    assert same(state_of(trainer), state_of(trained(t16(dropout=0.3), Noisy(22), epochs=1)))
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_signal_ends_a_program_with_its_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    path = ":".join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "cut")]
-    process = programs.run(*command, env={**os.environ, "PYTHONPATH": path})
-    assert process.returncode in (143, -signal.SIGTERM)
-    check_signalled(tmp_path / "cut")
-
-
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_signal_in_an_evaluation_leaves_it_to_the_resumed_run(
-    tmp_path: Path, number: signal.Signals, error: type[BaseException]
-) -> None:
+def test_signal_in_an_evaluation_leaves_it_to_the_resumed_run(tmp_path: Path) -> None:
     class Model(nn.Sequential):
         is_armed = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.is_armed and not self.training:
                 self.is_armed = False
-                signal.raise_signal(number)
+                signal.raise_signal(signal.SIGINT)
             return super().forward(x)
 
     def build(is_armed: bool) -> Any:
@@ -873,7 +597,7 @@ def test_signal_in_an_evaluation_leaves_it_to_the_resumed_run(
         model.is_armed = is_armed
         return make(model, rows(20), eval_dataset=rows(8), epochs=1, eval_steps=2, save_steps=2, save_dir=tmp_path)
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         build(True).train()
     metrics = build(False).train(resume_from="auto")
     assert [row["step"] for row in metrics["valid"]] == [2, 4, 5]

@@ -54,8 +54,8 @@ def test_more_continues_from_the_last_weights_not_the_best(folder: Path | None) 
     whole.train(more="1ba")
     assert metrics["stop_reason"] == "max_steps" and trainer.progress.step == 8
     assert all(
-        torch.equal(one["momentum_buffer"], other["momentum_buffer"])
-        for one, other in zip(trainer.optimizer.state.values(), whole.optimizer.state.values(), strict=True)
+        torch.equal(state["momentum_buffer"], other["momentum_buffer"])
+        for state, other in zip(trainer.optimizer.state.values(), whole.optimizer.state.values(), strict=True)
     )
 
 
@@ -66,7 +66,7 @@ def test_more_keeps_no_part_of_the_earlier_run_in_memory(tmp_path: Path) -> None
 
         def on_train_start(self, trainer: Any) -> None:
             gc.collect()
-            self.left = 0 if self.former is None else sum(one() is not None for one in self.former)
+            self.left = 0 if self.former is None else sum(reference() is not None for reference in self.former)
             self.former = [weakref.ref(trainer.optimizer), weakref.ref(trainer._checkpointer)]
 
     look = Look()
@@ -114,9 +114,9 @@ def test_more_drops_the_closing_evaluation_of_the_first_run(folder: Path | None)
     assert same(weights(trainer.model), weights(whole.model))
 
 
-def test_more_restarts_patience_after_early_stopping(folder: Path | None) -> None:
+def test_more_restarts_patience_after_early_stopping() -> None:
     trainer = made(
-        folder, max_steps=50, eval_dataset=rows(8), eval_steps=1, patience=2, sanity=False,
+        max_steps=50, eval_dataset=rows(8), eval_steps=1, patience=2, sanity=False,
         compute_metrics=Falling(), optimization_metric="score", optimization_direction="max",
     )  # fmt: skip
     assert trainer.train()["stop_reason"] == "early_stopping" and trainer.progress.step == 3
@@ -133,13 +133,13 @@ def test_more_continues_a_stopped_run_in_mid_epoch(folder: Path | None) -> None:
     assert same(weights(trainer.model), weights(whole.model))
 
 
-def test_more_continues_after_a_signal(folder: Path | None) -> None:
+def test_more_continues_after_a_signal() -> None:
     class Interrupting(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 2:
                 signal.raise_signal(signal.SIGINT)
 
-    trainer, whole = made(folder, max_steps=9, callbacks=[Interrupting()]), made(max_steps=6)
+    trainer, whole = made(max_steps=9, callbacks=[Interrupting()]), made(max_steps=6)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.train(more="4ba")["stop_reason"] == "max_steps"
@@ -147,33 +147,29 @@ def test_more_continues_after_a_signal(folder: Path | None) -> None:
     assert same(weights(trainer.model), weights(whole.model))
 
 
-def test_more_warns_of_a_jump_of_the_schedule(
-    folder: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_warns_of_a_jump_of_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace()
-    trainer = made(folder, max_steps=4, lr_scheduler="cosine", callbacks=[trace])
+    trainer = made(tmp_path, max_steps=4, lr_scheduler="cosine", callbacks=[trace])
     trainer.train()
     with caplog.at_level(logging.WARNING, "omnitrain"):
         trainer.train(more="4ba")
-    told = "The learning rate at step 4 goes from 0 to 0.025, since the schedule spans 8 steps now (before: 4 steps)."
-    assert told in caplog.text
-    before = made(tmp_path / "other", max_steps=4, lr_scheduler="cosine")
-    before.train()
+    message = "rate at step 4 goes from 0 to 0.025, since the schedule spans 8 steps now (before: 4 steps)."
+    assert message in caplog.text
     after = made(max_steps=8, lr_scheduler="cosine")
-    after.train(resume_from=before.lifecycle.saved_path)
+    after.train(resume_from=tmp_path / "checkpoint-4")
     assert same(weights(trainer.model), weights(after.model))
     assert trace.learning_rates[4] == pytest.approx(0.05 * (1 + torch.cos(torch.tensor(torch.pi * 5 / 8))) / 2)
 
 
-def test_more_keeps_a_learning_rate_set_by_hand(folder: Path | None) -> None:
-    trainer = made(folder, max_steps=2)
+def test_more_keeps_a_learning_rate_set_by_hand() -> None:
+    trainer = made(max_steps=2)
     trainer.train()
     trainer.optimizer.param_groups[0]["lr"] = 0.5
     trainer.train(more="1ba")
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_more_keeps_callback_state_and_test_rows(folder: Path | None) -> None:
+def test_more_keeps_callback_state_and_test_rows(tmp_path: Path) -> None:
     class Counting(Callback):
         def __init__(self) -> None:
             self.evaluations = 0
@@ -187,8 +183,8 @@ def test_more_keeps_callback_state_and_test_rows(folder: Path | None) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.evaluations = state["evaluations"]
 
-    counting = Counting()
-    trainer = made(folder, max_steps=5, eval_dataset=rows(8), eval_steps=3, callbacks=[counting], test_dataset=rows(4))
+    counting, sets = Counting(), {"eval_dataset": rows(8), "test_dataset": rows(4)}
+    trainer = made(tmp_path, max_steps=5, eval_steps=3, callbacks=[counting], **sets)
     trainer.train()
     trainer.test()
     metrics = trainer.train(more="1ba")
@@ -245,7 +241,7 @@ def test_more_that_cannot_continue_is_an_error(tmp_path: Path) -> None:
     trainer.load_checkpoint("last")
     with pytest.raises(ConfigError, match=r"load_checkpoint\(\) has restored another state"):
         trainer.train(more=1)
-    light = made(tmp_path / "light", max_steps=2, save_only_model=True)
+    light = made(tmp_path / "light", max_steps=1, save_only_model=True)
     light.train()
     with pytest.raises(ConfigError, match="save_only_model=True keeps weights alone"):
         light.train(more=1)
@@ -259,11 +255,8 @@ def test_more_that_cannot_continue_is_an_error(tmp_path: Path) -> None:
         failing.train()
     with pytest.raises(ConfigError, match="its last run failed"):
         failing.train(more=1)
-
-
-def test_more_reports_a_missing_checkpoint(tmp_path: Path) -> None:
-    trainer = made(tmp_path, max_steps=2)
-    trainer.train()
-    (tmp_path / "checkpoint-2" / "omnitrain.json").unlink()
-    with pytest.raises(CheckpointError, match="checkpoint-2"):
-        trainer.train(more="1ba")
+    lost = made(tmp_path / "lost", max_steps=1)
+    lost.train()
+    (tmp_path / "lost" / "checkpoint-1" / "omnitrain.json").unlink()
+    with pytest.raises(CheckpointError, match="checkpoint-1"):
+        lost.train(more="1ba")
