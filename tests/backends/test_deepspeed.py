@@ -17,15 +17,11 @@ from omnitrain.backends.zero import LossScale
 
 def test_deepspeed_config_misspelt_suggests_nearest() -> None:
     pytest.importorskip("deepspeed")
+    known = ("zero_optimization", "wall_clock_breakdown", "flops_profiler", "bf16", "my_own_notes")
+    adopt_config(SimpleNamespace(deepspeed_config={name: {} for name in known}), {})
     plugin = SimpleNamespace(deepspeed_config={"zero_optimisation": {"stage": 3}})
     with pytest.raises(ConfigError, match=r"'zero_optimisation', which it ignores. Did you mean 'zero_optimization'"):
         adopt_config(plugin, {})
-
-
-def test_deepspeed_config_accepts_known_entries() -> None:
-    pytest.importorskip("deepspeed")
-    known = ["zero_optimization", "train_batch_size", "wall_clock_breakdown", "flops_profiler", "bf16", "my_own_notes"]
-    adopt_config(SimpleNamespace(deepspeed_config={name: {} for name in known if name != "train_batch_size"}), {})
 
 
 def test_deepspeed_config_loss_scale_conflict() -> None:
@@ -36,30 +32,28 @@ def test_deepspeed_config_loss_scale_conflict() -> None:
     config = {"enabled": True, "loss_scale_window": 4, "hysteresis": "auto"}
     with pytest.raises(ConfigError, match=r"`fp16_loss_scale=.* sets 'loss_scale_window' of 'fp16'"):
         LossScale((8.0, 1.0)).take(own(), config)
-    left, made = own(), own()
+    adopted, configured = own(), own()
     scale = LossScale((65536.0, 1e-4))
     assert not scale.is_enabled() and scale.get_scale() == 1.0 and scale.state_dict() == {}
-    scale.take(left, config)
-    assert scale.is_enabled() and vars(left) == vars(own())
-    LossScale((8.0, 1.0, 3)).take(made, {"enabled": True})
-    assert (made.cur_scale, made.scale_window, made.min_scale, made.delayed_shift) == (8.0, 3, 0.0, 1)
+    scale.take(adopted, config)
+    assert scale.is_enabled() and vars(adopted) == vars(own())
+    LossScale((8.0, 1.0, 3)).take(configured, {"enabled": True})
+    values = configured.cur_scale, configured.scale_window, configured.min_scale, configured.delayed_shift
+    assert values == (8.0, 3, 0.0, 1)
     native = torch.amp.GradScaler("cpu")
     native.load_state_dict(scale.state_dict())  # DeepSpeed has doubled in the fifth step, PyTorch in the fourth
     assert (native.get_scale(), native.state_dict()["_growth_tracker"]) == (256.0, 0)
     scale.load_state_dict({**native.state_dict(), "_growth_tracker": 2})
-    assert left.cur_iter - left.last_overflow_iter - 1 == 3
+    assert adopted.cur_iter - adopted.last_overflow_iter - 1 == 3
 
 
-def test_fsdp_rejects_sums_in_two_dtypes() -> None:
+def test_sums_in_two_dtypes_are_rejected() -> None:
     plugin = SimpleNamespace(deepspeed_config={"communication_data_type": "fp16"})
     with pytest.raises(ConfigError, match=r"communication_data_type='fp16', and `dtypes` sets 'reductions' to 'bf16'"):
         fill_config(plugin, 8, None, 1, "bf16")
     fill_config(plugin, 8, None, 1, "fp16")
     assert plugin.deepspeed_config["communication_data_type"] == "fp16"
-
-
-def test_fsdp_rejects_sums_with_policy() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
+    fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
     with pytest.raises(ConfigError, match="'reductions' to 'bf16', and `fsdp_plugin` has a mixed_precision_policy"):
-        AccelerateTrainer(torch.nn.Linear(2, 1), fsdp_plugin=plugin, dtypes={"reductions": "bf16"})
+        AccelerateTrainer(torch.nn.Linear(2, 1), fsdp_plugin=fsdp, dtypes={"reductions": "bf16"})

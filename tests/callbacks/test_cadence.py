@@ -40,22 +40,13 @@ def requests(limits: Limits, **intervals: str | int | None) -> list[str]:
     return [*noted, trainer.control.stop]
 
 
-def test_intervals_in_steps_span_epochs() -> None:
+def test_intervals_in_any_unit_span_epochs() -> None:
     assert requests(Limits(epochs=2), log=3) == ["log step 3", "log step 6", "epochs"]
-
-
-def test_intervals_in_epochs_are_at_their_ends() -> None:
     assert requests(Limits(epochs=2), evaluate="1ep", save="1ep") == [
         "evaluate epoch 1", "save epoch 1", "evaluate epoch 2", "save epoch 2", "epochs",
     ]  # fmt: skip
-
-
-def test_intervals_in_fractions_of_epochs_and_runs() -> None:
     assert requests(Limits(epochs=1), evaluate="0.5ep") == ["evaluate step 2", "evaluate epoch 1", "epochs"]
     assert requests(Limits(max_steps=6), save="0.5dur") == ["save step 3", "save step 6", "max_steps"]
-
-
-def test_intervals_in_samples() -> None:
     assert requests(Limits(epochs=1), log="10sp") == ["log step 2", "log step 4", "epochs"]
 
 

@@ -97,17 +97,13 @@ def test_activations_that_are_zero_in_a_full_step_are_dead() -> None:
     assert not model[1]._forward_hooks  # type: ignore[index]
 
 
-def test_distributions_are_checked_against_the_model() -> None:
+def test_distributions_are_checked_and_omitted_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    trained(Trainer, Distributions("^0"), progress_bar=None)
+    printed = capsys.readouterr().out
+    assert "loss" in printed and "weights_norm" not in printed and "update_ratio" not in printed
     for distributions, options, message in (
         (Distributions("nothing"), {}, "`match='nothing'` of Distributions is found in no name"),
         (Distributions(of="activations"), {"compile": {"backend": "eager"}}, "compiled model does not call the hooks"),
     ):
         with pytest.raises(ConfigError, match=message):
             trained(Trainer, distributions, **options)
-
-
-def test_console_omits_statistics_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    trained(Trainer, Distributions("^0"), progress_bar=None)
-    printed = capsys.readouterr().out
-    assert "loss" in printed
-    assert "weights_norm" not in printed and "update_ratio" not in printed

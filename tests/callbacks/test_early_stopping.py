@@ -30,15 +30,7 @@ def test_stopper_gets_step_and_score_and_ends_the_run() -> None:
     trainer = run(early_stopper=stopper)
     assert trainer.metrics["stop_reason"] == "early_stopping" and trainer.progress.step == 2
     assert calls == [(row["step"], row["eval_loss"]) for row in trainer.metrics["valid"]]
-
-
-def test_stopper_in_a_callback_ends_the_run() -> None:
-    trainer = run(callbacks=[EarlyStopping(stopper=lambda step, score: True)])
-    assert trainer.progress.epoch == 1
-
-
-def test_patience_minus_one_and_none_never_stop() -> None:
-    assert run(patience=-1).progress.epoch == run(patience=None).progress.epoch == 5
+    assert run(patience=-1).progress.epoch == run(patience=None).progress.epoch == 5  # which never stop
 
 
 class Third:
@@ -60,8 +52,10 @@ class Stateful(Third):
         self.count = state["count"]
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
-@pytest.mark.parametrize("as_callback", [False, True])
+@pytest.mark.parametrize(
+    ("trainer_class", "as_callback"),
+    [(Trainer, False), (Trainer, True), (AccelerateTrainer, False), (HFTrainer, False)],
+)
 def test_stopper_state_is_restored_by_a_resume(
     trainer_class: Any, as_callback: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

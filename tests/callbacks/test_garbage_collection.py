@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devices import KINDS, make
+from marks import thinned
 from recipes import rows, t16
 
 from omnitrain import Callback, GarbageCollection
@@ -45,7 +46,7 @@ def watches() -> Iterator[Watches]:
     gc.callbacks.remove(watches.note)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, ["native", "hf"]))
 def test_garbage_is_collected_at_the_interval(kind: str, watches: Watches, tmp_path: Path) -> None:
     callbacks = [GarbageCollection("3ba", 1), watches]
     trainer = make(kind, CPU, t16(), rows(32), save_dir=tmp_path, callbacks=callbacks)

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 from omnitrain.callbacks.interrupt import Interrupt
 from omnitrain.data.workers import until_signal
@@ -67,20 +65,18 @@ def test_same_signal_within_half_a_second_is_one_request(
     assert capfd.readouterr().err == NOTICE.format(number.name)
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("first", "second", "seconds", "error"),
+    [(signal.SIGTERM, signal.SIGTERM, 0.51, SystemExit), (signal.SIGINT, signal.SIGINT, 0.51, KeyboardInterrupt),
+     (signal.SIGTERM, signal.SIGINT, 0.0, KeyboardInterrupt)],
+)  # fmt: skip
 def test_second_signal_exits_at_once(
-    number: signal.Signals, error: type[BaseException], interrupt: Interrupt, clock: Clock
+    first: int, second: int, seconds: float, error: type[BaseException], interrupt: Interrupt, clock: Clock
 ) -> None:
-    send(number)
-    clock.now += 0.51
+    send(first)
+    clock.now += seconds
     with pytest.raises(error):
-        send(number)
-
-
-def test_second_signal_of_another_kind_exits_at_once(interrupt: Interrupt) -> None:
-    send(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        send(signal.SIGINT)
+        send(second)
 
 
 def test_signals_of_an_earlier_run_do_not_count(interrupt: Interrupt, trainer: Any, clock: Clock) -> None:
@@ -105,47 +101,16 @@ def in_a_fork(action: Any) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_signal_to_a_forked_process_is_ignored(
-    number: signal.Signals, interrupt: Interrupt, trainer: Any, capfd: pytest.CaptureFixture[str]
+def test_forked_processes_ignore_all_signals_but_sigterm(
+    interrupt: Interrupt, trainer: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def action() -> bool:
+    def receive(number: int) -> bool:
         send(number)
         return bool(trainer.control.stop or trainer.control.save or interrupt.error)
 
-    assert in_a_fork(action) == 0
+    codes = [in_a_fork(lambda number=number: receive(number)) for number in (signal.SIGINT, signal.SIGUSR1)]
+    assert codes == [0, 0] and in_a_fork(lambda: send(signal.SIGTERM)) == -signal.SIGTERM
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.processes
-def test_sigterm_ends_a_forked_process(interrupt: Interrupt, capfd: pytest.CaptureFixture[str]) -> None:
-    assert in_a_fork(lambda: send(signal.SIGTERM)) == -signal.SIGTERM
-    assert capfd.readouterr().err == ""
-
-
-@pytest.fixture
-def torch_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The handler that torch's DataLoader installs, to which a worker is always dead."""
-
-    def fails() -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
-
-    list(DataLoader([1, 2], num_workers=1))  # type: ignore[arg-type]
-    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", fails)
-    handler = signal.getsignal(signal.SIGCHLD)
-    assert callable(handler)
-    yield handler
-    signal.signal(signal.SIGCHLD, handler)
-
-
-@pytest.mark.processes
-def test_dead_workers_after_a_signal_are_ignored(torch_handler: Any, interrupt: Interrupt, trainer: Any) -> None:
-    with pytest.raises(RuntimeError, match="killed by signal"):
-        send(signal.SIGCHLD)
-    send(signal.SIGTERM)
-    send(signal.SIGCHLD)
-    interrupt.on_train_end(trainer)
-    assert signal.getsignal(signal.SIGCHLD) is torch_handler
 
 
 @pytest.mark.parametrize("reason", ["signal", "requested", ""])

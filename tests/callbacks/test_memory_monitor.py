@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import KINDS, make
+from marks import thinned
 from recipes import rows, t16
 from starving import no_room
 
@@ -67,7 +68,7 @@ class FakeDevice:
         return Allocates()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, ["native", "hf"]))
 def test_peaks_are_logged_by_phase(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,20 +88,18 @@ def test_peaks_are_logged_by_phase(
     assert "The most memory on rank 0, in GiB: train 1.00, eval 2.00, save 3.00, process" in caplog.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_on_a_cpu_is_that_of_the_process(kind: str, tmp_path: Path) -> None:
+def test_memory_on_a_cpu_is_that_of_the_process(tmp_path: Path) -> None:
     listener = Rows()
-    make(kind, CPU, t16(), rows(24), save_dir=tmp_path, callbacks=[MemoryMonitor(), listener], log_steps=1).train()
+    make("native", CPU, t16(), rows(24), callbacks=[MemoryMonitor(), listener], log_steps=1).train()
     assert listener.rows == [{}] * 6
     assert 0.05 < listener.process["memory_process"] <= listener.process["memory_process_peak"] + 0.01
-
-
-def test_resident_memory_grows_with_tensors() -> None:
     before, _ = resident_memory()
-    tensor = torch.ones(64 * 2**20 // 4)
+    tensor = torch.ones(32 * 2**20 // 4)
     size, peak = resident_memory()
-    assert size - before > 60 * 2**20 and peak >= size - 2**20
+    assert size - before > 28 * 2**20 and peak >= size - 2**20
     del tensor
+    with pytest.raises(ConfigError, match="`snapshot=True` records the allocations of a CUDA device"):
+        make("native", CPU, t16(), rows(8), save_dir=tmp_path, callbacks=[MemoryMonitor(snapshot=True)]).train()
 
 
 def test_peaks_of_async_saves_are_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,48 +115,35 @@ def test_peaks_of_async_saves_are_training(tmp_path: Path, monkeypatch: pytest.M
 # --- snapshots
 
 
-def test_snapshot_needs_a_cuda_device(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`snapshot=True` records the allocations of a CUDA device"):
-        make("native", CPU, t16(), rows(8), save_dir=tmp_path, callbacks=[MemoryMonitor(snapshot=True)]).train()
-
-
-class Recorder:
-    """A fake of the recording of PyTorch."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
-        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
-
-    def record(self, enabled: str | None = "all", max_entries: int = 0) -> None:
-        self.calls.append(f"record {enabled}")
-
-    def dump(self, path: str) -> None:
-        self.calls.append("dump")
-        Path(path).write_bytes(b"")
-
-
-class Ends(Callback):
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 2:
-            raise self.error
-
-
-@pytest.mark.parametrize(("error", "calls"), [
-    (no_room(), ["record all", "dump", "record None"]), (RuntimeError("another"), ["record all", "record None"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [(no_room(), ["record all", "dump", "record None"]), (RuntimeError("another"), ["record all", "record None"])],
+)
 def test_snapshot_is_written_when_memory_runs_out(
     error: Exception, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder, monitor = Recorder(monkeypatch), MemoryMonitor(snapshot=True)
+    recorded: list[str] = []
+
+    def record(enabled: str | None = "all", max_entries: int = 0) -> None:
+        recorded.append(f"record {enabled}")
+
+    def dump(path: str) -> None:
+        recorded.append("dump")
+        Path(path).write_bytes(b"")
+
+    class Ends(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 2:
+                raise error
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     monkeypatch.setattr(memory_monitor, "has_peaks", lambda device: False)
-    trainer = make("native", CPU, t16(), rows(24), save_dir=tmp_path, callbacks=[monitor, Ends(error)])
+    callbacks = [MemoryMonitor(snapshot=True), Ends()]
+    trainer = make("native", CPU, t16(), rows(24), save_dir=tmp_path, callbacks=callbacks)
     monkeypatch.setattr(memory_monitor, "records", lambda device: True)
     with pytest.raises(RuntimeError) as caught:
         trainer.train()
     path = tmp_path / "memory" / "rank0-step2.pickle"
-    assert recorder.calls == calls and path.exists() == ("dump" in calls)
+    assert recorded == calls and path.exists() == ("dump" in calls)
     assert any(str(path) in note for note in caught.value.__notes__) == ("dump" in calls)

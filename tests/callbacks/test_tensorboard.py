@@ -17,11 +17,9 @@ from omnitrain.progress import Progress
 
 def make_trainer(save_dir: Path | None = None, step: int = 0, is_main_process: bool = True) -> Any:
     return SimpleNamespace(
-        progress=Progress(epoch_size=30, step=step),
-        is_main_process=is_main_process,
-        save_dir=save_dir,
+        progress=Progress(epoch_size=30, step=step), is_main_process=is_main_process, save_dir=save_dir,
         resolved_config=lambda: {"batch_size": 8, "optimizer": {"lr": 0.1}},
-    )
+    )  # fmt: skip
 
 
 def start(folder: Path | None, trainer: Any, last: int = 0) -> TensorBoardLogger:
@@ -68,13 +66,13 @@ def scalars(log_dir: Path, name: str = "train/loss") -> dict[int, float]:
     return values
 
 
-def test_logs_and_evaluations_are_scalars(tmp_path):
-    trainer = make_trainer(tmp_path)
+def test_logs_and_evaluations_are_scalars(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer()
     train(None, trainer, 10)
-    log_dir = tmp_path / "tensorboard"
-    assert sorted(read(log_dir).Tags()["scalars"]) == [
-        *("eval/dev_f1", "eval/loss", "train/epoch", "train/learning_rate", "train/loss")
-    ]
+    log_dir = tmp_path / "runs" / "tensorboard"  # where there is no `save_dir`
+    scores = {"eval/dev_f1", "eval/loss"}
+    assert {*read(log_dir).Tags()["scalars"]} == scores | {"train/epoch", "train/learning_rate", "train/loss"}
     assert scalars(log_dir) == {step: round(1 / step, 6) for step in range(1, 11)}
     assert scalars(log_dir, "eval/loss") == {5: 0.4, 10: 0.2}
     (event,) = read(log_dir).Tensors("config/text_summary")
@@ -85,50 +83,24 @@ def test_resumed_run_has_no_step_twice(tmp_path):
     trainer = make_trainer()
     killed = start(tmp_path, trainer, 5)
     killed.on_save_end(trainer)
+    assert list(scalars(tmp_path)) == [1, 2, 3, 4, 5]  # a checkpoint flushes
     run_to(killed, trainer, 8)
     killed.on_train_end(trainer)  # so that the rows of the steps 6 to 8 are in the file
     train(tmp_path, make_trainer(step=5), 10)
     assert list(scalars(tmp_path)) == list(range(1, 11))
     assert list(scalars(tmp_path, "eval/loss")) == [5, 10]
-
-
-def test_fresh_run_hides_an_earlier_one_in_the_folder(tmp_path):
-    train(tmp_path, make_trainer(), 10)
-    train(tmp_path, make_trainer(), 4)
+    train(tmp_path, make_trainer(), 4)  # a fresh run hides the earlier one
     assert list(scalars(tmp_path)) == [1, 2, 3, 4]
 
 
-def test_checkpoint_flushes_scalars(tmp_path):
-    trainer = make_trainer()
-    logger = start(tmp_path, trainer, 3)
-    logger.on_save_end(trainer)
-    assert list(scalars(tmp_path)) == [1, 2, 3]
-    logger.on_train_end(trainer)
-
-
-def test_test_after_a_run_is_a_scalar(tmp_path):
-    trainer = make_trainer()
-    train(tmp_path, trainer, 5).on_log(trainer, {"test_loss": 0.25})
-    assert scalars(tmp_path, "test/loss") == {5: 0.25} and len(scalars(tmp_path)) == 5
-
-
-def test_folder_is_runs_tensorboard_without_a_save_dir(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train(None, make_trainer(), 1)
-    assert scalars(tmp_path / "runs" / "tensorboard") == {1: 1.0}
-
-
-def test_other_ranks_write_nothing(tmp_path):
+def test_other_ranks_need_no_package_and_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     trainer = make_trainer(is_main_process=False)
     logger = start(tmp_path, trainer, 5)
     logger.on_log(trainer, {"test_loss": 0.25})
     logger.on_save_end(trainer)
     logger.on_train_end(trainer)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_package_is_an_error_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"TensorBoardLogger needs tensorboard.*-e .*\[tensorboard\]"):
         TensorBoardLogger(tmp_path).on_train_start(make_trainer())
 

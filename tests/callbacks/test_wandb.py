@@ -20,13 +20,10 @@ from omnitrain.progress import Progress
 
 def make_trainer(step: int = 0, is_main_process: bool = True) -> Any:
     return SimpleNamespace(
-        progress=Progress(epoch_size=30, step=step),
-        is_main_process=is_main_process,
-        trial_name="trial-7",
-        resolved_config=lambda: {"batch_size": 8},
-        limits=Limits(max_steps=99),
+        progress=Progress(epoch_size=30, step=step), is_main_process=is_main_process, trial_name="trial-7",
+        resolved_config=lambda: {"batch_size": 8}, limits=Limits(max_steps=99),
         lifecycle=SimpleNamespace(is_closing=False),
-    )
+    )  # fmt: skip
 
 
 def start(logger: WandbLogger, trainer: Any, last: int = 0) -> WandbLogger:
@@ -200,12 +197,6 @@ def test_resumed_run_sends_no_step_twice(fake):
     assert logger.state_dict()["run_id"] == "abc"
 
 
-def test_failed_run_finishes_with_exit_code_1(fake):
-    trainer = make_trainer()
-    fail(start(WandbLogger(), trainer), trainer)
-    assert fake.runs[0].exit_code == 1
-
-
 def test_run_of_the_user_stays_open(fake):
     """Its own step may be ahead, so the step is a value of the row."""
     fake.run = FakeRun(step=3)
@@ -215,29 +206,23 @@ def test_run_of_the_user_stays_open(fake):
     assert fake.run.rows == [(None, {"step": 1, "train/loss": 1.0, "train/epoch": 0.1})]
 
 
-def test_fresh_run_is_another_run(fake):
-    logger = WandbLogger()
+def test_fresh_run_has_the_arguments_of_the_user(fake):
+    logger, trainer = WandbLogger(name="named", config={"a": 1}), make_trainer()
     logger.load_state_dict({"run_id": "abc"})
-    start(logger, make_trainer())
-    assert "id" not in fake.runs[0].settings
-
-
-def test_arguments_of_the_user_win(fake):
-    start(WandbLogger(id="mine", name="named", config={"a": 1}), make_trainer())
+    fail(start(logger, trainer), trainer)
     settings = fake.runs[0].settings
-    assert (settings["id"], settings["name"], settings["config"]) == ("mine", "named", {"a": 1})
+    assert "id" not in settings and (settings["name"], settings["config"]) == ("named", {"a": 1})
+    assert fake.runs[0].exit_code == 1
+    start(WandbLogger(id="mine"), make_trainer())
+    assert fake.runs[1].settings["id"] == "mine"
 
 
-def test_other_ranks_open_no_run(fake):
+def test_other_ranks_need_no_package_and_open_no_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     trainer = make_trainer(is_main_process=False)
     logger = start(WandbLogger(), trainer, 4)
     logger.on_log(trainer, {"test_loss": 0.25})
     logger.on_train_end(trainer)
-    assert fake.runs == []
-
-
-def test_missing_package_is_an_error_at_the_start(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"WandbLogger needs wandb.*-e .*\[wandb\]"):
         WandbLogger().on_train_start(make_trainer())
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
@@ -25,32 +25,28 @@ collate = Collator()
 
 
 @pytest.mark.parametrize(
-    "values, expected",
+    ("values", "expected", "dtype"),
     [
-        ([1, 2], torch.tensor([1, 2])),
-        ([True, False], torch.tensor([True, False])),
-        ([1.5, 2.0], torch.tensor([1.5, 2.0])),
-        ([1, 2.5], torch.tensor([1.0, 2.5])),
-        ([np.int32(1), np.int32(2)], torch.tensor([1, 2], dtype=torch.int32)),
-        ([np.float64(1), np.float64(2)], torch.tensor([1, 2], dtype=torch.float64)),
-        ([np.float16(1), np.float16(2)], torch.tensor([1, 2], dtype=torch.float16)),
-        ([np.bool_(True), np.bool_(False)], torch.tensor([True, False])),
-        ([torch.tensor(1), torch.tensor(2)], torch.tensor([1, 2])),
-        ([np.array(1.0), np.array(2.0)], torch.tensor([1, 2], dtype=torch.float64)),
-        ([np.ones(2, np.uint8), np.ones(2, np.uint8)], torch.ones(2, 2, dtype=torch.uint8)),
-        ([np.ones(2, np.uint16), np.ones(2, np.uint16)], torch.ones(2, 2, dtype=torch.uint16)),
-        ([np.ones((2, 3)), np.zeros((2, 3))], torch.tensor([[[1.0] * 3] * 2, [[0.0] * 3] * 2], dtype=torch.float64)),
-        ([[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]])),
-        ([[[1], [2]], [[3], [4]]], torch.tensor([[[1], [2]], [[3], [4]]])),
-        ([[1, 2], [0.5, 1]], torch.tensor([[1, 2], [0.5, 1]])),
-        ([[], []], torch.empty(2, 0)),
+        ([1, 2], [1, 2], torch.int64),
+        ([True, False], [True, False], torch.bool),
+        ([1, 2.5], [1.0, 2.5], torch.float32),
+        ([np.int32(1), np.int32(2)], [1, 2], torch.int32),
+        ([np.float16(1), np.float16(2)], [1.0, 2.0], torch.float16),
+        ([np.bool_(True), np.bool_(False)], [True, False], torch.bool),
+        ([torch.tensor(1), torch.tensor(2)], [1, 2], torch.int64),
+        ([np.array(1.0), np.array(2.0)], [1.0, 2.0], torch.float64),
+        ([np.ones(2, np.uint8)] * 2, [[1, 1]] * 2, torch.uint8),
+        ([np.ones(2, np.uint16)] * 2, [[1, 1]] * 2, torch.uint16),
+        ([np.ones((2, 3)), np.zeros((2, 3))], [[[1.0] * 3] * 2, [[0.0] * 3] * 2], torch.float64),
+        ([[[1], [2]], [[3], [4]]], [[[1], [2]], [[3], [4]]], torch.int64),
+        ([[1, 2], [0.5, 1]], [[1.0, 2.0], [0.5, 1.0]], torch.float32),
+        ([[], []], [[], []], torch.float32),
     ],
     ids=str,
 )
-def test_collator_stacks_equal_shapes_and_keeps_types(values: list[Any], expected: torch.Tensor) -> None:
+def test_collator_stacks_equal_shapes_and_keeps_types(values: list[Any], expected: list[Any], dtype: Any) -> None:
     for batch in (collate(values), collate([{"x": value} for value in values])["x"]):
-        assert batch.dtype is expected.dtype
-        assert torch.equal(batch, expected)
+        assert batch.dtype is dtype and batch.tolist() == expected
 
 
 def test_collator_gives_floats_the_default_dtype() -> None:
@@ -64,25 +60,15 @@ def test_collator_gives_floats_the_default_dtype() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        ["a", "b"],
-        [b"a", b"b"],
-        [None, None],
-        [np.str_("a"), np.str_("b")],
-        [np.datetime64("2020-01-01")] * 2,
-        [["a"], ["b", "c"]],
-        [("a", "b"), ("c", "d")],
-        [np.array(["a"]), np.array(["b"])],
-        [np.array([None, "a"], dtype=object)] * 2,
-        [[[1, 2], [3]], [[4], [5]]],
-        [{1}, {2}],
+        ["a", "b"], [b"a", b"b"], [None, None], [np.str_("a"), np.str_("b")], [np.datetime64("2020-01-01")] * 2,
+        [["a"], ["b", "c"]], [("a", "b"), ("c", "d")], [np.array(["a"]), np.array(["b"])],
+        [np.array([None, "a"], dtype=object)] * 2, [[[1, 2], [3]], [[4], [5]]], [{1}, {2}],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_collator_keeps_text_and_objects_as_lists(values: list[Any]) -> None:
     batch = collate([{"x": value} for value in values])["x"]
-    assert type(batch) is list
-    assert len(batch) == len(values)
-    assert all(kept is value for kept, value in zip(batch, values, strict=True))
+    assert type(batch) is list and all(kept is value for kept, value in zip(batch, values, strict=True))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -102,7 +88,7 @@ def test_collator_takes_arrays_of_any_memory_layout(array: np.ndarray, ragged: b
     array.setflags(write=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        batch = collate([{"input_values": one} for one in (array, array[:4] if ragged else array)])["input_values"]
+        batch = collate([{"input_values": value} for value in (array, array[:4] if ragged else array)])["input_values"]
     assert batch[0].tolist() == array.tolist()
     assert batch[1, :4].tolist() == array[:4].tolist()
 
@@ -114,14 +100,10 @@ def test_collator_shares_no_memory_with_arrays() -> None:
         assert array.sum() == 3
 
 
-def test_collator_merges_nested_dicts() -> None:
+def test_collator_merges_nested_dicts_and_tuples() -> None:
     batch = collate([{"x": {"a": 1, "b": [1]}, "label": 0}, {"label": 1, "x": {"a": 2, "b": [2, 3]}}])
-    assert batch["x"]["a"].tolist() == [1, 2]
-    assert batch["x"]["b"].tolist() == [[1, 0], [2, 3]]
+    assert (batch["x"]["a"].tolist(), batch["x"]["b"].tolist()) == ([1, 2], [[1, 0], [2, 3]])
     assert batch["label"].tolist() == [0, 1]
-
-
-def test_collator_merges_nested_tuples() -> None:
     batch = collate([((torch.ones(2), np.ones(1, int)), 1), ((torch.ones(2), np.ones(3, int)), 0)])
     assert type(batch) is tuple
     (first, second), labels = batch
@@ -142,40 +124,29 @@ def test_padding_is_minus_100_for_labels_and_else_zero() -> None:
         batch = collate([{"x": [1, 2], key: [1]}, {"x": [3], key: [1, 2]}])
         assert batch["x"].tolist() == [[1, 2], [3, 0]]
         assert batch[key].tolist() == [[1, -100], [1, 2]]
-
-
-def test_padding_takes_the_last_entry_of_a_tuple_as_label() -> None:
-    inputs, labels = collate([([1], [1]), ([1, 2], [1, 2])])
-    assert inputs.tolist() == [[1, 0], [1, 2]]
-    assert labels.tolist() == [[1, -100], [1, 2]]
+    inputs, labels = collate([([1], [1]), ([1, 2], [1, 2])])  # the last entry of a tuple is the label
+    assert (inputs.tolist(), labels.tolist()) == ([[1, 0], [1, 2]], [[1, -100], [1, 2]])
     assert collate([([1],), ([1, 2],)])[0].tolist() == [[1, 0], [1, 2]]
 
 
 @pytest.mark.parametrize(
-    "dtype, expected", [(bool, torch.int64), (np.uint8, torch.int64), (np.int8, torch.int8), (np.int32, torch.int32)]
+    ("key", "values", "expected", "dtype"),
+    [
+        ("labels", np.ones((2, 2), bool), [[1, 1], [1, -100]], torch.int64),
+        ("labels", np.ones((2, 2), np.uint8), [[1, 1], [1, -100]], torch.int64),
+        ("labels", np.ones((2, 2), np.int8), [[1, 1], [1, -100]], torch.int8),
+        ("mask", [[True, True], [True]], [[True, True], [True, False]], torch.bool),
+        ("input_ids", [[], [1, 2]], [[0, 0], [1, 2]], torch.int64),
+        ("input_ids", [[1, 2], []], [[1, 2], [0, 0]], torch.int64),
+        ("input_values", [[1, 2], [1.5]], [[1.0, 2.0], [1.5, 0.0]], torch.float32),
+        ("input_values", [[1.5], [1, 2]], [[1.5, 0.0], [1.0, 2.0]], torch.float32),
+    ],
 )
-def test_padding_of_labels_has_a_dtype_for_minus_100(dtype: Any, expected: torch.dtype) -> None:
-    batch = collate([{"labels": np.ones(2, dtype)}, {"labels": np.ones(1, dtype)}])["labels"]
-    assert batch.tolist() == [[1, 1], [1, -100]]
-    assert batch.dtype is expected
-
-
-def test_padding_of_masks_is_boolean() -> None:
-    assert collate([{"mask": [True, True]}, {"mask": [True]}])["mask"].tolist() == [[True, True], [True, False]]
-
-
-@pytest.mark.parametrize("values", [[[], [1, 2]], [[1, 2], []]])
-def test_padding_of_an_empty_sequence_keeps_integers(values: list[list[int]]) -> None:
-    assert collate(values).dtype is torch.int64
-    assert sorted(collate(values).tolist()) == [[0, 0], [1, 2]]
-
-
-def test_padding_of_integers_and_floats_gives_floats() -> None:
-    def padded(*values: Any) -> Any:
-        return collate([{"input_values": value} for value in values])["input_values"].tolist()
-
-    assert padded([1, 2], [1.5]) == [[1.0, 2.0], [1.5, 0.0]]
-    assert padded([1.5], [1, 2]) == [[1.5, 0.0], [1.0, 2.0]]
+def test_padding_has_the_type_of_values_and_padding(key: str, values: Any, expected: list[Any], dtype: Any) -> None:
+    if isinstance(values, np.ndarray):
+        values = [values[0], values[1, :1]]
+    batch = collate([{key: value} for value in values])[key]
+    assert batch.tolist() == expected and batch.dtype is dtype
 
 
 @pytest.mark.parametrize(
@@ -188,28 +159,17 @@ def test_padding_of_integers_and_floats_gives_floats() -> None:
         ([torch.ones(5), torch.ones(4)], ""),
         ([np.ones((2, 3), int), np.ones((1, 3), int)], "x"),
     ],
-    ids=["channels", "channels as integers", "measurements", "nothing measured", "no key", "table of integers"],
 )
-@pytest.mark.parametrize("max_length", [None, 8])
-def test_padding_needs_a_sequence(values: list[Any], key: str, max_length: int | None) -> None:
+def test_padding_and_truncation_need_a_sequence(values: list[Any], key: str) -> None:
     shapes = [tuple(torch.as_tensor(value).shape) for value in (values[1], values[0])]
-    words = (
-        f"{f'{key!r}: ' if key else ''}entry 1 of the batch, of shape {shapes[0]}, and entry 0, of shape {shapes[1]}"
-    )
-    with pytest.raises(DataError, match=re.escape(words)):
-        Collator(max_length=max_length)([{key: value} for value in values] if key else values)
-
-
-def test_max_length_needs_a_sequence() -> None:
+    place = f"{key!r}: " if key else ""
+    words = f"{place}entry 1 of the batch, of shape {shapes[0]}, and entry 0, of shape {shapes[1]}"
+    for max_length in (None, 8):
+        with pytest.raises(DataError, match=re.escape(words)):
+            Collator(max_length=max_length)([{key: value} for value in values] if key else values)
     assert Collator(max_length=2)([torch.ones(4), torch.ones(4)]).shape == (2, 4)
     assert Collator(max_length=2)([{"x": torch.ones(3, 4)}])["x"].shape == (1, 3, 4)
-
-
-def test_padding_knows_sequences_by_name_or_pad_value() -> None:
-    batch = collate([{"input_features": torch.ones(2, 3)}, {"input_features": torch.ones(1, 3)}])
-    assert batch["input_features"].sum(-1).tolist() == [[3, 3], [3, 0]]
-    audio = Collator(pad_values={"audio": -1.0})([{"audio": [0.5]}, {"audio": [0.5, 0.25]}])["audio"]
-    assert audio.tolist() == [[0.5, -1.0], [0.5, 0.25]]
+    assert Collator(max_length=1)([{"label": 3}, {"label": 4}])["label"].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("field", ["missing", "None"])
@@ -222,33 +182,16 @@ def test_collator_reports_the_row_of_a_missing_field(field: str) -> None:
 
 
 def test_padding_may_differ_by_key() -> None:
-    collator = Collator(pad_value=7, pad_values={"ids": 9, "labels": -1})
+    collator = Collator(pad_value=7, pad_values={"ids": 9, "labels": -1, "audio": -1.0})
     batch = collator([{"ids": [1], "x": [1], "labels": [1]}, {"ids": [1, 2], "x": [1, 2], "labels": [1, 2]}])
     assert [batch[key][0, 1].item() for key in ("ids", "x", "labels")] == [9, 7, -1]
+    audio = collator([{"audio": [0.5]}, {"audio": [0.5, 0.25]}])["audio"]  # a sequence, as it has a pad value
+    assert audio.tolist() == [[0.5, -1.0], [0.5, 0.25]]
+    batch = collate([{"input_features": torch.ones(2, 3)}, {"input_features": torch.ones(1, 3)}])  # one by its name
+    assert batch["input_features"].sum(-1).tolist() == [[3, 3], [3, 0]]
 
 
-def test_sides_of_truncation_and_padding_are_independent() -> None:
-    values = [[1, 2, 3, 4], [5]]
-    results = {
-        (cut, pad): Collator(max_length=2, truncation_side=cut, padding_side=pad)(values).tolist()
-        for cut in ("right", "left")
-        for pad in ("right", "left")
-    }
-    assert results == {
-        ("right", "right"): [[1, 2], [5, 0]],
-        ("right", "left"): [[1, 2], [0, 5]],
-        ("left", "right"): [[3, 4], [5, 0]],
-        ("left", "left"): [[3, 4], [0, 5]],
-    }
-
-
-def test_max_length_cuts_equal_sequences_and_pads_none() -> None:
-    assert Collator(max_length=2)([[1, 2, 3], [4, 5, 6]]).tolist() == [[1, 2], [4, 5]]
-    assert Collator(max_length=5)([np.array([1, 2]), np.array([3])]).tolist() == [[1, 2], [3, 0]]
-    assert Collator(max_length=1)([{"label": 3}, {"label": 4}])["label"].tolist() == [3, 4]
-    assert Collator(max_length=1)([torch.tensor(3), torch.tensor(4)]).tolist() == [3, 4]
-
-
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(-1000, 1000), max_size=6), min_size=1, max_size=5),
     st.one_of(st.none(), st.integers(1, 7)),
@@ -263,12 +206,12 @@ def test_padding_equals_padding_by_hand(
     make = {"list": list, "tensor": lambda v: torch.tensor(v, dtype=torch.int64), "array": lambda v: np.array(v, int)}
     collator = Collator(max_length=max_length, truncation_side=cut, padding_side=pad, pad_value=7)
     batch = collator([{key: make[kind](value)} for value in values])[key]
-    kept = values
+    cut_values = values
     if max_length is not None:
-        kept = [value[:max_length] if cut == "right" else value[-max_length:] for value in values]
-    longest, fill = max(map(len, kept)), -100 if key == "labels" else 7
-    gaps = [[fill] * (longest - len(value)) for value in kept]
-    expected = [value + gap if pad == "right" else gap + value for value, gap in zip(kept, gaps, strict=True)]
+        cut_values = [value[:max_length] if cut == "right" else value[-max_length:] for value in values]
+    longest, fill = max(map(len, cut_values)), -100 if key == "labels" else 7
+    gaps = [[fill] * (longest - len(value)) for value in cut_values]
+    expected = [value + gap if pad == "right" else gap + value for value, gap in zip(cut_values, gaps, strict=True)]
     assert batch.tolist() == expected
     assert batch.dtype is torch.int64 or not any(values)
 
@@ -280,13 +223,10 @@ def test_padding_equals_padding_by_hand(
     "samples, words",
     [
         ([{"a": 1, "b": 2}, {"a": 1}], "different keys: 'b'"),
-        ([{"a": 1}, {"a": 1, "b": 2}], "different keys: 'b'"),
         ([{"x": {"a": 1}}, {"x": {"b": 1}}], "different keys"),
         ([(1, 2), (1,)], "unequal lengths: 2, 1"),
-        ([(torch.ones(2), 1), (torch.ones(2), 1, 2)], "unequal lengths: 2, 3"),
         ([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], r"'x': entry 1 of the batch, of shape \(2, 4\)"),
         ([torch.ones(2), torch.tensor(1.0)], r"entry 1 of the batch, of shape \(\), and entry 0, of shape \(2,\)"),
-        ([torch.tensor(1.0), torch.ones(2)], r"entry 1 of the batch, of shape \(2,\), and entry 0, of shape \(\)"),
         ([{"y": 1}, {"y": None}], r"'y': \[1, None\]"),
         ([{"y": 1}, {"y": "a"}], r"'y': \[1, 'a'\]"),
         ([2**70, 1], str(2**70)),
@@ -299,14 +239,11 @@ def test_collator_rejects_samples_that_do_not_fit_together(samples: list[Any], w
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"truncation_side": "middle"}, {"padding_side": "Right"}, {"max_length": 0}, {"max_length": -1}],
-    ids=str,
+    ("name", "value"), [("truncation_side", "middle"), ("padding_side", "Right"), ("max_length", 0)]
 )
-def test_collator_rejects_impossible_options(options: dict[str, Any]) -> None:
-    [(name, value)] = options.items()
+def test_collator_rejects_impossible_options(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` must be .*{value!r}"):
-        Collator(**options)
+        Collator(**{name: value})
 
 
 # Labels, counts, devices
@@ -317,21 +254,14 @@ class UserMapping(collections.UserDict):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize(
-    "batch, labels",
+    ("batch", "labels"),
     [
-        ({"labels": 1, "label": 2}, 1),
-        ({"x": 0, "label": 2}, 2),
-        ({"target": 4, "targets": 3}, 3),
-        ({"label_ids": 5}, 5),
-        (UserMapping(labels=6), 6),
-        ({"x": 0}, None),
-        ((0, 1), 1),
-        ([0, 1, 2], 2),
-        ((0,), None),
+        ({"labels": 1, "label": 2}, 1), ({"x": 0, "label": 2}, 2), ({"target": 4, "targets": 3}, 3),
+        ({"label_ids": 5}, 5), (UserMapping(labels=6), 6), ({"x": 0}, None), ((0, 1), 1), ([0, 1, 2], 2), ((0,), None),
         (torch.ones(3), None),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_labels_of_a_batch_are_found_by_name_or_position(batch: Any, labels: Any) -> None:
     assert labels_of(batch) == labels
 
@@ -340,21 +270,16 @@ def test_labels_of_a_batch_are_found_by_name_or_position(batch: Any, labels: Any
     "batch, count",
     [
         (torch.ones(3, 2), 3),
-        (np.ones((4, 2)), 4),
         ({"x": torch.ones(5, 2), "y": torch.ones(9)}, 5),
-        ({"temperature": torch.tensor(1.0), "x": torch.ones(5)}, 5),
         ({"name": "a", "x": torch.ones(5)}, 5),
         ({"text": ["a", "b"], "n": 3}, 2),
         ({"boxes": [torch.ones(7, 4), torch.ones(1, 4), torch.ones(2, 4)]}, 3),
         ({"nested": {"x": np.ones(6)}}, 6),
         (UserMapping(x=torch.ones(3)), 3),
         ((torch.ones(3, 2), torch.ones(3)), 3),
-        ([torch.ones(3, 2), torch.ones(3)], 3),
         (((torch.ones(3, 2), torch.ones(3, 5)), torch.ones(3)), 3),
-        ((["a", "b", "c"], torch.ones(3)), 3),
         (({"x": torch.ones(4)}, torch.ones(4)), 4),
         (((torch.ones(2, 8, 8), torch.ones(2, 9, 9), torch.ones(2, 7, 7)), ({}, {}, {})), 3),
-        (["a", "b"], 2),
         ({"empty": {}, "x": torch.ones(2)}, 2),
     ],
     ids=lambda value: "" if isinstance(value, int) else str(type(value)),
@@ -367,11 +292,6 @@ def test_count_samples_of_any_batch(batch: Any, count: int) -> None:
 def test_count_samples_rejects_a_batch_without_samples(batch: Any) -> None:
     with pytest.raises(DataError, match=type(batch).__name__):
         count_samples(batch)
-
-
-@pytest.mark.parametrize("samples", [[{"x": [1], "t": "a"}, {"x": [2, 3], "t": "b"}], [([1], 0), ([2, 3], 1)], [1, 2]])
-def test_count_samples_of_collated_batches(samples: list[Any]) -> None:
-    assert count_samples(collate(samples)) == 2
 
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -393,19 +313,10 @@ def test_move_to_device_moves_tensors_only() -> None:
     assert type(moved["list"]) is list and type(moved["pair"]) is Pair
     assert moved["pair"].first.device == moved["pair"].second[1].device == META
     assert moved["text"] == text and isinstance(moved["array"], np.ndarray)
-    assert batch["x"].device.type == "cpu"
-
-
-def test_move_to_device_uses_the_method_of_objects() -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    moved = move_to_device((packed, torch.ones(1)), META)[0]
-    assert moved.data.device == META
-    assert moved.batch_sizes.device.type == "cpu"  # as torch demands
-
-
-def test_move_to_device_copies_nothing_on_the_device() -> None:
-    tensor = torch.ones(2)
-    assert move_to_device(tensor, torch.device("cpu")) is tensor
+    assert batch["x"].device.type == "cpu" and move_to_device(batch, torch.device("cpu"))["x"] is batch["x"]
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])  # which has a method for it
+    (copy,) = move_to_device((packed,), META)
+    assert (copy.data.device, copy.batch_sizes.device.type) == (META, "cpu")  # as torch demands
 
 
 # Splitting
@@ -443,36 +354,29 @@ BOXES = [torch.zeros(3, 2), torch.zeros(3, 1), torch.zeros(3, 2), torch.zeros(3,
 )  # fmt: skip
 def test_split_batch_by_rows_keeps_common_values(batch: Any, first: Any, last: Any) -> None:
     parts = split_batch(batch, 2)
-    assert [plain(one) for one in (parts[0], parts[-1])] == [first, last]
+    assert [plain(parts[0]), plain(parts[-1])] == [first, last]
     assert len(parts) == 3 and all(type(part) is type(batch) for part in parts)
     assert split_batch(batch, 5)[0] is batch
 
 
-def test_split_batch_gives_equal_parts() -> None:
+def test_split_batch_gives_equal_parts_of_the_type() -> None:
     assert [len(part) for part in split_batch(torch.arange(9), 4)] == [3, 3, 3]
     assert [len(part) for part in split_batch(torch.arange(4), 3)] == [2, 2]
-
-
-def test_split_batch_keeps_the_type() -> None:
     encoding = BatchEncoding({"input_ids": torch.ones(3, 2), "n": 1})
     first, second = split_batch(encoding, 2)
     assert type(first) is BatchEncoding and first["n"] == 1
     assert (first["input_ids"].shape, second["input_ids"].shape) == ((2, 2), (1, 2))
     assert split_batch(Pair(ROWS, {"z": ROWS}), 3)[1].second["z"].tolist() == [3, 4]
     ordered = collections.OrderedDict(b=ROWS, a=ROWS)
-    assert [type(one) for one in split_batch(ordered, 3)] == [collections.OrderedDict] * 2
+    assert [type(part) for part in split_batch(ordered, 3)] == [collections.OrderedDict] * 2
     assert ordered["a"] is ROWS
-
-
-class Odd:
-    """Nothing that has rows."""
 
 
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (Odd(), "a Odd into rows"),
-        ({"x": ROWS, "odd": Odd()}, "a Odd under 'odd' into rows"),
+        (object(), "a object into rows"),
+        ({"x": ROWS, "odd": object()}, "a object under 'odd' into rows"),
         ({"x": ROWS, "lengths": torch.arange(6)}, "a Tensor of shape (6,) under 'lengths' beside 5 rows"),
         ((ROWS, ROWS[:4]), "a Tensor of shape (4,) at 1 beside 5 rows"),
         ({"x": ROWS, "names": ["a", "b"]}, "a list of 2 entries under 'names' beside 5 rows"),

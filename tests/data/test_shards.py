@@ -60,7 +60,7 @@ def steps(world_size: int, **options: Any) -> list[list[float]]:
     """The samples of each step of 8 turns on all ranks together."""
     ranks = [values(loader(rank, world_size, **options).counted(1)) for rank in range(world_size)]
     turns = range(max(map(len, ranks)))
-    return [sorted(one for rank in ranks if turn < len(rank) for one in rank[turn]) for turn in turns]
+    return [sorted(value for rank in ranks if turn < len(rank) for value in rank[turn]) for turn in turns]
 
 
 PROCESSES = pytest.mark.processes
@@ -69,7 +69,7 @@ PROCESSES = pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, *(pytest.param({"num_workers": n}, marks=PROCESSES) for n in (1, 2))], ids=str)
 def test_steps_are_the_same_on_any_ranks_and_workers(options: dict[str, Any]) -> None:
     whole = steps(1)
-    flat = sorted(int(one) for step in whole for one in step)
+    flat = sorted(int(value) for step in whole for value in step)
     assert flat == [*range(7), 100, 101, *range(300, 305)]
     assert len(whole) == 4  # 25 turns to the last sample of the first shard
     assert steps(2, **options) == whole
@@ -78,25 +78,24 @@ def test_steps_are_the_same_on_any_ranks_and_workers(options: dict[str, Any]) ->
 
 
 def test_rank_reads_its_shards_only() -> None:
-    one = loader(1, 2)
-    values(one.counted(0))
-    assert [shard.read for shard in one.dataset.shards] == [0, 2, 0, 5]
-    assert (one.size, len(one)) == (14, 4)
+    reader = loader(1, 2)
+    values(reader.counted(0))
+    assert [shard.read for shard in reader.dataset.shards] == [0, 2, 0, 5]
+    assert (reader.size, len(reader)) == (14, 4)
 
 
 def state_after(ranks: int, windows: int, kind: Any) -> Any:
-    """The state of data that all ranks save after some windows of an epoch, and the windows after it."""
-    states, rest = [], []
+    """The state of data that all ranks save after some windows of an epoch."""
+    states = []
     for rank in range(ranks):
-        one = loader(rank, ranks, kind)
-        batches = one.rest(1, Progress(epoch=1))
-        next_ones = [next(batches, None) for _ in range(windows)]
-        assert next_ones
-        one.turn += windows
-        mark = one.mark_at(1, 0, 1)
+        reader = loader(rank, ranks, kind)
+        batches = reader.rest(1, Progress(epoch=1))
+        for _ in range(windows):
+            next(batches, None)
+        reader.turn += windows
+        mark = reader.mark_at(1, 0, 1)
         states.append(mark.state)
-        rest.append(values(batches))
-    return mark._replace(state=one.joined(states)), rest
+    return mark._replace(state=reader.joined(states))
 
 
 @pytest.mark.parametrize("kind", [Shard, Seekable])
@@ -104,18 +103,18 @@ def state_after(ranks: int, windows: int, kind: Any) -> Any:
 def test_resume_on_another_number_of_ranks(kind: Any, before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_EVERY", 2)
     for windows in (1, 2, 3):
-        mark, _ = state_after(before, windows, kind)
+        mark = state_after(before, windows, kind)
         read = 0
-        found = []
+        parts = []
         for rank in range(after):
-            one = loader(rank, after, kind)
-            one.start_from(mark._replace(state=one.part_of(mark.state)))
-            found.append(values(one.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1))))
-            read += sum(shard.read for shard in one.dataset.shards)
-        turns = range(max(map(len, found)))
-        rest = [sorted(one for part in found if turn < len(part) for one in part[turn]) for turn in turns]
+            reader = loader(rank, after, kind)
+            reader.start_from(mark._replace(state=reader.part_of(mark.state)))
+            parts.append(values(reader.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1))))
+            read += sum(shard.read for shard in reader.dataset.shards)
+        turns = range(max(map(len, parts)))
+        rest = [sorted(value for part in parts if turn < len(part) for value in part[turn]) for turn in turns]
         assert [step for step in rest if step] == [step for step in steps(1, kind=kind)[windows:] if step]
-        ended = sum(not any(part) for part in found)  # of which the ranks read their last batch again
+        ended = sum(not any(part) for part in parts)  # of which the ranks read their last batch again
         assert 14 <= read <= 14 + 14 * ended if kind is Shard else read < 14
 
 
@@ -132,31 +131,29 @@ def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num
         last = batch
     states = []
     for rank in range(2):
-        one = loader(rank, 2, kind, sizes, batch_size=2)
-        batches = one.rest(1, Progress(epoch=1))
+        reader = loader(rank, 2, kind, sizes, batch_size=2)
+        batches = reader.rest(1, Progress(epoch=1))
         for _ in range(windows):
             next(batches, None)
-        one.turn += windows
-        states.append(one.mark_at(1, 0, 1))
-    mark = states[0]._replace(state=whole.joined([one.state for one in states]))
-    one = loader(1, 2, kind, sizes, batch_size=2, num_workers=num_workers)
-    one.start_from(mark._replace(state=one.part_of(mark.state)))
-    found = list(one.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
-    assert [samples for _, samples in found] == [0]
-    assert last is not None and torch.equal(found[0].batch, last)
-    none = loader(1, 2, kind, (17, 0), batch_size=2)
-    none.start_from(mark._replace(state=none.part_of(mark.state)))
-    assert not list(none.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
+        reader.turn += windows
+        states.append(reader.mark_at(1, 0, 1))
+    mark = states[0]._replace(state=whole.joined([mark.state for mark in states]))
+
+    def rest(sizes: Any, **options: Any) -> list[Any]:
+        reader = loader(1, 2, kind, sizes, batch_size=2, **options)
+        reader.start_from(mark._replace(state=reader.part_of(mark.state)))
+        return list(reader.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
+
+    ((batch, samples),) = rest(sizes, num_workers=num_workers)
+    assert samples == 0 and last is not None and torch.equal(batch, last)
+    assert not rest((17, 0))
 
 
-def test_resume_with_other_shards_is_an_error() -> None:
-    mark, _ = state_after(1, 1, Shard)
+def test_shards_of_another_number_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    mark = state_after(1, 1, Shard)
     with pytest.raises(CheckpointError, match="has 2 shards, and had 4"):
         loader(sizes=(7, 7)).part_of(mark.state)
     assert loader().part_of({"at": 3}) is None  # of another kind of data
-
-
-def test_shards_that_do_not_divide_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be shared out evenly among 3 ranks"):
         loader(0, 3)
     with caplog.at_level(logging.WARNING, "omnitrain"):
@@ -164,10 +161,10 @@ def test_shards_that_do_not_divide_are_an_error(caplog: pytest.LogCaptureFixture
     assert "`num_workers=5`: the data has 2 shards for this rank" in caplog.text
 
 
-@pytest.mark.parametrize("given", [[], "abc", 5, [iter([1])], [5], ["a"]])
-def test_sharded_stream_rejects_what_is_no_list_of_shards(given: Any) -> None:
+@pytest.mark.parametrize("data", [[], "abc", 5, [iter([1])], [5], ["a"]])
+def test_sharded_stream_rejects_what_is_no_list_of_shards(data: Any) -> None:
     with pytest.raises(ConfigError, match="iterable"):
-        ShardedStream(given)
+        ShardedStream(data)
     with pytest.raises(ConfigError, match="no effect on a list"):
         ShardedStream([[1]], count=1)
 
@@ -207,11 +204,6 @@ def test_shards_of_hf_streams_are_all_read_once(workers: int) -> None:
     split = pytest.importorskip("datasets.distributed").split_dataset_by_node(stream, 0, 2)
     with pytest.raises(ConfigError, match="split_dataset_by_node"):
         ShardedStream(split)
-
-
-@PROCESSES
-def test_workers_of_shards_keep_the_order() -> None:
-    assert values(loader(num_workers=3).counted(0)) == values(loader().counted(0))
 
 
 def test_empty_shards_keep_their_turns() -> None:

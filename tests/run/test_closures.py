@@ -62,16 +62,6 @@ def test_closure_computes_gradients_at_moved_weights() -> None:
     torch.testing.assert_close(trainer.optimizer.losses, inner)  # type: ignore[attr-defined]
 
 
-def test_closure_runs_only_requested_passes() -> None:
-    model = t16()
-    passes: list[int] = []
-    model.register_forward_hook(lambda *_: passes.append(1))
-    trainer = build(model, batch_size=4, gradient_accumulation_steps=2, max_steps=1)
-    trainer.train()
-    (state,) = trainer.optimizer.state.values()
-    assert len(passes) == 2 * state["func_evals"]
-
-
 class Counting(Holding):
     """Counts two targets in each sample."""
 
@@ -123,29 +113,21 @@ def test_nan_in_a_closure_restores_the_weights() -> None:
     assert model.passes >= 3 and distance(weights(model), weights(t16())) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_grad_norm": 1.0}, "`max_grad_norm=1.0` would clip.* Pass max_grad_norm=None"),
-        ({"microbatch_size": "auto"}, "`microbatch_size='auto'` could not begin"),
-        ({"on_nonfinite": "skip"}, "`on_nonfinite='skip'` decides on a step before"),
-        ({"algorithms": [SAM()]}, r"`algorithms=\[SAM\]` moves the weights"),
-    ],
-)
-def test_unsupported_options_are_an_error(options: dict[str, Any], message: str) -> None:
-    model = t16()
-    with pytest.raises(ConfigError, match=rf"`optimizer` \(LBFGS\) takes loss and .*{message}"):
-        build(model, **options).train()
-    assert distance(weights(model), weights(t16())) == 0
-
-
-def test_custom_training_step_with_a_closure_is_an_error() -> None:
+def test_unsupported_options_are_an_error() -> None:
     class Own(HFTrainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             return super().training_step(model, inputs, num_items_in_batch)
 
-    for options in ({"optimizer": torch.optim.LBFGS}, {"algorithms": [SAM()]}):
-        trainer = Own(t16(), None, rows(8), loss_fn=F.mse_loss, max_grad_norm=None, max_steps=1, **options)
+    for options, message in (
+        ({"max_grad_norm": 1.0}, "`max_grad_norm=1.0` would clip.* Pass max_grad_norm=None"),
+        ({"microbatch_size": "auto"}, "`microbatch_size='auto'` could not begin"),
+        ({"on_nonfinite": "skip"}, "`on_nonfinite='skip'` decides on a step before"),
+        ({"algorithms": [SAM()]}, r"`algorithms=\[SAM\]` moves the weights"),
+    ):
+        with pytest.raises(ConfigError, match=rf"`optimizer` \(LBFGS\) takes loss and .*{message}"):
+            build(t16(), **options).train()
+    for parts in ({"optimizer": torch.optim.LBFGS}, {"algorithms": [SAM()]}):
+        trainer = Own(t16(), None, rows(8), loss_fn=F.mse_loss, max_grad_norm=None, max_steps=1, **parts)
         with pytest.raises(ConfigError, match=re.escape("Own.training_step")):
             trainer.train()
 
@@ -156,6 +138,11 @@ def test_algorithms_change_gradients_in_each_pass() -> None:
             trainer.model[0].weight.grad[:8] = 0
 
     model = t16()
-    build(model, algorithms=[Masking()]).train()
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    trainer = build(model, batch_size=4, gradient_accumulation_steps=2, max_steps=1, algorithms=[Masking()])
+    trainer.train()
+    (state,) = trainer.optimizer.state.values()
+    assert len(passes) == 2 * state["func_evals"]  # of two micro-batches, and no pass that nobody requests
     assert torch.equal(model[0].weight[:8], t16()[0].weight[:8])  # type: ignore[index]
     assert not torch.equal(model[0].weight[8:], t16()[0].weight[8:])  # type: ignore[index]

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from recipes import Graphs, Sentences, StopAt, Tagger, rows, same, t16, weights
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from omnitrain import (
     EMA,
@@ -27,6 +26,8 @@ from omnitrain import (
     ShardedStream,
     Trainer,
 )
+
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +43,9 @@ def make(model: nn.Module, data: Any = None, *guests: Callback, **options: Any) 
     return Trainer(model, data, device="cpu", progress_bar=False, callbacks=guests, **options)
 
 
-class Words(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Rows of 4 numbers with a target, repeated to a number of lengths."""
-
-    def __init__(self, size: int, lengths: int = 1) -> None:
-        (self.x, self.y), self.lengths = rows(size, torch.float32).tensors, lengths
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index].repeat(1 + index // 8 % self.lengths), self.y[index]
+def words(size: int, lengths: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return rows of 4 numbers with a target, repeated to a number of lengths."""
+    return [(x.repeat(1 + i // 8 % lengths), y) for i, (x, y) in enumerate(rows(size, torch.float32))]
 
 
 class Mean(nn.Module):
@@ -134,7 +127,7 @@ class CountsBatches(Algorithm):
 
 def test_compile_covers_the_shapes_of_training_and_evaluation() -> None:
     graphs, algorithm = Graphs(), CountsBatches()
-    data, sets = Words(60, lengths=3), {"dev": Words(5), "web": Words(8)}
+    data, sets = words(60, lengths=3), {"dev": words(5), "web": words(8)}
     trainer = make(
         Mean(), data, compile={"backend": graphs, "dynamic": False}, batch_size=8, shuffle=False, eval_dataset=sets,
         eval_batch_size=4, algorithms=[algorithm, EMA()],
@@ -175,7 +168,7 @@ def test_compile_reports_graph_breaks() -> None:
             torch._dynamo.graph_break()
             return self[1](x)
 
-    report = make(Broken(nn.Linear(4, 4), nn.Linear(4, 1)), Words(8), compile={"backend": Graphs()}).compile()
+    report = make(Broken(nn.Linear(4, 4), nn.Linear(4, 1)), words(8), compile={"backend": Graphs()}).compile()
     ((reason, count),) = report.breaks.items()
     assert report.graphs == 2 and count == 1 and "graph_break" in reason and "\n" not in reason
 
@@ -186,7 +179,7 @@ def test_compile_of_a_plain_model_warns(caplog: pytest.LogCaptureFixture) -> Non
     caplog.clear()
     graphs = Graphs()
     model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend=graphs), nn.Linear(4, 1))  # type: ignore[arg-type]
-    assert make(model, Words(8)).compile().graphs == graphs.count == 1 and "compiled. Pass" not in caplog.text
+    assert make(model, words(8)).compile().graphs == graphs.count == 1 and "compiled. Pass" not in caplog.text
 
 
 def test_compile_validates_steps_data_and_loop() -> None:
@@ -216,7 +209,7 @@ def test_compile_restores_everything_after_an_error() -> None:
 
     model = Failing().eval()
     before, state = weights(model), torch.get_rng_state()
-    trainer = make(model, Words(11), gradient_accumulation_steps=1)
+    trainer = make(model, words(11), gradient_accumulation_steps=1)
     with pytest.raises(ValueError, match="three rows") as raised:
         trainer.compile()
     assert "step 2" in str(raised.value.__notes__)
@@ -229,16 +222,16 @@ def test_compile_restores_everything_after_an_error() -> None:
 
 
 def test_recompilations_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    common: dict[str, Any] = {"shuffle": False, "log_steps": 1, "epochs": 1}
     for lengths, options in ((6, {"dynamic": False}), (6, {}), (1, {"dynamic": False})):
         caplog.clear()
-        model = {"compile": {"backend": Graphs(), **options}}
-        make(Mean(), Words(96, lengths), shuffle=False, log_steps=1, **model).train()
+        make(Mean(), words(64, lengths), compile={"backend": Graphs(), **options}, **common).train()
         warnings = [record.message for record in caplog.records if "times more in this run" in record.message]
         assert len(warnings) == (lengths > 1 and bool(options)), options
         assert all("size mismatch at index 1" in text and "drop_last=True" in text for text in warnings)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        make(Mean(), Words(96, 6), shuffle=False, log_steps=1).train()  # what was compiled before is not its own
+        make(Mean(), words(64, 6), **common).train()  # what was compiled before is not its own
     assert "times more" not in caplog.text
 
 
@@ -247,12 +240,7 @@ def noisy() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [
-        "eager",
-        pytest.param("aot_eager", marks=pytest.mark.slow),
-        pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.processes]),
-    ],
+    "backend", [pytest.param("eager", marks=SLOW), pytest.param("inductor", marks=[SLOW, pytest.mark.processes])]
 )
 def test_resumed_compiled_run_equals_a_straight_one(backend: str, tmp_path: Path) -> None:
     def run(folder: str, *guests: Callback, resume: Any = None, ahead: bool = False) -> Trainer:
@@ -277,32 +265,21 @@ def test_resumed_compiled_run_equals_a_straight_one(backend: str, tmp_path: Path
     assert straight.metrics["valid"] == resumed.metrics["valid"] == ahead.metrics["valid"]
 
 
-class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Images of 8 x 8 with a class."""
-
-    def __init__(self) -> None:
-        generator = np.random.default_rng(0)
-        self.x = torch.from_numpy(generator.standard_normal((16, 1, 8, 8)))
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], torch.tensor(index % 3)
-
-
 def convolutions() -> nn.Module:
     torch.manual_seed(0)
     parts = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
     return nn.Sequential(*parts).double()
 
 
+images = TensorDataset(torch.arange(1024.0, dtype=torch.float64).sin().reshape(16, 1, 8, 8), torch.arange(16) % 3)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "model", "data", "options"),
     [
-        (lambda: GradualUnfreezing(), t16, rows(32), {}),
-        (lambda: LayerFreezing(), t16, rows(32), {}),
-        (lambda: ProgressiveResizing(), convolutions, Images(), {"loss_fn": F.cross_entropy}),
+        (GradualUnfreezing, t16, rows(32), {}),
+        (LayerFreezing, t16, rows(32), {}),
+        pytest.param(ProgressiveResizing, convolutions, images, {"loss_fn": F.cross_entropy}, marks=SLOW),
     ],
     ids=["unfreezing", "freezing", "resizing"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset as HFDataset
+from marks import thinned
+from recipes import Keyed, KeyedModel
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -24,7 +27,7 @@ from omnitrain import (
     Trainer,
 )
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
 @pytest.fixture(params=TRAINERS.values(), ids=TRAINERS)
@@ -56,6 +59,9 @@ def test_means_over_sets_are_weighted(trainer_class: Any) -> None:
         assert row[f"eval_{name}"] == pytest.approx((3 * row[f"eval_a_{name}"] + row[f"eval_b_{name}"]) / 4)
     names = {name.removeprefix("eval_c_") for name in row if name.startswith("eval_c_")}
     assert names == {"loss", "accuracy", "f1_macro"} and "eval_f1_macro" not in row
+    loaders = {"a": EvalSet(DataLoader(classes(8, 1), 3), weight=3), "b": DataLoader(classes(8, 2), 3)}
+    row_of_loaders = build(trainer_class, None, eval_loader=loaders, eval_steps=1).evaluate()
+    assert row_of_loaders == pytest.approx({name: row[name] for name in row_of_loaders}, rel=1e-6)
 
 
 def test_sets_have_their_own_metrics(trainer_class: Any) -> None:
@@ -82,11 +88,8 @@ def test_objective_is_a_mean_over_sets_or_a_metric_of_one(trainer_class: Any) ->
 
 
 def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Path) -> None:
-    sets = {
-        "often": classes(8, 1),
-        "rare": EvalSet(classes(8, 2), every="5ba"),
-        "epoch": EvalSet(classes(8), every="1ep"),
-    }
+    rare, epoch = EvalSet(classes(8, 2), every="5ba"), EvalSet(classes(8), every="1ep")
+    sets = {"often": classes(8, 1), "rare": rare, "epoch": epoch}
     options = {"eval_steps": 2, "max_steps": 12, "eval_on_start": True, "save_steps": 3, "save_dir": tmp_path / "a"}
     rows = build(trainer_class, sets, **options).train()["valid"]
     for name, steps in (("", range(0, 13, 2)), ("rare_", [0, 6, 10]), ("epoch_", [0, 4, 8, 12])):
@@ -104,24 +107,21 @@ class Stream(IterableDataset[Any]):
         return iter(classes(12, 1))
 
 
-@pytest.mark.parametrize("kind", ["map", "tensors", "stream", "columns"])
-def test_subset_is_the_first_samples(trainer_class: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    thinned(itertools.product(TRAINERS, ["map", "tensors", "stream", "columns"]),
+            [*(("native", kind) for kind in ("map", "tensors", "stream")), *((name, "columns") for name in TRAINERS)]),
+)  # fmt: skip
+def test_subset_is_the_first_samples(name: str, kind: str) -> None:
     full, tensors = classes(12, 1), classes(12, 1).tensors
-    columns = HFDataset.from_dict({"input": tensors[0].numpy(), "labels": tensors[1].numpy()}).with_format("torch")
-    data = {"map": full, "tensors": tuple(tensors), "stream": Stream(), "columns": columns}[kind]
+    data: Any = {"map": full, "tensors": tuple(tensors), "stream": Stream()}.get(kind)
     if kind == "columns":
-
-        class Named(nn.Linear):
-            def forward(self, input: torch.Tensor, labels: Any = None) -> Any:
-                out = super().forward(input)
-                return {"loss": F.cross_entropy(out, labels), "logits": out} if labels is not None else {"logits": out}
-
-        torch.manual_seed(0)
-        model = Named(4, 3)
-        trainer = trainer_class(model, train_dataset=columns, batch_size=4, progress_bar=False, max_steps=1)
-        expected = trainer.evaluate(columns.select(range(5)))["eval_loss"]
+        x, y = Keyed(12).x, Keyed(12).y
+        data = HFDataset.from_dict({"x": x.numpy(), "labels": y.numpy()}).with_format("torch")
+        trainer = TRAINERS[name](KeyedModel(), train_dataset=data, batch_size=4, progress_bar=False, max_steps=1)
+        expected = trainer.evaluate(data.select(range(5)))["eval_loss"]
     else:
-        trainer = build(trainer_class, None)
+        trainer = build(TRAINERS[name], None)
         expected = trainer.evaluate(TensorDataset(*(tensor[:5] for tensor in tensors)))["eval_loss"]
     assert trainer.evaluate(EvalSet(data, subset=5))["eval_loss"] == expected
     assert trainer.evaluate(EvalSet(data, subset=500)) == trainer.evaluate(data)
@@ -142,14 +142,10 @@ class Absolute:
 
 
 def test_sets_have_their_own_unit(trainer_class: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    data = classes(10, 1)
+    model, data = nn.Linear(4, 3), classes(10, 1)
     sets = {"a": EvalSet(data, unit=Absolute(model), metrics="accuracy"), "b": data}
-    trainer = trainer_class(
-        model, train_dataset=classes(), eval_dataset=sets, loss_fn=F.cross_entropy, batch_size=4, progress_bar=False,
-        compute_metrics="accuracy",
-    )  # fmt: skip
+    options = {"loss_fn": F.cross_entropy, "compute_metrics": "accuracy", "batch_size": 4, "progress_bar": False}
+    trainer = trainer_class(model, train_dataset=classes(), eval_dataset=sets, **options)
     row, outputs = trainer.evaluate(), model(data.tensors[0]).detach()
     assert row["eval_a_loss"] == pytest.approx(float(outputs.abs().mean()), rel=1e-6)
     assert row["eval_b_loss"] == pytest.approx(float(F.cross_entropy(outputs, data.tensors[1])), rel=1e-6)
@@ -167,32 +163,20 @@ def test_sets_have_their_own_unit(trainer_class: Any) -> None:
         ({"every": 0}, "`every`.*got 0"),
         ({"unit": 3}, "`unit`.*callable.*got 3"),
         ({"dataset": {"b": classes()}}, "one dataset or loader, got dict"),
-        ({"dataset": None}, "one dataset or loader, got NoneType"),
         ({"dataset": DataLoader(classes()), "subset": 3}, "`subset=3` has no effect on a loader"),
         ({"metrics": "acuracy"}, "'acuracy'.*accuracy"),
+        ({"weight": 0}, "No set of `eval_dataset` counts"),
     ],
 )
 def test_eval_set_arguments_are_validated(options: dict[str, Any], message: str) -> None:
     options = {"dataset": classes(), **options}
     with pytest.raises(ConfigError, match=message):
-        build(Trainer, {"a": EvalSet(options.pop("dataset"), **options)})
+        build(Trainer, {"a": EvalSet(options.pop("dataset"), **options), "b": EvalSet(classes(), every=2)})
 
 
-def test_eval_sets_need_a_weight_and_an_interval_a_name() -> None:
-    with pytest.raises(ConfigError, match="No set of `eval_dataset` counts"):
-        build(Trainer, {"a": EvalSet(classes(), weight=0), "b": EvalSet(classes(), every=2)})
+def test_interval_needs_a_name_and_another_objective() -> None:
     with pytest.raises(ConfigError, match="needs a set with a name"):
         build(Trainer, EvalSet(classes(), every=2))
-
-
-def test_loaders_may_be_eval_sets(trainer_class: Any) -> None:
-    loaders = {"a": EvalSet(DataLoader(classes(8, 1), 3), weight=3), "b": DataLoader(classes(8, 2), 3)}
-    datasets = {"a": EvalSet(classes(8, 1), weight=3), "b": classes(8, 2)}
-    row = build(trainer_class, None, eval_loader=loaders, eval_steps=1).evaluate()
-    assert row == pytest.approx(build(trainer_class, datasets).evaluate(), rel=1e-6)
-
-
-def test_objective_of_a_set_with_an_interval_is_an_error() -> None:
     sets = {"a": classes(), "rare": EvalSet(classes(), every=2)}
     with pytest.raises(ObjectiveError, match=r"'rare_loss'.*intervals of its own.*'2ba'"):
         build(Trainer, sets, optimization_metric="rare_loss")

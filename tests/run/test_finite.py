@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -40,11 +40,7 @@ def mean_of(values: list[tuple[float, float]]) -> float:
     return sum(loss * weight for loss, weight in values) / weight if weight else NAN
 
 
-@given(losses)
-def test_loss_meter_has_the_weighted_mean(values: list[tuple[float, float]]) -> None:
-    assert filled(values).mean() == pytest.approx(mean_of(values), abs=1e-9, nan_ok=True)
-
-
+@settings(max_examples=30)
 @given(st.lists(losses, max_size=4))
 def test_loss_meter_has_the_mean_since_the_last_log(parts: list[list[tuple[float, float]]]) -> None:
     meter = LossMeter(CPU)
@@ -65,16 +61,6 @@ def test_loss_meter_spans_epochs_for_logs_only() -> None:
     assert meter.mean() == 6.0
     assert mean_since_last(meter) == (2.0 + 3 * 6.0) / 4
     assert math.isnan(mean_since_last(meter))
-
-
-def test_loss_meter_mean_is_independent_of_reads() -> None:
-    values = torch.rand(200, generator=torch.Generator().manual_seed(0))
-    often, once = LossMeter(CPU), LossMeter(CPU)
-    for loss in values:
-        often.add(loss, 3)
-        once.add(loss, 3)
-        mean_since_last(often)
-    assert often.mean() == once.mean() == pytest.approx(values.double().mean().item(), rel=1e-12)
 
 
 def test_loss_meter_ignores_nan_without_weight() -> None:
@@ -101,7 +87,7 @@ def test_loss_meter_without_losses_is_nan_and_keeps_no_graph() -> None:
     assert not torch.as_tensor(meter.sum).requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_loss_meter_sums_in_double_precision(dtype: torch.dtype) -> None:
     meter = LossMeter(CPU)
     for _ in range(3000):
@@ -188,29 +174,18 @@ def equal(a: Any, b: Any) -> bool:
 
 
 @every_fused
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize(("bad", "first"), [(NAN, 0), (-INF, 5)])
 def test_deferred_guard_skips_all_updates_from_the_first_bad_one(kind: str, bad: float, first: int) -> None:
-    run = Run(kind)
+    run, plain = Run(kind), Run(kind, deferred=False)
     for number in range(first):
-        assert run.step(number)
+        assert run.step(number) and plain.step(number) and run.guard.first_bad() is None
+    assert equal(run.state(), plain.state())  # finite steps are unchanged
     before = run.state()
     assert run.step(first, bad)  # as far as the host knows
     for number in range(first + 1, first + 4):  # finite again, but after a step that was skipped
         assert equal(run.state()[0], before[0]) and (not first or equal(run.state(), before))
         run.step(number)
     assert equal(run.state()[0], before[0]) and run.guard.first_bad(wait=True) == first
-
-
-@every_fused
-def test_deferred_guard_leaves_finite_steps_unchanged(kind: str) -> None:
-    guarded, plain = Run(kind), Run(kind, deferred=False)
-    for number in range(6):
-        guarded.step(number)
-        plain.step(number)
-        assert guarded.guard.first_bad() is None
-    assert guarded.guard.first_bad(wait=True) is None
-    assert equal(guarded.state(), plain.state())
 
 
 def test_deferred_guard_reports_the_first_bad_step_only() -> None:
@@ -247,23 +222,8 @@ def test_guard_release_restores_the_optimizer() -> None:
     run.step(1)
     assert not equal(run.state(), before)
     run.guard.release(run.optimizer)  # twice does no harm
-
-
-def test_second_guard_starts_from_nothing() -> None:
-    run = Run("AdamW")
-    run.step(0, NAN)
-    run.guard.release(run.optimizer)
-    run.guard = FiniteGuard(CPU, run.optimizer, deferred=True)
+    run.guard = FiniteGuard(CPU, run.optimizer, deferred=True)  # and a second one starts from nothing
     before = run.state()
-    run.step(1)
-    assert run.guard.first_bad(wait=True) is None
-    assert not equal(run.state(), before)
-    assert math.isfinite(run.parameters[0].sum().item())
-
-
-def test_guard_adds_nothing_to_checkpoints() -> None:
-    run, plain = Run("AdamW"), Run("AdamW", deferred=False)
-    run.step(0)
-    plain.step(0)
-    assert run.optimizer.state_dict().keys() == plain.optimizer.state_dict().keys()
-    assert equal(run.optimizer.state_dict()["param_groups"], plain.optimizer.state_dict()["param_groups"])
+    run.step(2)
+    assert run.guard.first_bad(wait=True) is None and not equal(run.state(), before)
+    assert run.optimizer.state_dict()["param_groups"] == Run("AdamW", False).optimizer.state_dict()["param_groups"]
