@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset, random_split
 
 from omnitrain import BaseTrainer, ConfigError, DataError, MissingExtraError, __version__
-from omnitrain.files import replace_file
 
 __all__ = ["CharacterGPT", "digits", "next_character_loss", "prepare_folder", "read_sources", "stdlib"]
 
@@ -251,7 +250,9 @@ def prepare_folder(trainer: BaseTrainer, out: Path, data: str) -> None:
             )
         out.mkdir(parents=True, exist_ok=True)
         made_by = {"made_by": f"omnitrain {__version__} demo", "trainer": type(trainer).__name__, "data": data}
-        replace_file(mark, (json.dumps(made_by, indent=2) + "\n").encode())
+        mark.unlink(missing_ok=True)
+        with mark.open("x", encoding="utf-8") as file:  # not through a link that somebody may have put there
+            file.write(json.dumps(made_by, indent=2) + "\n")
         for name in _FILES:
             (out / name).unlink(missing_ok=True)
     except OSError as error:

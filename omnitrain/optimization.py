@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.errors import ConfigError, MissingExtraError, OmnitrainError, did_you_mean
 from omnitrain.muon import Muon, has_fused_kernel
 from omnitrain.progress import Progress
 from omnitrain.schedules import NAMED, Course, Place, Schedule, made, named_schedule, warmup_length
@@ -34,6 +34,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "check_optimizers",
+    "default_rate",
     "follows_evaluations",
     "fused_adamw",
     "import_class",
@@ -153,6 +154,29 @@ def optimizer_class(spec: str) -> Any:
 def _plain(name: str) -> str:
     """Return a name as it is looked up: case, "_" and "-" do not count."""
     return name.lower().replace("_", "").replace("-", "")
+
+
+def default_rate(spec: Any) -> float | None:
+    """Return the learning rate that an optimizer's class has by itself, which 2e-5 would bring to a standstill.
+
+    >>> default_rate("sgd"), default_rate("adamw"), default_rate(None)
+    (0.001, None, None)
+
+    Args:
+        spec: The `optimizer` of a trainer.
+
+    Returns:
+        None for AdamW of any kind, Muon, an optimizer that exists already, and a function.
+    """
+    if not isinstance(spec, (str, type)) or (isinstance(spec, str) and _plain(spec) in (MUON, "adamwtorchfused")):
+        return None
+    try:
+        kind = optimizer_class(spec) if isinstance(spec, str) else spec
+        rate = inspect.signature(kind).parameters["lr"].default
+    except (OmnitrainError, ImportError, KeyError, TypeError, ValueError):
+        return None  # which is refused elsewhere, or has no rate
+    is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    return float(rate) if is_number and "adamw" not in kind.__name__.lower() else None
 
 
 def build_optimizer(

@@ -186,7 +186,7 @@ class AccelerateTrainer(BaseTrainer):
             max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
-            learning_rate: For the default optimizer or a class; default 2e-5.
+            learning_rate: For the default optimizer or a class; default 2e-5 for AdamW, otherwise the optimizer's own.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
             lr_scheduler_kwargs: What a schedule by name, path or class is made with, such as {"min_lr": 1e-6}.

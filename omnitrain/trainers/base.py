@@ -38,7 +38,13 @@ from omnitrain.instantiation import TrainerConfig
 from omnitrain.masking import masked, without_secrets
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
-from omnitrain.optimization import build_optimizer, build_scheduler, check_optimizers, follows_evaluations
+from omnitrain.optimization import (
+    build_optimizer,
+    build_scheduler,
+    check_optimizers,
+    default_rate,
+    follows_evaluations,
+)
 from omnitrain.param_groups import freeze_parameters, group_parameters
 from omnitrain.precision import Precision, matmul_precision
 from omnitrain.progress import Progress
@@ -252,7 +258,7 @@ class BaseTrainer(Hooks, ABC):
             max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
-            learning_rate: For the default optimizer or a class; default 2e-5.
+            learning_rate: For the default optimizer or a class; default 2e-5 for AdamW, otherwise the optimizer's own.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
             lr_scheduler_kwargs: What a schedule by name, path or class is made with, such as {"min_lr": 1e-6}.
@@ -333,6 +339,8 @@ class BaseTrainer(Hooks, ABC):
             given["save_dir"] = run_folder(place, "save_dir")
         if given.get("init_from") is not None:
             given["init_from"] = source_of(given["init_from"])
+        if "learning_rate" not in given and (rate := default_rate(given.get("optimizer"))) is not None:
+            given["learning_rate"] = rate
         settings = Settings.of(given)
         check_settings(settings)
         if settings.data_collator is None:
