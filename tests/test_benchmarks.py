@@ -14,6 +14,7 @@ from typing import Any
 
 import programs
 import pytest
+import torch
 from compiled import compile_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,49 +30,38 @@ def run(*command: str | Path, cwd: Path, timeout: float = 1200, **variables: str
     return child.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_overhead_measures_one_case(tmp_path: Path) -> None:
-    run(BENCHMARKS / "overhead.py", "--quick", "--only", "tensors", "--json", "out.json", cwd=tmp_path)
-    figures = json.loads((tmp_path / "out.json").read_text())
-    assert {row["case"] for row in figures["rows"]} == {"tensors"}
+def figures_of(script: str, *options: str, folder: Path) -> dict[str, Any]:
+    """Return the figures that a benchmark writes."""
+    run(BENCHMARKS / script, *options, "--json", "out.json", cwd=folder)
+    assert [path.name for path in folder.iterdir()] == ["out.json"]
+    return json.loads((folder / "out.json").read_text())
 
 
 @pytest.mark.slow
 def test_overhead_measures_every_case(tmp_path: Path) -> None:
-    run(BENCHMARKS / "overhead.py", "--quick", "--json", "out.json", cwd=tmp_path)
-    figures = json.loads((tmp_path / "out.json").read_text())
-    assert {"tensors", "dicts", "transformer", "hf", "hf-transformer", "evaluation", "imports"} <= {
-        row["case"] for row in figures["rows"]
-    }
+    cases = {row["case"] for row in figures_of("overhead.py", "--quick", folder=tmp_path)["rows"]}
+    assert {"tensors", "dicts", "transformer", "hf", "hf-transformer", "evaluation", "imports"} <= cases
 
 
 @pytest.mark.slow
 def test_checkpoint_measures_every_case(tmp_path: Path) -> None:
-    printed = run(BENCHMARKS / "checkpoint.py", "--quick", "--json", "out.json", cwd=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
-    figures = json.loads((tmp_path / "out.json").read_text())
+    figures = figures_of("checkpoint.py", "--quick", folder=tmp_path)
     variants = {(row["case"], row["variant"]) for row in figures["rows"]}
-    assert {
-        ("save", "torch.save"),
-        ("save", "omnitrain"),
-        ("save, on disk", "omnitrain, async_save=True, later"),
-    } <= variants
-    ours = next(one for one in figures["files"] if one["name"] == "omnitrain")
+    asynchronous = ("save, on disk", "omnitrain, async_save=True, later")
+    assert {("save", "torch.save"), ("save", "omnitrain"), asynchronous} <= variants
+    ours = next(row for row in figures["files"] if row["name"] == "omnitrain")
     assert (ours["failed_save"], ours["flipped_bit"], ours["pickle"]) == ("kept", "noticed", False)
     reads = figures["seek"]
     looks = 2 * 32  # for a fingerprint of the data; on a resume, for that of the checkpoint too
     assert reads["omnitrain, from the start, 0 workers"] == 8 + looks
     assert reads["omnitrain, resumed, 0 workers"] == 8 + 2 * looks
     assert reads["omnitrain, resumed, 2 workers"] <= 8 * (1 + 2 * 2) + 2 * looks  # what the two workers fetch ahead
-    assert "x ref" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_distributed_measures_both_models(tmp_path: Path) -> None:
-    run(BENCHMARKS / "distributed.py", "--quick", "--json", "out.json", cwd=tmp_path)
-    figures = json.loads((tmp_path / "out.json").read_text())
+    figures = figures_of("distributed.py", "--quick", folder=tmp_path)
     assert {(row["case"], row["variant"]) for row in figures["rows"]} >= {
         ("tiny MLP", "accelerate by hand"),
         ("tiny MLP", "AccelerateTrainer"),
@@ -81,8 +71,7 @@ def test_distributed_measures_both_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_soak_grows_only_history(tmp_path: Path) -> None:
-    run(BENCHMARKS / "soak.py", "--steps", "20000", "--json", "out.json", cwd=tmp_path)
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    rows = figures_of("soak.py", "--steps", "20000", folder=tmp_path)["rows"]
     first, last = rows[1], rows[-1]
     assert last["steps"] > 5 * first["steps"]
     assert last["resident"] < first["resident"] + 10
@@ -93,39 +82,28 @@ def test_soak_grows_only_history(tmp_path: Path) -> None:
 # --- runs that are interrupted
 
 
-def chaos(tmp_path: Path, *arguments: str, timeout: float = 1200) -> list[dict[str, Any]]:
-    """Return what came of trials, all of which had to end with the bits of an undisturbed run."""
-    with tempfile.TemporaryDirectory() as folder:  # pytest's path would be too long for the sockets of workers
-        run(BENCHMARKS / "chaos.py", "--json", "out.json", *arguments, cwd=tmp_path, timeout=timeout, TMPDIR=folder)
-        assert not os.listdir(folder)
-    return json.loads((tmp_path / "out.json").read_text())
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_chaos_two_trials(tmp_path: Path) -> None:
-    found = chaos(tmp_path, "--trials", "2", "--backends", "native", "ddp", "--faults", "kill")
-    assert sorted(one["backend"] for one in found) == ["ddp", "native"] and all(one["same"] for one in found)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_chaos_plan_covers_backends_and_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_plan_covers_backends_and_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))  # of which the script changes some
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("chaos")
-    plan = script.planned(script.pairs_of(script.BACKENDS, script.FAULTS), 30, random.Random(seed))
-    assert {backend for backend, _, _ in plan} == set(script.BACKENDS)
-    assert {fault for _, fault, _ in plan} == set(script.FAULTS)
-    assert len({(backend, fault) for backend, fault, _ in plan}) == 30
+    for seed in range(5):
+        plan = script.planned(script.pairs_of(script.BACKENDS, script.FAULTS), 30, random.Random(seed))
+        assert {backend for backend, _, _ in plan} == set(script.BACKENDS)
+        assert {fault for _, fault, _ in plan} == set(script.FAULTS)
+        assert len({(backend, fault) for backend, fault, _ in plan}) == 30
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(3600)
-def test_chaos_thirty_trials(tmp_path: Path) -> None:
+def test_chaos_ends_with_the_bits_of_undisturbed_runs(tmp_path: Path) -> None:
     compile_once()
-    found = chaos(tmp_path, "--trials", "30", "--seed", str(os.getpid()), timeout=3500)
-    assert len(found) == 30 and all(one["same"] for one in found)
+    words = (BENCHMARKS / "chaos.py", "--json", "out.json", "--trials", "30", "--seed", str(os.getpid()))
+    with tempfile.TemporaryDirectory() as folder:  # pytest's path would be too long for the sockets of workers
+        run(*words, cwd=tmp_path, timeout=3500, TMPDIR=folder)
+        assert not os.listdir(folder)
+    trials = json.loads((tmp_path / "out.json").read_text())
+    assert len(trials) == 30 and all(trial["same"] for trial in trials)
 
 
 # what runs on a GPU, without one
@@ -208,25 +186,25 @@ def test_last(request):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_gpu_continues_after_crash_or_hang(gpu: Any, tmp_path: Path) -> None:
-    file = tmp_path / "test_ends.py"
-    file.write_text(ENDS)
-    told: list[int] = []
-    tests, why = gpu.run_tests([file], 60, root=tmp_path, longest=3, tell=lambda tests: told.append(len(tests)))
-    assert not why and told == sorted(told)
-    assert {test.name.split("::")[1]: test.status for test in tests} == {
-        "test_first": "passed",
-        "test_crashes": "crashed",
-        "test_fails": "failed",
-        "test_hangs": "hung",
-        "test_leaves_the_gpu_of_no_use": "failed",
-        "test_of_another_process": "passed",
-        "test_last": "skipped",
-    }
-    texts = {test.name.split("::")[1]: test.text for test in tests}
+def test_gpu_continues_after_crash_hang_or_error(gpu: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    (tmp_path / "test_ends.py").write_text(ENDS)
+    (tmp_path / "test_lacking.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
+    counts: list[int] = []
+    files = sorted(tmp_path.glob("test_*.py"))
+    tests, why = gpu.run_tests(files, 60, root=tmp_path, longest=3, tell=lambda tests: counts.append(len(tests)))
+    assert not why and counts == sorted(counts)
+    assert {test.name.split("::")[-1]: test.status for test in tests} == {
+        "test_broken.py": "failed", "test_lacking.py": "skipped", "test_first": "passed", "test_crashes": "crashed",
+        "test_fails": "failed", "test_hangs": "hung", "test_leaves_the_gpu_of_no_use": "failed",
+        "test_of_another_process": "passed", "test_last": "skipped",
+    }  # fmt: skip
+    texts = {test.name.split("::")[-1]: test.text for test in tests}
     assert "SIGSEGV" in texts["test_crashes"] and "test_crashes" in texts["test_crashes"]
     assert "assert 1 == 2" in texts["test_fails"] and texts["test_last"] == "for a reason"
-    assert gpu.status_of(tests) == "failed"
+    assert "no_such_module" in texts["test_lacking.py"] and gpu.status_of(tests) == "failed"
+    tests, why = gpu.run_tests([tmp_path / "nowhere.py"], 60, root=tmp_path)
+    assert not tests and "exit code" in why and "nowhere.py" in why
 
 
 @pytest.mark.slow
@@ -238,58 +216,27 @@ def test_gpu_lists_tests_without_time(gpu: Any, tmp_path: Path) -> None:
     assert gpu.status_of(tests) == "passed"
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_gpu_continues_after_import_error(gpu: Any, tmp_path: Path) -> None:
-    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    (tmp_path / "test_lacking.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
-    (tmp_path / "test_fine.py").write_text("def test_a(): pass\n")
-    tests, why = gpu.run_tests(sorted(tmp_path.glob("test_*.py")), 60, root=tmp_path)
-    assert {test.name: test.status for test in tests} == {
-        "test_broken.py": "failed", "test_fine.py::test_a": "passed", "test_lacking.py": "skipped",
-    }  # fmt: skip
-    assert "no_such_module" in next(test.text for test in tests if test.status == "skipped") and not why
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_gpu_reports_failed_pytest(gpu: Any, tmp_path: Path) -> None:
-    tests, why = gpu.run_tests([tmp_path / "nowhere.py"], 60, root=tmp_path)
-    assert not tests and "exit code" in why and "nowhere.py" in why
-
-
 def test_gpu_steps_share_time(gpu: Any, tmp_path: Path) -> None:
     report = gpu.Report(tmp_path, minutes=2)
     report.about |= {"versions": {}, "cpu": "", "cores": 1, "python": "", "commit": "", "date": ""}
-    given: list[float] = []
+    limits: list[float] = []
 
     def step(name: str, seconds: float, status: str) -> Any:
         def fill(part: Any, limit: float) -> None:
-            given.append(limit)
+            limits.append(limit)
             part.status, part.tests = status, [gpu.Test(f"{name}::test", status, 1.0, "because")]
 
         return gpu.Step(gpu.Part(name, "tests"), seconds, fill)
 
     gpu.run_all(report, [step("one", 20, "passed"), step("two", 50, "passed"), step("three", 10, "failed")])
-    assert given == pytest.approx([55, 105, 115], abs=2) and report.failed  # 5 s are kept for the report
+    assert limits == pytest.approx([55, 105, 115], abs=2) and report.failed  # 5 s are kept for the report
     report.minutes = 0.2
     gpu.run_all(report, [step("late", 20, "passed")])
     assert report.parts[0].status == "not run" and not report.failed
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"][0]["reason"] == "out of time"
 
 
-def test_throughput_peaks_by_longest_name(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "Unheard Of": None}
-    for name, peak in names.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert throughput.peak_flops(torch.device("cuda")) == peak
-    assert throughput.peak_flops(torch.device("cpu")) is None
-
-
 def test_throughput_flops_equal_pytorch(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -304,23 +251,7 @@ def test_throughput_flops_equal_pytorch(throughput: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_throughput_without_transformers(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(throughput, "find_spec", lambda name: None)
-    told: list[int] = []
-    work = throughput.work_for(torch.device("cpu"), quick=True, compiled=False)
-    found = throughput.measure(work, 60, 1, lambda found: told.append(found["rounds"]))
-    states = {row["variant"]: (row["status"], row["reason"]) for row in found["rows"]}
-    assert states["Trainer"] == states["AccelerateTrainer"] == ("measured", "")
-    assert states["HFTrainer"] == states["transformers.Trainer"] == ("skipped", "transformers is not installed")
-    assert told[0] == 0 and told[-1] == 1 and len(told) == 8
-
-
-@pytest.mark.slow
 def test_throughput_rejects_other_work(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     def fails(*_: Any) -> Any:
         raise RuntimeError("boom")
 
@@ -375,18 +306,16 @@ BAD: dict[str, list[dict[str, Any]]] = {
         {"a": {"first_step": 6, "said": [], "difference": 0.0}},
         {"a": {"first_step": 1, "said": ["no checkpoint"], "difference": 0.0}},
     ],
-    "R7": [
-        {"steps": 30, "of": 30, "finite": False, "error": ""},
-        {"steps": 3, "of": 30, "finite": False, "error": "E"},
-    ],
+    "R7": [{"steps": steps, "of": 30, "finite": False, "error": error} for steps, error in ((30, ""), (3, "E"))],
     "R8": [{"difference": 1e-2}],
     "R9": [{"straight": 8, "resumed": 12}],
 }
 
 
-@pytest.mark.parametrize(("name", "facts"), [(name, facts) for name, several in BAD.items() for facts in several])
-def test_probe_rejects_bad_result(name: str, facts: dict[str, Any], probes: Any) -> None:
-    assert not probes.PROBES[name].judge(facts)[0]
+@pytest.mark.parametrize("name", BAD)
+def test_probe_rejects_bad_result(name: str, probes: Any) -> None:
+    for facts in BAD[name]:
+        assert not probes.PROBES[name].judge(facts)[0], facts
 
 
 def test_probe_rejects_guessed_direction(probes: Any) -> None:
@@ -397,12 +326,9 @@ def test_probe_rejects_guessed_direction(probes: Any) -> None:
     assert not judge({**right, "foo": "ObjectiveError", "wer": "max"})[0]
 
 
-def test_peers_list_missing_ones(probes: Any) -> None:
-    row = probes.probe("R2", "no_such_trainer")
-    assert (row.is_right, row.result) == (None, "not installed")
-
-
 def test_peers_table(probes: Any) -> None:
+    missing = probes.probe("R2", "no_such_trainer")
+    assert (missing.is_right, missing.result) == (None, "not installed")
     ours = probes.Row("R2", "question", "omnitrain", "0.1", True, "gradients [1.0, 1.0]")
     theirs = probes.Row("R2", "question", "peer", "1.2", False, "gradients [1.0, 0.5]")
     absent = probes.Row("R2", "question", "other", "", None, "not installed")

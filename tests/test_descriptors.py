@@ -5,17 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain import ConfigError, MetricDescriptor, MetricsDict, Trainer, describe_metric, descriptors
+from omnitrain import ConfigError, MetricDescriptor, MetricsDict, Trainer, describe_metric
 from omnitrain.descriptors import in_order, titled, worded
 from omnitrain.objective import infer_direction
 
 PERCENT = MetricDescriptor("Hits", unit="%", format=".1f", order=5, higher_is_better=False)
-
-
-@pytest.fixture(autouse=True)
-def _apart(monkeypatch):
-    monkeypatch.setattr(descriptors, "_KNOWN", dict(descriptors._KNOWN))
-    monkeypatch.setattr(descriptors, "_DESCRIBED", set(descriptors._DESCRIBED))
 
 
 def test_describe_metric_sets_title_unit_format_and_place():
@@ -32,22 +26,17 @@ def test_describe_metric_sets_title_unit_format_and_place():
     ]
 
 
-def test_plot_panels_follow_descriptors():
+def test_plot_panels_and_direction_follow_descriptors():
     pytest.importorskip("matplotlib")
+    assert infer_direction("eval_hits")[0] == "max"
     describe_metric("hits", PERCENT)
     metrics = MetricsDict()
     for step in (1, 2):
         metrics.add_valid({"epoch": 1, "step": step, "eval_loss": 1.0, "eval_f1": 0.5, "eval_hits": 1.0}, best=False)
     labels = [axes.get_lines()[0].get_label() for axes in metrics.plot().axes]
     assert labels == ["eval_loss", "eval Hits (%)", "eval_f1"]
-
-
-def test_descriptor_sets_direction():
-    with pytest.raises(ValueError, match="higher or lower 'zeal'"):
-        infer_direction("zeal")
-    describe_metric("zeal", PERCENT)
-    assert infer_direction("eval_zeal") == ("min", "the metric's descriptor")
-    assert infer_direction("zeal", higher_is_better=True)[0] == "max"
+    assert infer_direction("eval_hits") == ("min", "the metric's descriptor")
+    assert infer_direction("hits", higher_is_better=True)[0] == "max"
 
 
 @pytest.mark.parametrize("own", [PERCENT, {"hits": PERCENT}])

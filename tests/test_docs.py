@@ -92,16 +92,8 @@ def test_guides_have_examples() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_page_fences_are_known(page: str) -> None:
     languages = {match[1].strip() for match in FENCE.finditer(PAGES[page].read_text(encoding="utf-8"))}
-    assert languages <= {
-        "python",
-        "console",
-        "yaml",
-        "text",
-        "{eval-rst}",
-        "{toctree}",
-        "{include} ../README.md",
-        "{include} ../CHANGELOG.md",
-    }
+    included = {"{eval-rst}", "{toctree}", "{include} ../README.md", "{include} ../CHANGELOG.md"}
+    assert languages <= {"python", "console", "yaml", "text"} | included
 
 
 def prose(path: Path) -> str:
@@ -115,13 +107,13 @@ def prose(path: Path) -> str:
 
 def anchors(path: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and MyST make them."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     anchors = set()
     for title in re.findall(r"^#{1,6} (.+)$", prose(path), re.MULTILINE):
         title = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", title)
         slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
-        anchors.add(f"{slug}-{found[slug]}" if found[slug] else slug)
-        found[slug] += 1
+        anchors.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
+        counts[slug] += 1
     return anchors
 
 
@@ -153,43 +145,26 @@ def test_page_names_existing_tests(page: str) -> None:
 # --- arguments
 
 
-def constructor_arguments() -> dict[str, inspect.Parameter]:
-    """Return the arguments of the constructor in their order."""
-    parameters = list(inspect.signature(BaseTrainer.__init__).parameters.values())[1:]
-    return {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
-
-
-def documented_arguments(chapter: str = "") -> dict[str, str]:
-    """Return what docs/arguments.md has as the default of each argument, of all trainers or those of a chapter."""
-    text = PAGES["docs/arguments.md"].read_text(encoding="utf-8")
-    shared, accelerate, hf = re.split("\n## AccelerateTrainer\n|\n## HFTrainer\n", text)
-    text = {"": shared, "AccelerateTrainer": accelerate, "HFTrainer": hf}[chapter]
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+?) \| [^|]+ \|[^|]*\|$", text, re.MULTILINE)
-    assert len({name for name, _ in rows}) == len(rows)
-    return dict(rows)
-
-
-def test_arguments_page_lists_base_arguments() -> None:
-    defaults = {
-        name: "required" if one.default is one.empty else f"`{one.default!r}`".replace('"', "'")
-        for name, one in constructor_arguments().items()
+def arguments_of(trainer_class: type[BaseTrainer], *shared: str) -> dict[str, str]:
+    """Return the default of each argument of a constructor but the shared ones, as the page writes it."""
+    return {
+        name: "required" if argument.default is argument.empty else f"`{argument.default!r}`".replace('"', "'")
+        for name, argument in inspect.signature(trainer_class.__init__).parameters.items()
+        if name not in ("self", *shared) and argument.kind is not argument.VAR_KEYWORD
     }
-    assert list(documented_arguments().items()) == list(defaults.items())
 
 
-def own_arguments(trainer_class: type[BaseTrainer], *shared: str) -> dict[str, str]:
-    """Return the default of each argument that a trainer adds to those of all trainers."""
-    own = inspect.signature(trainer_class.__init__).parameters.values()
-    known = {"self", *constructor_arguments(), *shared}
-    return {one.name: f"`{one.default!r}`" for one in own if one.name not in known and one.kind is not one.VAR_KEYWORD}
-
-
-def test_arguments_page_lists_accelerate_arguments() -> None:
-    assert documented_arguments("AccelerateTrainer") == own_arguments(omnitrain.AccelerateTrainer)
-
-
-def test_arguments_page_lists_hf_arguments() -> None:
-    assert documented_arguments("HFTrainer") == own_arguments(omnitrain.HFTrainer, "args")
+def test_arguments_page_lists_arguments() -> None:
+    chapters = re.split(
+        "\n## AccelerateTrainer\n|\n## HFTrainer\n", PAGES["docs/arguments.md"].read_text(encoding="utf-8")
+    )
+    rows = [re.findall(r"^\| `(\w+)` \| ([^|]+?) \| [^|]+ \|[^|]*\|$", text, re.MULTILINE) for text in chapters]
+    shared = arguments_of(BaseTrainer)
+    assert rows[0] == list(shared.items())
+    for kind, known, documented in (
+        (omnitrain.AccelerateTrainer, [*shared], rows[1]), (omnitrain.HFTrainer, ["args", *shared], rows[2]),
+    ):  # fmt: skip
+        assert dict(documented) == arguments_of(kind, *known) and len(dict(documented)) == len(documented)
 
 
 def named_in(page: str, title: str) -> set[str]:
@@ -199,16 +174,10 @@ def named_in(page: str, title: str) -> set[str]:
     return set(re.findall(r"`(\w+)[`=]", first))
 
 
-def test_huggingface_page_lists_unsupported() -> None:
+def test_huggingface_page_lists_differences() -> None:
     assert set(hf_arguments.UNSUPPORTED) <= named_in("docs/huggingface.md", "What is refused")
-
-
-def test_huggingface_page_lists_older_names() -> None:
     older = {*hf_arguments.RENAMED, *hf_arguments.MOVED, *hf_arguments.WITHOUT_EFFECT}
     assert named_in("docs/huggingface.md", "Older names") == older
-
-
-def test_huggingface_page_lists_dead_hooks() -> None:
     text = PAGES["docs/huggingface.md"].read_text(encoding="utf-8").split("\n## Overriding\n")[1]
     assert not [hook for hook in NEVER_CALLED if f"`{hook}`" not in text]
 
@@ -224,9 +193,8 @@ def test_trainer_has_signature_of_base() -> None:
 
 
 def test_reference_lists_public_names() -> None:
-    listed = re.findall(
-        r"^\.\. auto(?:class|function):: omnitrain\.(\w+)", PAGES["docs/api.md"].read_text(encoding="utf-8"), re.M
-    )
+    text = PAGES["docs/api.md"].read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. auto(?:class|function):: omnitrain\.(\w+)", text, re.M)
     assert sorted(listed) == sorted(omnitrain.__all__)
     assert all(getattr(omnitrain, name).__doc__ for name in omnitrain.__all__)
 

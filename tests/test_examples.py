@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import programs
 import pytest
 import torch
+from marks import thinned
 from safetensors.torch import load_file
 
 from omnitrain import ConfigError
@@ -25,30 +30,27 @@ def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-# native_digits.py
+# whole scripts
 
 
 def test_native_digits_learns(tmp_path: Path) -> None:
     example = names_of("native_digits.py")
-    metrics = example["main"](epochs=3, out=tmp_path / "run")
-    assert metrics["best_valid"]["eval_accuracy"] > 0.85
-    model = example["DigitReader"]()
-    model.load_state_dict(load_file(tmp_path / "run" / "model" / "model.safetensors"))
+    metrics = example["main"](epochs=1, out=tmp_path / "run")
+    assert metrics["best_valid"]["eval_accuracy"] > 0.6
+    example["DigitReader"]().load_state_dict(load_file(tmp_path / "run" / "model" / "model.safetensors"))
 
 
 @pytest.mark.slow
 def test_native_digits_is_reproducible(tmp_path: Path) -> None:
     main = names_of("native_digits.py")["main"]
-    assert main(epochs=1, out=tmp_path / "run") == main(epochs=1, out=tmp_path / "run")
-
-
-# custom_trainer.py
+    metrics = main(epochs=3, out=tmp_path / "run")
+    assert metrics["best_valid"]["eval_accuracy"] > 0.85 and main(epochs=3, out=tmp_path / "run") == metrics
 
 
 def test_custom_trainer_learns() -> None:
-    metrics = names_of("custom_trainer.py")["train_by_hand"](epochs=4)
-    assert metrics["best_valid"]["eval_accuracy"] > 0.9
-    assert [row["step"] for row in metrics["train_metrics_history"]] == [47, 94, 141, 188]
+    metrics = names_of("custom_trainer.py")["train_by_hand"](epochs=3)
+    assert metrics["best_valid"]["eval_accuracy"] > 0.85
+    assert [row["step"] for row in metrics["train_metrics_history"]] == [47, 94, 141]
     losses = [row["train_loss"] for row in metrics["train_metrics_history"]]
     assert losses == sorted(set(losses), reverse=True)
 
@@ -80,14 +82,13 @@ def test_custom_trainer_scales_loss(infinite_at: int | None) -> None:
         assert (scaled.progress.step, scaled.scaler.get_scale()) == (3, 2.0**9)
 
 
-def test_multi_task_trainer_learns_all_tasks() -> None:
-    metrics = names_of("custom_trainer.py")["train_two_tasks"](epochs=6)
-    last = metrics["valid"][-1]
-    assert last["eval_wine_accuracy"] > 0.85
-    assert last["eval_cancer_accuracy"] > 0.85
+@pytest.mark.parametrize(("epochs", "accuracy"), thinned([(2, 0.6), (6, 0.85)], [(2, 0.6)]))
+def test_multi_task_trainer_learns_all_tasks(epochs: int, accuracy: float) -> None:
+    last = names_of("custom_trainer.py")["train_two_tasks"](epochs=epochs)["valid"][-1]
+    assert min(last["eval_wine_accuracy"], last["eval_cancer_accuracy"]) > accuracy
 
 
-def test_multi_task_trainer_skips_weight_zero() -> None:
+def test_multi_task_trainer_uses_task_weights() -> None:
     example = names_of("custom_trainer.py")
     model = example["SharedBody"]({"wine": (13, 3), "cancer": (30, 2)})
     loads = {"wine": example["load_wine"], "cancer": example["load_breast_cancer"]}
@@ -102,15 +103,9 @@ def test_multi_task_trainer_skips_weight_zero() -> None:
         progress_bar=False,
     )
     trainer.train()
-    changed = {
-        name.split(".")[1] for name, tensor in model.state_dict().items() if not torch.equal(before[name], tensor)
-    }
-    assert "cancer" in changed
-    assert "wine" not in changed
-
-
-def test_multi_task_trainer_rejects_unknown_weight() -> None:
-    example = names_of("custom_trainer.py")
+    state = model.state_dict()
+    changed = {name.split(".")[1] for name, tensor in state.items() if not torch.equal(before[name], tensor)}
+    assert "cancer" in changed and "wine" not in changed
     with pytest.raises(ConfigError, match="vine"):
         example["MultiTaskTrainer"](torch.nn.Linear(1, 1), {"wine": []}, {"vine": 1.0})
 
@@ -139,8 +134,29 @@ def test_readme_lists_examples() -> None:
 
 
 @pytest.mark.slow
-def test_images_learns() -> None:
-    assert names_of("images.py")["main"](epochs=2)["test_accuracy"] > 0.5
+@pytest.mark.parametrize(
+    ("file", "options", "is_good"),
+    [
+        ("images.py", {"epochs": 2}, lambda result: result["test_accuracy"] > 0.5),
+        ("text.py", {"epochs": 3, "per_package": 800}, lambda result: result["test_accuracy"] > 0.5),  # by chance: 0.25
+        ("tabular.py", {"epochs": 20}, lambda result: result["network"] > result["linear"] - 0.05 > 0.25),
+        # an end everywhere: 0.36
+        ("sequence_labelling.py", {"epochs": 3, "limit": 1000}, lambda result: result["eval_f1"] > 0.5),
+        ("character_model.py", {"modules": 8}, lambda result: result["eval_loss"] < 4),  # 4.9 before training
+        ("seq2seq.py", {"epochs": 4, "count": 1500}, lambda result: result > 0.3),  # by chance: none
+        ("lora.py", {"epochs": 3}, lambda result: result["after"] > result["before"] + 0.3),
+        ("contrastive.py", {"epochs": 8}, lambda result: result["features"] > result["pixels"] + 0.03),
+        ("gan.py", {"epochs": 16}, lambda result: result["noise"] / 2 > result["first half"] > result["resumed"]),
+        # by chance: 0.1 and 0.25
+        ("multi_task.py", {"epochs": 4}, lambda best: best["eval_digit_accuracy"] > 0.5 < best["eval_turns_accuracy"]),
+        ("mixed_tasks.py", {"epochs": 4}, lambda result: result["eval_digit_accuracy"] > 0.5),
+        ("regularized.py", {"epochs": 4}, lambda result: result["test_accuracy"] > 0.5),
+        ("streaming.py", {"steps": 120}, lambda result: result[0] > 0.7 and result[1] == 0),  # equal when resumed
+    ],
+)
+def test_example_learns(file: str, options: dict[str, Any], is_good: Callable[[Any], bool]) -> None:
+    result = names_of(file)["main"](**options)
+    assert is_good(result), result
 
 
 def test_images_augments_each_time() -> None:
@@ -148,25 +164,9 @@ def test_images_augments_each_time() -> None:
     assert not torch.equal(augmented[0][0], augmented[0][0])
 
 
-@pytest.mark.slow
-def test_text_learns() -> None:
-    assert names_of("text.py")["main"](epochs=3, per_package=800)["test_accuracy"] > 0.5  # by chance: 0.25
-
-
 def test_text_ignores_padding() -> None:
     model = names_of("text.py")["Classifier"](vocabulary=9).eval()
     torch.testing.assert_close(model(torch.tensor([[3, 4]])), model(torch.tensor([[3, 4, 0, 0]])))
-
-
-@pytest.mark.slow
-def test_tabular_equals_linear_model() -> None:
-    results = names_of("tabular.py")["main"](epochs=20)
-    assert results["network"] > results["linear"] - 0.05 > 0.25
-
-
-@pytest.mark.slow
-def test_sequence_labelling_learns() -> None:
-    assert names_of("sequence_labelling.py")["main"](epochs=3, limit=1000)["eval_f1"] > 0.5  # an end everywhere: 0.36
 
 
 @pytest.mark.slow
@@ -176,49 +176,16 @@ def test_causal_lm_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(epochs=1, size=600)["perplexity"] < 6  # of 30 words
 
 
-@pytest.mark.slow
-def test_character_model_learns() -> None:
-    assert names_of("character_model.py")["main"](modules=8)["eval_loss"] < 4  # 4.9 before training
-
-
 def test_seq2seq_spells_numbers() -> None:
     spell = names_of("causal_lm.py")["spell"]
-    assert [" ".join(spell(number)) for number in (7, 40, 113, 600, 999)] == [
-        "seven",
-        "forty",
-        "one hundred thirteen",
-        "six hundred",
-        "nine hundred ninety nine",
-    ]
-
-
-@pytest.mark.slow
-def test_seq2seq_learns() -> None:
-    assert names_of("seq2seq.py")["main"](epochs=4, count=1500) > 0.3  # by chance: none
-
-
-@pytest.mark.slow
-def test_lora_learns() -> None:
-    results = names_of("lora.py")["main"](epochs=3)
-    assert results["after"] > results["before"] + 0.3
-
-
-@pytest.mark.slow
-def test_contrastive_beats_pixels() -> None:
-    results = names_of("contrastive.py")["main"](epochs=8)
-    assert results["features"] > results["pixels"] + 0.03
+    words = {7: "seven", 40: "forty", 113: "one hundred thirteen", 600: "six hundred", 999: "nine hundred ninety nine"}
+    assert {number: " ".join(spell(number)) for number in words} == words
 
 
 @pytest.mark.slow
 def test_distillation_learns() -> None:
     teacher, alone, student = names_of("distillation.py")["main"](epochs=10).values()
     assert teacher > student > alone + 0.2
-
-
-@pytest.mark.slow
-def test_gan_improves_after_resume() -> None:
-    results = names_of("gan.py")["main"](epochs=16)
-    assert results["noise"] / 2 > results["first half"] > results["resumed"]
 
 
 def test_gan_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -228,54 +195,21 @@ def test_gan_resumes_bit_for_bit(tmp_path: Path) -> None:
     torch.testing.assert_close(train(images, 4, str(tmp_path / "in two")), whole, rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_multi_task_learns() -> None:
-    best = names_of("multi_task.py")["main"](epochs=4)
-    assert best["eval_digit_accuracy"] > 0.5  # by chance: 0.1
-    assert best["eval_turns_accuracy"] > 0.5  # by chance: 0.25
-
-
-@pytest.mark.slow
-def test_mixed_tasks_learns() -> None:
-    best = names_of("mixed_tasks.py")["main"](epochs=4)
-    assert best["eval_digit_accuracy"] > 0.5  # by chance: 0.1
-
-
-@pytest.mark.slow
-def test_regularized_learns() -> None:
-    assert names_of("regularized.py")["main"](epochs=4)["test_accuracy"] > 0.5
-
-
 def test_k_fold_holds_out_each_fold() -> None:
     assert names_of("k_fold.py")["main"](folds=3, epochs=6)["roc_auc"] > 0.97
 
 
-@pytest.mark.slow
-def test_streaming_resumes() -> None:
-    accuracy, difference = names_of("streaming.py")["main"](steps=120)
-    assert accuracy > 0.7
-    assert difference == 0
-
-
 def test_weighted_sampling_raises_balanced_accuracy() -> None:
-    results = names_of("weighted_sampling.py")["main"](epochs=4)
+    results = names_of("weighted_sampling.py")["main"](epochs=3)
     assert results["weighted"] > results["as they are"] + 0.1
-
-
-# three_trainers.py
 
 
 @pytest.mark.slow
 def test_three_trainers_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    losses_apart, weights_apart = names_of("three_trainers.py")["main"](epochs=2)
-    assert losses_apart < 1e-6
-    assert weights_apart < 1e-6
+    assert max(names_of("three_trainers.py")["main"](epochs=2)) < 1e-6  # the losses and the weights
     steps = [line for line in capsys.readouterr().out.splitlines() if "took it to step" in line]
     assert [line.split(" ")[0] for line in steps] == ["Trainer", "AccelerateTrainer", "HFTrainer"]
     assert [line.split("step ")[1].split(",")[0] for line in steps] == ["33 of 94", "65 of 94", "94 of 94"]
-
-
-# killed_and_moved.py
 
 
 @pytest.mark.slow
@@ -283,3 +217,16 @@ def test_killed_and_moved_equals_uninterrupted(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     assert names_of("killed_and_moved.py")["main"](tmp_path / "run.svg") < 1e-6
     assert (tmp_path / "run.svg").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that kills itself has another exit code on Windows")
+def test_resume_ends_with_the_same_weights(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = programs.run(sys.executable, ROOT / "examples" / "resume.py", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills = [line.split(",")[0].strip() for line in done.stdout.splitlines() if "killed after" in line]
+    assert kills == [f"killed after step {step}" for step in (23, 67, 110)]
+    assert done.stdout.count("equal to the bit") == 2
+    assert not list(tmp_path.iterdir())

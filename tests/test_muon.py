@@ -47,27 +47,27 @@ def run(kind: Any = Trainer, resume: str | None = None, **options: Any) -> Any:
 
 def matrices_of(model: nn.Module) -> set[str]:
     optimizer = build_optimizer("muon", model, 1e-3, 0.0)
-    names = {id(one): name for name, one in model.named_parameters()}
-    return {names[id(one)] for group in optimizer.param_groups if "ns_steps" in group for one in group["params"]}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(weight)] for group in optimizer.param_groups if "ns_steps" in group for weight in group["params"]}
 
 
 def test_muon_step_equals_torch_optimizers() -> None:
     ours, theirs = deep(), deep()
-    held = [theirs[0].weight, theirs[2].weight]  # type: ignore[index]
-    rest = [one for one in theirs.parameters() if not any(one is other for other in held)]
-    common = {"lr": 0.05, "weight_decay": 0.1}
-    two = [torch.optim.Muon(held, adjust_lr_fn="match_rms_adamw", **common), torch.optim.AdamW(rest, **common)]  # type: ignore[arg-type]
-    one = build_optimizer("muon", ours, 0.05, 0.1)
+    matrices = [theirs[0].weight, theirs[2].weight]  # type: ignore[index]
+    rest = [parameter for parameter in theirs.parameters() if not any(parameter is matrix for matrix in matrices)]
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+    pair = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options), torch.optim.AdamW(rest, **options)]
+    muon = build_optimizer("muon", ours, 0.05, 0.1)
     x, y = rows(8).tensors
     for _ in range(3):
-        for model, optimizers in ((ours, [one]), (theirs, two)):
+        for model, optimizers in ((ours, [muon]), (theirs, pair)):
             F.mse_loss(model(x), y).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
     assert distance(weights(ours), weights(theirs)) <= 1e-15
-    again = copy.deepcopy(one)
-    assert isinstance(again, Muon) and len(again.state) == len(one.state) == 6
+    again = copy.deepcopy(muon)
+    assert isinstance(again, Muon) and len(again.state) == len(muon.state) == 6
 
 
 def test_muon_skips_embeddings_and_output_layer() -> None:
@@ -86,14 +86,14 @@ def test_muon_resumes_on_every_trainer(trainer_class: Any, tmp_path: Path, caplo
     assert type(straight.optimizer) is Muon and straight.optimizer.param_groups[0]["lr"] == 0.0
     if trainer_class is not Trainer:
         assert distance(weights(straight.model), weights(run().model)) == 0
-    split = run(trainer_class, batch_size=1, gradient_accumulation_steps=8)
+    split = run(trainer_class, batch_size=2, gradient_accumulation_steps=4)
     assert distance(weights(split.model), weights(straight.model)) <= 1e-3  # Muon computes in bfloat16
-    for half in (StopAt(2), StopAt(0)):
-        ended = run(trainer_class, "auto", save_dir=tmp_path, save_steps=1, callbacks=[half])
-    assert distance(weights(ended.model), weights(straight.model)) == 0  # pyright: ignore[reportPossiblyUnbound]
+    run(trainer_class, save_dir=tmp_path, callbacks=[StopAt(2)])
+    resumed = run(trainer_class, "auto", save_dir=tmp_path)
+    assert distance(weights(resumed.model), weights(straight.model)) == 0
 
 
-def test_muon_with_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_with_grad_scaler() -> None:
     model, data = deep(), rows(8)
     optimizer = build_optimizer("muon", model, 0.05, 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -106,15 +106,17 @@ def test_muon_with_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_muon_groups_take_options() -> None:
-    given: dict[str, Any] = {"max_steps": 1, "epochs": None}
-    trainer = run(param_groups=[{"match": r"^4\.", "betas": (0.8, 0.9)}, {"match": r"^2\.w", "momentum": 0.9}], **given)
-    assert [group.get("momentum", group.get("betas")) for group in trainer.optimizer.param_groups] == [
-        0.9, 0.95, (0.8, 0.9), (0.9, 0.999)
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match="'betas', which is no option of Muon for these parameters"):
-        run(param_groups=[{"match": r"^2\.", "betas": (0.8, 0.9)}], **given)
-    with pytest.raises(ConfigError, match="Muon refuses it: momentum should be >= 0"):
-        run(param_groups=[{"match": r"^2\.w", "momentum": -1.0}], **given)
+    trainer = run(
+        param_groups=[{"match": r"^4\.", "betas": (0.8, 0.9)}, {"match": r"^2\.w", "momentum": 0.9}], max_steps=1
+    )
+    options = [group.get("momentum", group.get("betas")) for group in trainer.optimizer.param_groups]
+    assert options == [0.9, 0.95, (0.8, 0.9), (0.9, 0.999)]
+    for group, words in (
+        ({"match": r"^2\.", "betas": (0.8, 0.9)}, "'betas', which is no option of Muon for these parameters"),
+        ({"match": r"^2\.w", "momentum": -1.0}, "Muon refuses it: momentum should be >= 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(param_groups=[group])
 
 
 def test_muon_rejects_moments_of_other_shape() -> None:
@@ -130,6 +132,12 @@ def test_muon_rejects_moments_of_other_shape() -> None:
             state.restore_optimizer(empty, fresh, wrong, rest, "it")
 
 
+def test_muon_trains_transformers_model() -> None:
+    trainer = HFTrainer(gpt(), None, Tokens(8), optimizer="muon", max_steps=2, progress_bar=False, learning_rate=1e-3)
+    trainer.train()
+    assert trainer.progress.step == 2
+
+
 # --- other packages
 
 
@@ -139,28 +147,17 @@ def test_muon_rejects_moments_of_other_shape() -> None:
      ("paged_adamw_8bit", "bitsandbytes.optim", "PagedAdamW8bit"), ("adamw_torch_8bit", "torchao.optim", "AdamW8bit")],
 )  # fmt: skip
 def test_optimizer_name_of_other_package(name: str, package: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    top = package.partition(".")[0]
-    for place in {top, package}:
-        monkeypatch.setitem(sys.modules, place, ModuleType(place))
-    made = type(kind, (torch.optim.SGD,), {})
-    setattr(sys.modules[package], kind, made)
-    model = deep()
-    assert type(build_optimizer(name, model, 0.25, 0.5)) is made
+    for path in {package.partition(".")[0], package}:
+        monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    optimizer_class = type(kind, (torch.optim.SGD,), {})
+    setattr(sys.modules[package], kind, optimizer_class)
+    assert type(build_optimizer(name, deep(), 0.25, 0.5)) is optimizer_class
 
 
-@pytest.mark.parametrize(("name", "package"), [("lion", "lion_pytorch"), ("adamw_bnb_8bit", "bitsandbytes")])
-def test_optimizer_name_of_missing_package(name: str, package: str) -> None:
-    with pytest.raises(MissingExtraError, match=f"optimizer='{name}' needs {package}, which is not installed"):
-        build_optimizer(name, deep(), 0.1, 0.0)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("adamw_torch", "AdamW"), ("adafactor", "Adafactor"), ("NAdam", "NAdam")])
-def test_optimizer_names_are_torch_classes(name: str, kind: str) -> None:
-    assert type(build_optimizer(name, deep(), 0.1, 0.0)) is getattr(torch.optim, kind)
+def test_optimizer_names_of_transformers() -> None:
+    for name, package in (("lion", "lion_pytorch"), ("adamw_bnb_8bit", "bitsandbytes")):
+        with pytest.raises(MissingExtraError, match=f"optimizer='{name}' needs {package}, which is not installed"):
+            build_optimizer(name, deep(), 0.1, 0.0)
+    for name, kind in (("adamw_torch", "AdamW"), ("adafactor", "Adafactor"), ("NAdam", "NAdam")):
+        assert type(build_optimizer(name, deep(), 0.1, 0.0)) is getattr(torch.optim, kind)
     assert build_optimizer("adamw_torch_fused", deep(), 0.1, 0.0).defaults["fused"]
-
-
-def test_muon_trains_transformers_model() -> None:
-    trainer = HFTrainer(gpt(), None, Tokens(8), optimizer="muon", max_steps=2, progress_bar=False, learning_rate=1e-3)
-    trainer.train()
-    assert trainer.progress.step == 2

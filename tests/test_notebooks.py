@@ -96,10 +96,6 @@ def _summary(output: NotebookNode) -> tuple[str, str]:
     return " ".join([output.output_type, *sorted(data)]), without_progress(data.get("text/plain", ""))
 
 
-def test_notebooks_exist() -> None:
-    assert NOTEBOOKS
-
-
 @every_notebook
 def test_notebook_keeps_outputs_only(path: Path) -> None:
     """If not: `make notebooks-write` executes and writes it."""
@@ -125,48 +121,26 @@ def test_notebook_shows_kept_outputs(path: Path) -> None:
     assert not any(differences), "\n".join(filter(None, differences))
 
 
-def a_notebook(*sources: str) -> NotebookNode:
-    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-
-
-@pytest.mark.processes
-def test_execution_keeps_prints_and_results() -> None:
-    notebook = executed(
-        a_notebook(
-            "import os, sys\nprint('in', os.path.join(os.getcwd(), 'run'))\nprint('a warning', file=sys.stderr)",
-            "print('step 10/20  9 samples/s')\nprint('loss', 0.5)\n1 + 1",
-        )
-    )
-    first, second = code_cells(notebook)
-    assert [output.text for output in first.outputs] == ["in run\n"]
-    assert [_summary(output) for output in second.outputs] == [
-        ("stdout", "loss 0.5\n"),
-        ("execute_result text/plain", "2"),
-    ]
-    assert (first.execution_count, second.execution_count, second.metadata) == (1, 2, {})
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 def test_execution_keeps_display() -> None:
     """The bar, the curve and the table are drawn in one place per run, escaped, and none is lost by another run."""
-    notebook = executed(
-        a_notebook(
-            "import torch\nfrom omnitrain import Callback, Trainer\n"
-            "class Report(Callback):\n"
-            "    def on_epoch_end(self, trainer):\n"
-            "        trainer.lifecycle.report({'<b>note</b>': 'a text'})\n"
-            "x = torch.ones(8, 2)\n"
-            "trainer = Trainer(torch.nn.Linear(2, 1), (x, x[:, :1]), (x, x[:, :1]), loss_fn=torch.nn.MSELoss(), "
-            "batch_size=2, epochs=2, log_steps=1, device='cpu', callbacks=[Report()])\n"
-            "metrics = trainer.train()",
-            "metrics = trainer.train(more=1)\nmetrics = trainer.train()",
-            "display(trainer, metrics, metrics.plot())",
-            "scores = trainer.test((x, x[:, :1]))",
-            "%%capture caught\nmetrics = trainer.train()",
-            "print('captured', caught.stdout)",
-        )
-    )
+    sources = [
+        "import torch\nfrom omnitrain import Callback, Trainer\n"
+        "class Report(Callback):\n"
+        "    def on_epoch_end(self, trainer):\n"
+        "        trainer.lifecycle.report({'<b>note</b>': 'a text'})\n"
+        "x = torch.ones(8, 2)\n"
+        "trainer = Trainer(torch.nn.Linear(2, 1), (x, x[:, :1]), (x, x[:, :1]), loss_fn=torch.nn.MSELoss(), "
+        "batch_size=2, epochs=2, log_steps=1, device='cpu', callbacks=[Report()])\n"
+        "metrics = trainer.train()",
+        "metrics = trainer.train(more=1)\nmetrics = trainer.train()",
+        "display(trainer, metrics, metrics.plot())",
+        "scores = trainer.test((x, x[:, :1]))",
+        "%%capture caught\nmetrics = trainer.train()",
+        "print('captured', caught.stdout)",
+    ]
+    notebook = executed(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]))
     first, second, third, test, captured, shown = code_cells(notebook)
     kinds = [
         [(output.output_type, *sorted(output.get("data", {}))) for output in cell.outputs] for cell in (first, second)
@@ -187,19 +161,6 @@ def test_execution_keeps_display() -> None:
     assert "<table>" in of_metrics["text/html"] and "image/png" in picture
     assert test.outputs[0].text.startswith("step 12  epoch 3.00  test_loss")
     assert not captured.outputs and "captured model  Linear" in shown.outputs[0].text
-
-
-def test_execution_reports_other_output() -> None:
-    def cell(text: str, **data: Any) -> NotebookNode:
-        outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
-        outputs += [nbformat.v4.new_output("display_data", data=data)] if data else []
-        return nbformat.v4.new_code_cell("", outputs=outputs)
-
-    image = {"image/png": "abc", "text/plain": "<Figure>"}
-    said = cell("step 1/2  loss 3\nloss 0.5\n", **image)
-    assert not difference(said, cell("step 1/2  loss 4\nloss 0.501\n", **image | {"image/png": "def"}))
-    for other in (cell("loss 0.5\n"), cell("loss 0.6\n", **image), cell("gain 0.5\n", **image)):
-        assert difference(said, other)
 
 
 def _write(path: Path) -> None:

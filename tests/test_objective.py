@@ -37,35 +37,17 @@ foo loss_score error_recall f1_wer wer_score risk_score accuracy_gap accuracy_st
 inverse_loss neg_foo error_reduction loss_scale learning_rate grad_norm time_to_accuracy attack_success_rate
 entropy coverage num_correct _
 """
-PREFIXES = [
-    "",
-    "eval_",
-    "val_",
-    "valid_",
-    "test_",
-    "train_",
-    "val/",
-    "eval/",
-    "valid/",
-    "eval_web_",
-    "squad_",
-    "val/dev/",
-]
+PREFIXES = ["", "eval_", "val_", "test_", "train_", "valid/", "eval_web_", "squad_", "val/dev/"]
 
 
-@pytest.mark.parametrize("metric", HIGHER.split())
-def test_direction_is_max(metric: str) -> None:
-    assert {prefix: infer_direction(prefix + metric)[0] for prefix in PREFIXES} == dict.fromkeys(PREFIXES, "max")
+@pytest.mark.parametrize(("metrics", "direction"), [(HIGHER, "max"), (LOWER, "min")])
+def test_direction_of_names(metrics: str, direction: str) -> None:
+    names = [prefix + metric for metric in metrics.split() for prefix in PREFIXES]
+    assert {name: infer_direction(name)[0] for name in names} == dict.fromkeys(names, direction)
 
 
-@pytest.mark.parametrize("metric", LOWER.split())
-def test_direction_is_min(metric: str) -> None:
-    assert {prefix: infer_direction(prefix + metric)[0] for prefix in PREFIXES} == dict.fromkeys(PREFIXES, "min")
-
-
-@pytest.mark.parametrize("metric", UNCLEAR.split())
-def test_direction_rejects_unclear_name(metric: str) -> None:
-    for name in (metric, f"eval_{metric}"):
+def test_direction_rejects_unclear_names() -> None:
+    for name in (prefix + metric for metric in UNCLEAR.split() for prefix in ("", "eval_")):
         with pytest.raises(ObjectiveError) as caught:
             infer_direction(name)
         assert str(caught.value) == (
@@ -110,15 +92,9 @@ def test_direction_precedence() -> None:
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"direction": "maximize"}, "optimization_direction"),
-        ({"direction": True}, "optimization_direction"),
-        ({"delta": -0.1}, "delta"),
-        ({"delta": math.nan}, "delta"),
-        ({"delta": math.inf}, "delta"),
-        ({"delta": "0.1"}, "delta"),
-        ({"metric": ""}, "optimization_metric"),
-        ({"metric": "eval_"}, "optimization_metric"),
-        ({"metric": None}, "optimization_metric"),
+        *(({"direction": value}, "optimization_direction") for value in ("maximize", True)),
+        *(({"delta": value}, "delta") for value in (-0.1, math.nan, math.inf, "0.1")),
+        *(({"metric": value}, "optimization_metric") for value in ("", "eval_", None)),
     ],
 )
 def test_objective_rejects_wrong_arguments(arguments: dict[str, Any], name: str) -> None:
@@ -154,12 +130,6 @@ def test_objective_ignores_non_finite() -> None:
     assert lower.is_better(9.0, None)
 
 
-def test_objective_keeps_first_of_ties() -> None:
-    objective = Objective("accuracy")
-    assert [objective.update(0.5, 1), objective.update(0.5, 2)] == [True, False]
-    assert objective.best_step == 1
-
-
 def test_objective_adds_up_small_gains() -> None:
     objective, counts = Objective("accuracy", delta=0.1), []
     for step, value in enumerate([0.5, 0.56, 0.59, 0.62, 0.62], start=1):
@@ -186,20 +156,13 @@ def test_objective_before_training_uses_no_patience() -> None:
     assert (objective.best, objective.best_step, objective.evaluations_without_gain) == (0.5, 0, 1)
 
 
-def test_objective_non_finite_uses_no_patience() -> None:
-    objective = Objective("loss")
-    for step, value in enumerate([0.5, math.nan, math.inf, 0.6], start=1):
-        objective.update(value, step)
-    assert (objective.best, objective.evaluations_without_gain) == (0.5, 1)
-
-
 values = st.lists(
     st.one_of(st.integers(-5, 5).map(float), st.sampled_from([math.nan, math.inf, -math.inf])), max_size=20
 )
 
 
 @given(values=values, delta=st.integers(0, 3), direction=st.sampled_from(["max", "min"]), resume_at=st.integers(0, 20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100)
 def test_objective_equals_naive_model(values: list[float], delta: int, direction: Any, resume_at: int) -> None:
     objective = Objective("foo", direction, delta)
     sign = 1 if direction == "max" else -1
@@ -222,15 +185,11 @@ def test_objective_equals_naive_model(values: list[float], delta: int, direction
     assert objective.best_step == (values.index(sign * max(finite)) if finite else None)
 
 
-def test_objective_rejects_other_objective_of_checkpoint() -> None:
-    state = Objective("loss").state_dict()
+def test_objective_of_checkpoint_fixes_metric_but_not_delta() -> None:
+    state = Objective("loss", delta=0.1).state_dict()
     for other in (Objective("accuracy"), Objective("loss", direction="max")):
         with pytest.raises(CheckpointError, match="`optimization_metric='loss'` \\(min\\)"):
             other.load_state_dict(state)
-
-
-def test_objective_delta_may_change() -> None:
-    state = Objective("loss", delta=0.1).state_dict()
     objective = Objective("loss", delta=0.2)
     objective.load_state_dict(state)
     assert objective.delta == 0.2

@@ -27,13 +27,12 @@ def test_autocast_spellings(names: tuple[Any, ...], expected: str) -> None:
     assert {Precision.parse(name, CUDA) for name in names} == {Precision(expected, "cuda")}
 
 
-@pytest.mark.parametrize("name", ["fp16", "float16", "half", torch.float16])
-def test_autocast_rejects_fp16_on_cpu(name: Any) -> None:
+def test_autocast_rejects_fp16_on_cpu() -> None:
     with pytest.raises(ConfigError, match=r"not available on a CPU. Use `autocast='bf16'`"):
-        Precision.parse(name, CPU)
+        Precision.parse("half", CPU)
 
 
-@pytest.mark.parametrize("name", ["fp15", "amp", "fp4", "int8", "", True, False, 16, torch.float64])
+@pytest.mark.parametrize("name", ["fp15", "", True, 16, torch.float64])
 def test_autocast_rejects_unknown_precision(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"`autocast` must be one of 'fp32'.*'bfloat16'.* or None, got ") as caught:
         Precision.parse(name, CPU)
@@ -65,11 +64,6 @@ def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one is before[name] for name, one in model.named_parameters())
 
 
-def test_autocast_misspelt_suggests_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'bfloat16'"):
-        Precision.parse("bfloat", CPU)
-
-
 @pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_forward_runs_in_autocast_dtype(name: str, dtype: torch.dtype) -> None:
     layer = torch.nn.Linear(2, 2)
@@ -87,18 +81,12 @@ def test_autocast_fp32_keeps_user_autocast() -> None:
 
 
 def test_grad_scaler_only_for_fp16() -> None:
-    assert not Precision("fp32", "cpu").grad_scaler((8.0, 1e-4)).is_enabled()
-    assert not Precision("bf16", "cpu").grad_scaler((8.0, 1e-4)).is_enabled()
-    scaler = Precision("fp16", "cpu").grad_scaler((8.0, 1e-4))
-    assert scaler.is_enabled()
-    assert scaler.scale(torch.tensor(2.0)).item() == 16.0
-
-
-def test_grad_scaler_is_disabled_otherwise() -> None:
-    scaler = Precision("fp32", "cpu").grad_scaler((8.0, 1e-4))
     loss = torch.tensor(2.0)
-    assert scaler.scale(loss) is loss
-    assert scaler.get_scale() == 1.0
+    for name in ("fp32", "bf16"):
+        scaler = Precision(name, "cpu").grad_scaler((8.0, 1e-4))
+        assert not scaler.is_enabled() and scaler.scale(loss) is loss and scaler.get_scale() == 1.0
+    scaler = Precision("fp16", "cpu").grad_scaler((8.0, 1e-4))
+    assert scaler.is_enabled() and scaler.scale(loss).item() == 16.0
 
 
 @pytest.mark.parametrize("before", ["tf32", "ieee"])

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import FullyShardedDataParallelPlugin
+from marks import thinned
 from recipes import rows, same, t16, weights
 from tiny import Tokens, bert
 from torch import nn
@@ -60,54 +62,57 @@ def net() -> Net:
 
 def run(kind: Any, model: nn.Module, *args: Any, data: Any = None, **options: Any) -> Any:
     options |= {"device": "cpu"} if kind is Trainer else {}
-    options = {"progress_bar": False, "max_steps": 5, "learning_rate": 1e-2, **options}
+    options = {"progress_bar": False, "max_steps": 3, "learning_rate": 1e-2, **options}
     data = rows(24) if data is None else data
     loss = {} if isinstance(data, Tokens) else {"loss_fn": F.mse_loss}
     trainer = kind(model, *args, train_dataset=data, eval_dataset=data, **loss, **options)
     return trainer, trainer.train()
 
 
-@pytest.mark.parametrize("wanted", [True, [r"blocks\.\d+"]])
-def test_checkpointing_keeps_bits_of_plain_model(kind: Any, wanted: Any) -> None:
-    found = []
-    for recomputes in (False, wanted):
+@pytest.mark.parametrize("layers", thinned([True, "blocks"], [True]))
+def test_checkpointing_keeps_bits_of_plain_model(kind: Any, layers: Any) -> None:
+    results = []
+    for recomputes in (False, [r"blocks\.\d+"] if layers == "blocks" else True):
         Block.calls, model = 0, net()
-        _, metrics = run(kind, model, gradient_accumulation_steps=2, batch_size=4, gradient_checkpointing=recomputes)
-        found.append((weights(model), list(model.buffers()), metrics["valid"], Block.calls, list(model.state_dict())))
-    assert same(found[0][0], found[1][0]) and same(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2] and found[0][4] == found[1][4]
-    assert found[1][3] - found[0][3] == 5 * 2 * 3  # steps, micro-batches, blocks
+        options = {"gradient_accumulation_steps": 2, "batch_size": 4, "gradient_checkpointing": recomputes}
+        _, metrics = run(kind, model, **options)
+        results.append((weights(model), list(model.buffers()), metrics["valid"], list(model.state_dict()), Block.calls))
+    (*expected, calls), (*values, more_calls) = results
+    assert same(expected[0], values[0]) and same(expected[1], values[1]) and expected[2:] == values[2:]
+    assert more_calls - calls == 3 * 2 * 3  # steps, micro-batches, blocks
 
 
 def test_checkpointing_keeps_bits_of_transformers_model(kind: Any) -> None:
-    found = []
+    results = []
     for recomputes in (False, True):
         model = bert()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.2
         run(kind, model, data=Tokens(12, "classes"), gradient_checkpointing=recomputes)
-        found.append(weights(model))
-        assert any(getattr(one, "gradient_checkpointing", False) for one in model.modules()) is recomputes
-    assert same(*found)
+        results.append(weights(model))
+        assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) is recomputes
+    assert same(*results)
 
 
 def test_checkpointing_frees_activations() -> None:
-    kept = []
-    for recomputes in (False, True):
-        model, held = net(), 0
+    sizes: dict[bool, int] = {False: 0, True: 0}
+    for recomputes in sizes:
+        model = net()
         if recomputes:
             recompute_activations(model, True)
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal held
-            held += tensor.numel()
+        def note(tensor: torch.Tensor, recomputes: bool = recomputes) -> torch.Tensor:
+            sizes[recomputes] += tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             model(torch.randn(64, 4, dtype=torch.float64))
-        kept.append(held)
-    assert kept[1] < kept[0] / 3
+    assert sizes[True] < sizes[False] / 3
+
+
+def recomputed(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
 def test_checkpointing_finds_blocks() -> None:
@@ -117,17 +122,20 @@ def test_checkpointing_finds_blocks() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)
     stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(layer(), layer()), nn.Sequential(layer()))
     tree: Any = nn.ModuleDict({"features": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "head": layer()})
+    transformer: Any = bert()
+    transformer.supports_gradient_checkpointing = False
     for model, names in (
         (encoder, ["layers.0", "layers.1"]),
         (stages, ["1.0", "1.1", "2.0"]),
         (tree, ["features", "head"]),
+        (transformer, ["bert.encoder.layer.0"]),
     ):
         recompute_activations(model, True)
-        assert [name for name, one in model.named_modules() if "forward" in vars(one)] == names
+        assert recomputed(model) == names
     model: Any = net()
     recompute_activations(model, [r"blocks\.[01]", r"blocks\.0\.norm", "end"])
     recompute_activations(model, ["end"])
-    assert [name for name, one in model.named_modules() if "forward" in vars(one)] == ["end", "blocks.0", "blocks.1"]
+    assert recomputed(model) == ["end", "blocks.0", "blocks.1"]
     assert not hasattr(model.end.forward.run, "run")  # once
 
 
@@ -148,16 +156,6 @@ def test_checkpointing_takes_layer_names(kind: Any) -> None:
     assert same(weights(models[0]), weights(models[1]))
 
 
-def test_checkpointing_falls_back_to_blocks() -> None:
-    model = bert()
-    type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
-    try:
-        recompute_activations(model, True)
-    finally:
-        type(model).supports_gradient_checkpointing = before
-    assert [name for name, one in model.named_modules() if "forward" in vars(one)] == ["bert.encoder.layer.0"]
-
-
 def test_checkpointing_survives_copy_and_pickle() -> None:
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)))
     recompute_activations(model, True)
@@ -167,21 +165,16 @@ def test_checkpointing_survives_copy_and_pickle() -> None:
 
 
 def test_checkpointing_by_training_arguments(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 5, "save_strategy": "no"}
+    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 3, "save_strategy": "no"}
     models = net(), net()
     run(HFTrainer, models[0], TrainingArguments(str(tmp_path), **options), max_steps=None, learning_rate=None)
     args = TrainingArguments(str(tmp_path), gradient_checkpointing=True, **options)
     Block.calls = 0
     trainer, _ = run(HFTrainer, models[1], args, max_steps=None, learning_rate=None)
     assert same(weights(models[0]), weights(models[1]))
-    assert Block.calls == 5 * 2 * 3 and trainer.settings.gradient_checkpointing is True
+    assert Block.calls == 3 * 2 * 3 and trainer.settings.gradient_checkpointing is True
     with pytest.raises(ConfigError, match="gradient_checkpointing"):
         run(HFTrainer, net(), args, gradient_checkpointing=False, max_steps=None, learning_rate=None)
-
-
-def test_checkpointing_rejects_two_ways() -> None:
-    from accelerate import FullyShardedDataParallelPlugin
-
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
     with pytest.raises(ConfigError, match="activation_checkpointing are both set"):
         run(AccelerateTrainer, net(), fsdp_plugin=plugin, gradient_checkpointing=True)

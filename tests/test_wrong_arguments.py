@@ -99,7 +99,7 @@ CASES = [(kind, name) for kind in TRAINERS for name in arguments_of(TRAINERS[kin
 QUICK = [
     (kind, name)
     for kind, name in CASES
-    if name in {"native": ("seed", "optimizer", "callbacks"), "accelerate": ("accelerator",), "hf": ("args",)}[kind]
+    if name in {"native": ("optimizer", "callbacks"), "accelerate": ("accelerator",), "hf": ("args",)}[kind]
 ]
 
 

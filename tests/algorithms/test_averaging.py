@@ -32,12 +32,9 @@ def equal(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
 
 
 def build(*algorithms: Algorithm, model: nn.Module | None = None, **options: Any) -> Trainer:
-    options = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "eval_steps": 2, "loss_fn": F.mse_loss, **options}
-    callbacks = options.pop("callbacks", [])
-    return Trainer(
-        t16() if model is None else model, rows(16), rows(9), device="cpu", progress_bar=False, callbacks=callbacks,
-        algorithms=algorithms, **options,
-    )  # fmt: skip
+    defaults: dict[str, Any] = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "eval_steps": 2}
+    defaults |= {"eval_dataset": rows(9), "loss_fn": F.mse_loss, "device": "cpu", "progress_bar": False}
+    return Trainer(model or t16(), rows(16), algorithms=algorithms, **{**defaults, **options})
 
 
 def averaged(history: list[list[torch.Tensor]], decay: float = 0.7) -> list[torch.Tensor]:
@@ -56,37 +53,41 @@ def loss_of(values: list[torch.Tensor]) -> float:
         return F.mse_loss(model(x), y).item()
 
 
-@pytest.mark.parametrize("saves", [True, False], ids=["save_dir", "host"])
-def test_average_is_evaluated_saved_and_loaded_at_the_end(saves: bool, tmp_path: Path) -> None:
-    watch = Watch()
-    trainer = build(EMA(0.7), callbacks=[watch], save_dir=tmp_path if saves else None)
-    plain = Watch()
-    build(callbacks=[plain]).train()
-    metrics = trainer.train()
-    assert equal(watch.weights, plain.weights)  # training is as without
-    expected = [loss_of(averaged(watch.weights[:step])) for step in (2, 4, 6, 8)]
-    losses = [row["eval_loss"] for row in metrics["valid"]]
-    assert losses == pytest.approx(expected, abs=1e-12)
-    best = averaged(watch.weights[: metrics["best_step"]])
-    assert distance(weights(trainer.model), best) <= 1e-12
-    assert trainer.evaluate()["eval_loss"] == min(losses)
-    if saves:
-        assert distance(saved(tmp_path / "best"), best) <= 1e-12
-        assert same(saved(tmp_path / "best", "trained"), watch.weights[metrics["best_step"] - 1])
-
-
 def saved(folder: Path, name: str = "model") -> list[torch.Tensor]:
     """Return the parameters of a file in the order of the model."""
     tensors = load_tensors(folder / f"{name}.safetensors")
     return [tensors[name] for name, _ in t16().named_parameters()]
 
 
+@pytest.mark.parametrize("saves", [True, False], ids=["save_dir", "host"])
+def test_average_is_evaluated_saved_and_loaded_at_the_end(saves: bool, tmp_path: Path) -> None:
+    class Save(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 3:
+                trainer.save_model(tmp_path / "model")
+                self.loss = trainer.evaluate()["eval_loss"]
+
+    watch, save, plain = Watch(), Save(), Watch()
+    trainer = build(EMA(0.7), callbacks=[watch, save], save_dir=tmp_path / "run" if saves else None)
+    build(callbacks=[plain]).train()
+    metrics = trainer.train()
+    assert equal(watch.weights, plain.weights)  # training is as without
+    averages = [averaged(watch.weights[:step]) for step in range(9)]
+    assert distance(saved(tmp_path / "model"), averages[3]) <= 1e-12
+    assert save.loss == pytest.approx(loss_of(averages[3]), abs=1e-12)
+    losses = [row["eval_loss"] for row in metrics["valid"]]
+    assert losses == pytest.approx([loss_of(averages[step]) for step in (2, 4, 6, 8)], abs=1e-12)
+    best = averages[metrics["best_step"]]
+    assert distance(weights(trainer.model), best) <= 1e-12
+    assert trainer.evaluate()["eval_loss"] == min(losses)
+    if saves:
+        assert distance(saved(tmp_path / "run" / "best"), best) <= 1e-12
+        assert same(saved(tmp_path / "run" / "best", "trained"), watch.weights[metrics["best_step"] - 1])
+
+
 def test_run_without_evaluations_ends_with_the_last_average(caplog: Any, tmp_path: Path) -> None:
     watch = Watch()
-    trainer = Trainer(
-        t16(), rows(16), loss_fn=F.mse_loss, epochs=1, batch_size=4, learning_rate=0.1, device="cpu",
-        progress_bar=False, callbacks=[watch], algorithms=[EMA(0.7)],
-    )  # fmt: skip
+    trainer = build(EMA(0.7), callbacks=[watch], eval_dataset=None, eval_steps=None, epochs=1)
     with caplog.at_level(logging.INFO, "omnitrain"):
         trainer.train()
     assert distance(weights(trainer.model), averaged(watch.weights)) <= 1e-12
@@ -102,31 +103,15 @@ def test_failed_evaluation_restores_the_weights_in_training() -> None:
             self.body = t16()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not self.training and not torch.equal(
-                self.body[0].weight, watch.weights[-1][0] if watch.weights else start
-            ):
+            if not self.training and watch.weights and not torch.equal(self.body[0].weight, watch.weights[-1][0]):
                 raise RuntimeError("no average")
             return self.body(x)
 
-    watch, start = Watch(), weights(t16())[0]
+    watch = Watch()
     trainer = build(EMA(0.7), model=Fails(), callbacks=[watch])
     with pytest.raises(RuntimeError, match="no average"):
         trainer.train()
     assert len(watch.weights) == 2 and same(weights(trainer.model), watch.weights[-1])
-
-
-def test_save_model_in_a_run_saves_the_average(tmp_path: Path) -> None:
-    class Save(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 3:
-                trainer.save_model(tmp_path / "model")
-                self.loss = trainer.evaluate()["eval_loss"]
-
-    watch, save = Watch(), Save()
-    build(EMA(0.7), callbacks=[watch, save]).train()
-    expected = averaged(watch.weights[:3])
-    assert distance(saved(tmp_path / "model"), expected) <= 1e-12
-    assert save.loss == pytest.approx(loss_of(expected), abs=1e-12)
 
 
 @pytest.mark.parametrize("later", [True, False], ids=["added", "left out"])

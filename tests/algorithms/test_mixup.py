@@ -60,12 +60,12 @@ def test_mixing_leaves_a_single_sample_unchanged(make: Any) -> None:
             make().set_up(SimpleNamespace(batch_size=size, settings=Settings(microbatch_size=split)))
 
 
-@pytest.mark.parametrize("step", range(6))
-def test_cutmix_mixes_labels_by_the_area_of_the_box(step: int) -> None:
-    x = torch.stack([torch.full((1, 7, 5), float(i)) for i in range(2)])
-    mixed, labels = CutMix(num_classes=2).transform_batch(trainer(step), {"x": x, "labels": torch.arange(2)}).values()
-    torch.testing.assert_close(labels[0, 1], mixed[0].mean())
-    torch.testing.assert_close(labels[1, 0], 1 - mixed[1].mean())
+def test_cutmix_mixes_labels_by_the_area_of_the_box() -> None:
+    batch = {"x": torch.stack([torch.full((1, 7, 5), float(i)) for i in range(2)]), "labels": torch.arange(2)}
+    for step in range(6):
+        mixed, labels = CutMix(num_classes=2).transform_batch(trainer(step), batch).values()
+        torch.testing.assert_close(labels[0, 1], mixed[0].mean())
+        torch.testing.assert_close(labels[1, 0], 1 - mixed[1].mean())
 
 
 def test_mixing_validates_batches() -> None:
@@ -111,14 +111,6 @@ def test_label_smoothing_shifts_labels_of_causal_models() -> None:
     smooth = LabelSmoothing(VOCABULARY, 0.3).transform_output(SimpleNamespace(model=model), output)
     scores, counted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     torch.testing.assert_close(smooth.loss, F.cross_entropy(scores, counted, label_smoothing=0.3), check_dtype=False)
-
-
-@pytest.mark.parametrize("algorithm", [MixUp(num_classes=2), LabelSmoothing(2)])
-def test_label_names_choose_the_labels(algorithm: Any) -> None:
-    batch = {"x": torch.randn(4, 2), "kind": torch.tensor([0, 1, 0, 1]), "labels": torch.arange(4)}
-    changed = algorithm.transform_batch(trainer(label_names=["kind"]), batch)
-    assert changed["kind"].shape == (4, 2)
-    assert torch.equal(changed["labels"], batch["labels"])
 
 
 @pytest.mark.parametrize("algorithm", [MixUp(num_classes=2), LabelSmoothing(2)])

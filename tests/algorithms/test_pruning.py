@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import StopAt, distance, rows, same, t16, weights
+from recipes import distance, rows, t16, weights
 from torch import nn
 
 from omnitrain import Callback, LayerFreezing, MagnitudePruning, Trainer
@@ -41,6 +41,7 @@ def test_pruning_equals_a_loop_with_masks(scope: Any) -> None:
     pruned = [model[0].weight, model[3].weight]  # type: ignore[index]
     masks = [torch.ones_like(weight, dtype=torch.bool) for weight in pruned]
     optimizer, (x, y) = torch.optim.Adam(model.parameters(), lr=0.1), rows(16).tensors
+    shares = {2: 0.25, 4: 0.75 - 0.5 * 0.125, 6: 0.75}
     for step in range(1, 9):
         part = slice((step - 1) % 4 * 4, (step - 1) % 4 * 4 + 4)
         F.mse_loss(model(x[part]), y[part]).backward()
@@ -50,18 +51,11 @@ def test_pruning_equals_a_loop_with_masks(scope: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            if step in (2, 4, 6):
-                share = {2: 0.25, 4: 0.75 - 0.5 * 0.125, 6: 0.75}[step]
-                if scope == "layer":
-                    limits = [weight.abs().flatten().sort()[0][round(share * weight.numel()) - 1] for weight in pruned]
-                else:
-                    magnitudes = torch.cat(
-                        [(weight * mask).abs().flatten() for weight, mask in zip(pruned, masks, strict=True)]
-                    )
-                    limits = [magnitudes.sort()[0][round(share * magnitudes.numel()) - 1]] * 2
-                masks = [
-                    (weight * mask).abs() > limit for weight, mask, limit in zip(pruned, masks, limits, strict=True)
-                ]
+            if step in shares:
+                sizes = [(weight * mask).abs().flatten() for weight, mask in zip(pruned, masks, strict=True)]
+                sizes = sizes if scope == "layer" else [torch.cat(sizes)] * 2
+                limits = [values.sort()[0][round(shares[step] * len(values)) - 1] for values in sizes]
+                masks = [(w * mask).abs() > limit for w, mask, limit in zip(pruned, masks, limits, strict=True)]
             for weight, mask in zip(pruned, masks, strict=True):
                 weight.mul_(mask)
     assert distance(weights(trained), weights(model)) <= 1e-12
@@ -80,18 +74,6 @@ def test_pruned_weights_grow_by_the_cube_and_stay_zero() -> None:
     assert not (trainer.model[0].bias == 0).any()
     trainer.train()  # another run begins with none
     assert pruning.reached == 0.5 and zeros.counts[12] < 32 == zeros.counts[-1]
-
-
-def test_resume_between_two_prunings_equals_a_straight_run(tmp_path: Path) -> None:
-    def trained(*guests: Any, **options: Any) -> list[torch.Tensor]:
-        model, resume = t16(), options.pop("resume_from", None)
-        pruning = MagnitudePruning(0.6, end=8, every=4, initial=0.3)
-        build(pruning, model=model, callbacks=guests, optimizer="adam", **options).train(resume_from=resume)
-        return weights(model)
-
-    expected = trained()
-    trained(StopAt(3), save_dir=tmp_path)
-    assert same(trained(save_dir=tmp_path, resume_from="auto"), expected)
 
 
 def test_pruned_weights_are_not_exchanged_for_other_zeros() -> None:

@@ -12,10 +12,10 @@ from torch import nn
 
 from omnitrain import (
     SAM,
-    Callback,
     DataError,
     GradientClipping,
     GradualUnfreezing,
+    HookCallback,
     LayerFreezing,
     ProgressiveResizing,
     SeqLengthWarmup,
@@ -34,16 +34,6 @@ def build(*algorithms: Any, model: nn.Module | None = None, data: Any = None, **
     return Trainer(model or deep(), data or rows(8), algorithms=algorithms, **{**common, **options})
 
 
-class Layers(Callback):
-    """Notes at each update which layers have a gradient."""
-
-    def __init__(self) -> None:
-        self.trains: list[str] = []
-
-    def on_before_optimizer_step(self, trainer: Any) -> None:
-        self.trains.append("".join(str(int(layer.weight.grad is not None)) for layer in trainer.model))
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -55,20 +45,22 @@ class Layers(Callback):
     ids=["freezing", "half frozen", "unfreezing", "layers"],
 )
 def test_layers_are_frozen_and_unfrozen_by_progress(make: Any, expected: list[str]) -> None:
-    layers = Layers()
-    build(make(), callbacks=[layers]).train()
-    assert layers.trains == [flags for flags in expected for _ in range(2)]
+    trains: list[str] = []
+
+    def note(trainer: Any) -> None:
+        trains.append("".join(str(int(layer.weight.grad is not None)) for layer in trainer.model))
+
+    build(make(), callbacks=[HookCallback({"before_optimizer_step": note})]).train()
+    assert trains == [flags for flags in expected for _ in range(2)]
 
 
 def test_frozen_layer_keeps_its_moments() -> None:
     model, moments = deep(), []
-
-    class Moments(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            moments.append(trainer.optimizer.state[model[0].weight]["exp_avg"].clone())
-
+    look = HookCallback({
+        "on_step_end": lambda trainer: moments.append(trainer.optimizer.state[model[0].weight]["exp_avg"].clone())
+    })  # fmt: skip
     model[1].weight.requires_grad_(False)
-    trainer = build(LayerFreezing(0.0), model=model, callbacks=[Moments()])
+    trainer = build(LayerFreezing(0.0), model=model, callbacks=[look])
     trainer.train()
     assert not torch.equal(moments[0], moments[1]) and same(moments[2:], [moments[1]] * len(moments[2:]))
     trainer.train()  # and the next run begins with all of them
@@ -79,16 +71,13 @@ def test_frozen_layer_keeps_its_moments() -> None:
 # --- clipping
 
 
-def clipped(*algorithms: Any, **options: Any) -> tuple[nn.Module, list[torch.Tensor], float]:
+def clipped(*algorithms: Any) -> tuple[nn.Module, list[torch.Tensor], float]:
     """Return the model, the gradients that make the first update, and the norm that is logged."""
-    gradients: list[torch.Tensor] = []
-
-    class Look(Callback):
-        def on_before_optimizer_step(self, trainer: Any) -> None:
-            gradients.extend(parameter.grad.clone() for parameter in trainer.model.parameters())
-
-    trace = Trace()
-    build(*algorithms, model=t16(), callbacks=[Look(), trace], max_steps=1, epochs=None, log_steps=1, **options).train()
+    gradients, trace = list[torch.Tensor](), Trace()
+    look = HookCallback({
+        "before_optimizer_step": lambda trainer: gradients.extend(p.grad.clone() for p in trainer.model.parameters())
+    })  # fmt: skip
+    build(*algorithms, model=t16(), callbacks=[look, trace], max_steps=1, epochs=None, log_steps=1).train()
     return t16(), gradients, trace.logs[0]["grad_norm"]
 
 
