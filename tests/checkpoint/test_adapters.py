@@ -22,12 +22,7 @@ from omnitrain import ConfigError, HFTrainer
 pytestmark = pytest.mark.filterwarnings("ignore:.*embedding layers found in `target_modules`")
 
 
-def check_reopens(
-    trainer: Any,
-    folder: Path,
-    expected: dict[str, torch.Tensor] | None = None,
-    base: Callable[[], Any] = llama,
-) -> None:
+def check_reopens(trainer: Any, folder: Path, expected: Any = None, base: Callable[[], Any] = llama) -> None:
     """Check that PEFT opens what `save_model` writes and the last checkpoint of the run in `folder / "run"`."""
     trainer.save_model(folder / "model")
     for path in (folder / "model", folder / "run" / "last"):
@@ -41,7 +36,7 @@ def test_adapters_reopen_in_peft(kind: str, tmp_path: Path) -> None:
     assert not (tmp_path / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native"]))
 def test_adapters_are_saved_per_name_with_full_modules(kind: str, tmp_path: Path) -> None:
     model = adapted(modules_to_save=["lm_head"])
     model.add_adapter("other", lora(2, r=3))
@@ -60,7 +55,7 @@ def test_adapters_are_saved_per_name_with_full_modules(kind: str, tmp_path: Path
     assert "base_model.model.lm_head.original_module.weight" in tensors  # a new head is random
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["hf"]))
 def test_adapters_of_transformers_integration_reopen(kind: str, tmp_path: Path) -> None:
     model = llama()
     model.add_adapter(lora())
@@ -117,14 +112,13 @@ def test_adapters_prompt_tuning_reopens(tmp_path: Path) -> None:
 
 
 def test_adapters_of_async_saves_are_those_of_their_step(tmp_path: Path) -> None:
-    trainer = run("native", adapted(), tmp_path / "run", async_save=True, save_steps=1, max_steps=3)
-    assert trainer.progress.step == 3
-    for step in (1, 2, 3):
+    run("native", adapted(), tmp_path / "run", async_save=True, save_steps=1, max_steps=3)
+    for step in (1, 3):
         straight = run("native", adapted(), max_steps=step, epochs=2)
         assert agree(reopened(tmp_path / "run" / f"checkpoint-{step}"), weights_of(straight)), step
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["hf"]))
 def test_adapters_overwrite_only_if_asked(kind: str, tmp_path: Path) -> None:
     trainer = make(kind, peft.get_peft_model(llama(), lora(), adapter_name="named"))
     make(kind, llama()).save_model(tmp_path / "plain")

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from marks import thinned
 from recipes import rows, t16
-from resuming import memory_folder
+from resuming import assert_same, memory_folder
 from tiny import Tokens, gpt
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
@@ -60,8 +61,7 @@ def make(kind: str, save_dir: Path, **options: Any) -> Any:
     device = {"device": "cpu"} if kind == "native" else {}
     defaults: dict[str, Any] = {
         "batch_size": 4, "eval_steps": 2, "learning_rate": 0.01, "log_steps": 1, "loss_fn": F.mse_loss,
-        "lr_scheduler": "cosine",
-        "max_steps": STEPS, "progress_bar": False, "save_steps": 2, "load_best_at_end": False,
+        "lr_scheduler": "cosine", "max_steps": STEPS, "progress_bar": False, "save_steps": 2, "load_best_at_end": False,
     }  # fmt: skip
     defaults |= {"callbacks": [Keeper()], "eval_dataset": rows(4), "save_dir": save_dir, **device, **options}
     return TRAINERS[kind](t16(dropout=0.1), train_dataset=rows(12), **defaults)
@@ -85,7 +85,7 @@ def newest(run: Path) -> Path:
     return max(path for path in run.glob("checkpoint-*") if path.is_dir())
 
 
-def facts(trainer: Any) -> Any:
+def state_of(trainer: Any) -> Any:
     """Return everything of a trainer that a checkpoint could change."""
     groups = [
         {key: copy.copy(value) for key, value in group.items() if key != "params"}
@@ -100,16 +100,6 @@ def facts(trainer: Any) -> Any:
         trainer.objective.state_dict(),
         next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Keeper)).state,
     )
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or (a != a and b != b)
 
 
 # --- what does not fit
@@ -144,66 +134,56 @@ FORGED: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    thinned(
-        [(kind, case) for kind in TRAINERS for case in FORGED],
-        [
-            *(("native", case) for case in FORGED),
-            *(
-                (kind, case)
-                for kind in ("accelerate", "hf")
-                for case in ("large moment", "no torch state", "no states")
-            ),
-        ],
-    ),
-)
+QUICK = [
+    *(("native", case) for case in ("large moment", "no moment", "NaN step", "unknown parameter", "small torch state")),
+    *(("native", case) for case in ("negative python state", "float numpy state", "no states")),
+    ("hf", "large moment"),
+    ("accelerate", "no torch state"),
+]
+
+
+@pytest.mark.parametrize(("kind", "case"), thinned([(kind, case) for kind in TRAINERS for case in FORGED], QUICK))
 def test_forged_tensors_are_rejected(kind: str, case: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The trainer is unchanged, and "auto" resumes from the checkpoint before."""
     run = copied(saved(kind, folder), folder / "forged")
     forge_tensors(newest(run), *FORGED[case])
     trainer = make(kind, run)
-    before = facts(trainer)
+    before = state_of(trainer)
     for call in (trainer.train, trainer.load_checkpoint):
         with pytest.raises(CheckpointError):
             call(newest(run))
-    assert same(facts(trainer), before)
+    assert_same(state_of(trainer), before)
     trainer.train(resume_from="auto")
     assert trainer.progress.step == STEPS
     assert any("Passed over" in message and newest(run).name in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_forged_weights_are_rejected(kind: str, folder: Path) -> None:
-    """Weights of another shape or dtype are for another model: "auto" does not take an earlier checkpoint."""
-    for change in (shrink("0.weight"), grow("3.bias"), to_complex("0.bias"), lambda tensors: tensors.pop("0.bias")):
-        run = copied(saved(kind, folder), folder / "forged")
-        forge_tensors(newest(run), WEIGHTS, change)
-        trainer = make(kind, run)
-        before = facts(trainer)
-        for which in (newest(run), "last", "auto"):
-            with pytest.raises(CheckpointError, match="does not fit the model"):
-                trainer.train(resume_from=which)
-        assert same(facts(trainer), before)
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_callback_that_rejects_its_state_is_reported(kind: str, folder: Path) -> None:
-    run = copied(saved(kind, folder), folder / "forged")
-    content = content_of(newest(run))
+def forge_callback(folder: Path) -> None:
+    content = content_of(folder)
     content["callbacks"][-1]["state"]["mean"] = 3
-    seal(newest(run), content)
-    trainer = make(kind, run)
-    before = facts(trainer)
-    with pytest.raises(CheckpointError, match=r"Keeper.load_state_dict refused .*: AssertionError"):
-        trainer.train(resume_from="last")
-    assert same(facts(trainer), before)
+    seal(folder, content)
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native"]))
+def test_forged_weights_and_callbacks_are_rejected(kind: str, folder: Path) -> None:
+    """Weights of another shape or dtype are for another model: "auto" does not take an earlier checkpoint."""
+    changes = (shrink("0.weight"), grow("3.bias"), to_complex("0.bias"), lambda tensors: tensors.pop("0.bias"))
+    cases: list[Any] = [(partial(forge_tensors, file=WEIGHTS, change=change), "fit the model") for change in changes]
+    for forge, message in [*cases, (forge_callback, r"Keeper.load_state_dict refused .*: AssertionError")]:
+        run = copied(saved(kind, folder), folder / "forged")
+        forge(newest(run))
+        trainer = make(kind, run)
+        before = state_of(trainer)
+        for which in (newest(run), "last", *(["auto"] if forge is not forge_callback else [])):
+            with pytest.raises(CheckpointError, match=message):
+                trainer.train(resume_from=which)
+        assert_same(state_of(trainer), before)
 
 
 # --- callbacks
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
 def test_callback_tensors_are_restored_before_its_event(kind: str, folder: Path, tmp_path: Path) -> None:
     run = saved(kind, folder)
     keeper = Keeper()
@@ -219,13 +199,12 @@ def test_callback_tensors_are_restored_before_its_event(kind: str, folder: Path,
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_unsavable_callback_state_ends_the_run_at_once(kind: str, tmp_path: Path) -> None:
-    for value in ({1, 2}, object(), b"x"):
-        keeper = Keeper()
-        keeper.state["odd"] = [value]
-        trainer = make(kind, tmp_path / "run", callbacks=[keeper])
-        with pytest.raises(CheckpointError, match=rf"Keeper/odd/0` holds a {type(value).__name__}"):
-            trainer.train()
-        assert trainer.progress.step == 0
+    keeper = Keeper()
+    keeper.state["odd"] = [{1, 2}]
+    trainer = make(kind, tmp_path / "run", callbacks=[keeper])
+    with pytest.raises(CheckpointError, match="Keeper/odd/0` holds a set"):
+        trainer.train()
+    assert trainer.progress.step == 0
 
 
 # --- fuzzing
@@ -266,71 +245,62 @@ def damage_file(run: Path, target: Path, file: int, how: str, position: int, fil
     return attempt(target, which or folder)
 
 
+WHICH = st.sampled_from([None, "auto"])
 CHANGES: dict[str, Any] = {
-    "index": st.integers(0, 2000),
-    "kind": st.sampled_from(["delete", "replace", "replace"]),
-    "oddity": st.sampled_from(ODDITIES),
-    "which": st.sampled_from([None, "auto"]),
-}
+    "index": st.integers(0, 2000), "kind": st.sampled_from(["delete", "replace", "replace"]),
+    "oddity": st.sampled_from(ODDITIES), "which": WHICH,
+}  # fmt: skip
 DAMAGE: dict[str, Any] = {
-    "file": st.integers(0, 4),
-    "how": st.sampled_from(SPOILINGS),
-    "position": st.integers(0, 1 << 20),
-    "fill": st.integers(0, 255),
-    "which": st.sampled_from([None, "auto"]),
-}
+    "file": st.integers(0, 4), "how": st.sampled_from(SPOILINGS), "position": st.integers(0, 1 << 20),
+    "fill": st.integers(0, 255), "which": WHICH,
+}  # fmt: skip
 
 
 def fuzz(examples: int) -> Any:
-    return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    checks = list(HealthCheck)
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=checks)
 
 
-@fuzz(12)
-@given(**CHANGES)
-def test_changed_manifest_is_rejected_or_resumed(folder: Path, **change: Any) -> None:
+@pytest.mark.parametrize("examples", thinned([6, 4000], [6]))
+def test_changed_manifest_is_rejected_or_resumed(examples: int, folder: Path) -> None:
     """A changed setting is an error under "auto", too: it would resume an older run otherwise."""
-    assert change_manifest(saved("native", folder), folder / "changed", **change) in ("rejected", "resumed")
+
+    @fuzz(examples)
+    @given(**CHANGES)
+    def check(**change: Any) -> None:
+        assert change_manifest(saved("native", folder), folder / "changed", **change) in ("rejected", "resumed")
+
+    check()
 
 
-@fuzz(12)
-@given(**DAMAGE)
-def test_damaged_file_is_rejected_or_passed_over(folder: Path, which: Any, **damage: Any) -> None:
-    expected = "resumed" if which else "rejected"
-    assert damage_file(saved("native", folder), folder / "damaged", **damage, which=which) == expected
+@pytest.mark.parametrize("examples", thinned([6, 2000], [6]))
+def test_damaged_file_is_rejected_or_passed_over(examples: int, folder: Path) -> None:
+    @fuzz(examples)
+    @given(**DAMAGE)
+    def check(which: Any, **damage: Any) -> None:
+        expected = "resumed" if which else "rejected"
+        assert damage_file(saved("native", folder), folder / "damaged", **damage, which=which) == expected
 
-
-@pytest.mark.slow
-@fuzz(4000)
-@given(**CHANGES)
-def test_changed_manifest_is_rejected_or_resumed_4000(folder: Path, **change: Any) -> None:
-    assert change_manifest(saved("native", folder), folder / "changed", **change) in ("rejected", "resumed")
-
-
-@pytest.mark.slow
-@fuzz(2000)
-@given(**DAMAGE)
-def test_damaged_file_is_rejected_or_passed_over_2000(folder: Path, which: Any, **damage: Any) -> None:
-    expected = "resumed" if which else "rejected"
-    assert damage_file(saved("native", folder), folder / "damaged", **damage, which=which) == expected
+    check()
 
 
 # --- files
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"format_version": 1, "sha256": "%s", "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-        ('{"format_version": 1, "sha256": "%s", "step": 1, "step": 2}', "a key twice"),
-        ('{"format_version": 1, "sha256": "%s", "step": ' + "9" * 5000 + "}", "digits"),
-        ('{"format_version": 1, "sha256": "%s", "step": "\\u001b[2J"}', r"step = .*x1b"),
-        ("[]", "does not match its own sha256"),
-    ],
-    ids=["depth", "double key", "digits", "escape", "hash"],
-)
-def test_read_manifest_checks_hash_and_limits(text: str, message: str, tmp_path: Path) -> None:
+PREFIX = '{"format_version": 1, "sha256": "%s", '
+MANIFESTS = {
+    "depth": (PREFIX + '"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    "150 levels": (PREFIX + '"a": ' + "[" * 150 + "]" * 150 + "}", "more than 100 lists and objects in each other"),
+    "double key": (PREFIX + '"step": 1, "step": 2}', "a key twice"),
+    "digits": (PREFIX + '"step": ' + "9" * 5000 + "}", "digits"),
+    "escape": (PREFIX + '"step": "\\u001b[2J"}', r"step = .*x1b"),
+    "hash": ("[]", "does not match its own sha256"),
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_read_manifest_checks_hash_and_limits(case: str, tmp_path: Path) -> None:
+    text, message = MANIFESTS[case]
     blank = text.replace("%s", "0" * 64)
     (tmp_path / MANIFEST).write_text(blank.replace("0" * 64, hashlib.sha256(blank.encode()).hexdigest(), 1))
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -367,4 +337,4 @@ def test_pointers_open_with_from_pretrained(tmp_path: Path) -> None:
     Trainer(model, Tokens(4), Tokens(2), save_dir=tmp_path / "run", **options).train()
     for which in ("last", "best"):
         loaded = type(model).from_pretrained(tmp_path / "run" / which)
-        assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+        assert_same(dict(loaded.state_dict()), dict(model.state_dict()))

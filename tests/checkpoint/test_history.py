@@ -12,7 +12,7 @@ from forging import content_of, seal
 from resuming import build
 
 from omnitrain.checkpoint import history as history_module
-from omnitrain.checkpoint.history import HISTORY, Lines, read_history
+from omnitrain.checkpoint.history import HISTORY, read_history
 from omnitrain.metrics import MetricsDict
 
 
@@ -25,38 +25,26 @@ def history(evaluations: int) -> MetricsDict:
     return metrics
 
 
-def test_history_lines_are_reused_unless_rows_differ() -> None:
-    lines, metrics = Lines(), history(3)
-    first, _ = lines.up_to({"train_metrics_history": 0, "valid": 2, "test": 0}, metrics)
-    metrics.add_train({"epoch": 1, "step": 3, "train_loss": float("nan")})
-    second, _ = lines.up_to({"train_metrics_history": 1, "valid": 3, "test": 0}, metrics)
-    assert second.startswith(first) and len(first.splitlines()) == 2 and len(second.splitlines()) == 4
-    assert lines.up_to({"train_metrics_history": 0, "valid": 2, "test": 0}, metrics)[0] == first
-    assert lines.up_to({"train_metrics_history": 0, "valid": 1, "test": 0}, history(1))[0] == first.splitlines(True)[0]
-
-
 def test_history_is_in_a_checkpoint_that_is_copied_away(tmp_path: Path) -> None:
+    """Old checkpoints have it in their manifest."""
+
+    def loaded() -> Any:
+        trainer = build(tmp_path / "other")
+        trainer.load_checkpoint(folder)
+        return json.loads(json.dumps(trainer.metrics))
+
     build(tmp_path / "run", epochs=2).train()
     folder = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
     shutil.rmtree(tmp_path / "run")
-    trainer = build(tmp_path / "other")
-    trainer.load_checkpoint(folder)
-    assert [row["step"] for row in trainer.metrics["valid"]] == [3, 6]
-    assert [row["epoch"] for row in trainer.metrics["train_metrics_history"]] == [1, 2]
-    assert "valid" not in content_of(folder)["metrics"]
-
-
-def test_history_in_the_manifest_of_old_checkpoints_is_read(tmp_path: Path) -> None:
-    build(tmp_path / "run", epochs=2).train()
-    folder = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
-    content = content_of(folder)
-    expected = content["metrics"] = read_history(folder, content)
+    metrics, content = loaded(), content_of(folder)
+    assert [row["step"] for row in metrics["valid"]] == [3, 6]
+    assert [row["epoch"] for row in metrics["train_metrics_history"]] == [1, 2]
+    assert "valid" not in content["metrics"]
+    content["metrics"] = read_history(folder, content)
     (folder / HISTORY).unlink()
     del content["files"][HISTORY]
     seal(folder, content)
-    trainer = build(tmp_path / "other")
-    trainer.load_checkpoint(folder)
-    assert json.loads(json.dumps(trainer.metrics)) == json.loads(json.dumps(expected))
+    assert loaded() == metrics
 
 
 def test_history_save_encodes_only_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +67,7 @@ def test_history_save_encodes_only_new_rows(tmp_path: Path, monkeypatch: pytest.
         trainer.metrics.add_valid({"epoch": 1.0, "step": step, "eval_loss": 0.5}, best=False)
         trainer.save_checkpoint()
         assert len(encoded) == 201 + step
+    trainer.lifecycle.metrics = history(2)  # as after loading another checkpoint
+    trainer.save_checkpoint()
+    assert len(encoded) == 205
+    assert len(read_history(trainer.store.root / "last", content_of(trainer.store.root / "last"))["valid"]) == 2

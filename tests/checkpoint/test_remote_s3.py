@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +16,9 @@ import pytest
 from marks import thinned
 from resuming import build, differences, play, train
 
-from omnitrain import Callback, CheckpointError, ConfigError
+from omnitrain import ConfigError
 from omnitrain.checkpoint import remote, upload
 from omnitrain.checkpoint.manifest import FileEntry
-from omnitrain.checkpoint.mirror import make_store
 from omnitrain.checkpoint.remote import Place
 from omnitrain.settings import local_folder
 
@@ -37,7 +34,6 @@ from stores import (  # noqa: E402
     remote_steps,
     s3_variables,
     save_texts,
-    wait_for,
 )
 
 pytestmark = pytest.mark.processes  # a server, whose requests have limits in seconds
@@ -93,11 +89,13 @@ def test_s3_run_is_uploaded_and_resumed(tmp_path: Path) -> None:
     check_resumes(tmp_path)
 
 
-def test_s3_retention_follows_the_folder() -> None:
+def test_s3_checksums_and_bulk_deletes_are_used(store: S3) -> None:
     with mirroring(ADDRESS) as mirror:
         for step in (1, 2, 3):
             save_texts(mirror, step)
             mirror.prune(keep_last=1)
+    methods = {method for method, path in store.requests if path.endswith(".safetensors")}
+    assert "HEAD" in methods and "GET" not in methods  # nothing is downloaded again to verify it
     assert remote_steps(ADDRESS) == [entry.step for entry in mirror.kept()] == [3]
     assert remote_folders(ADDRESS) == {"checkpoint-3"}
 
@@ -116,10 +114,10 @@ def for_uploads(times: int, fault: Callable[[Any, Any], list[bytes] | None]) -> 
     return call
 
 
-def rejecting(status: str, code: str = "SlowDown") -> Callable[[Any, Any], list[bytes]]:
+def rejecting(status: str) -> Callable[[Any, Any], list[bytes]]:
     def fault(environ: Any, answer: Any) -> list[bytes]:
         answer(status, [("Content-Type", "application/xml")])
-        return [f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>No.</Message></Error>".encode()]
+        return [b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>No.</Message></Error>"]
 
     return fault
 
@@ -160,25 +158,6 @@ def test_s3_request_without_an_answer_is_repeated(store: S3, monkeypatch: pytest
     assert remote_steps(ADDRESS) == [1]
 
 
-def test_s3_object_that_was_lost_is_uploaded_again(store: S3, caplog: pytest.LogCaptureFixture) -> None:
-    def forget(environ: Any, answer: Any) -> list[bytes]:
-        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        answer("200 OK", [("ETag", '"0"')])
-        return [b""]
-
-    store.fault = for_uploads(2, forget)
-    with mirroring(ADDRESS) as mirror:
-        save_texts(mirror, 1)
-    assert remote_steps(ADDRESS) == [1] and "FileNotFoundError" in caplog.text
-
-
-def test_s3_checksums_are_used_instead_of_downloads(store: S3) -> None:
-    with mirroring(ADDRESS) as mirror:
-        save_texts(mirror, 1)
-    methods = {method for method, path in store.requests if path.endswith(".safetensors")}
-    assert "HEAD" in methods and "GET" not in methods
-
-
 @pytest.mark.parametrize("megabytes", thinned([5, 50], [5]))
 def test_s3_multipart_upload_is_checked_by_its_checksum(
     megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,109 +195,15 @@ def test_s3_multipart_uploads_of_a_killed_run_are_aborted() -> None:
     assert [part["Key"] for part in fs.list_multipart_uploads("bucket")] == ["some/other/a"]
 
 
-def remove_bucket(store: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3fs.S3FileSystem().rmdir("bucket")
-
-
-def reject_credentials(store: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    reject = rejecting("403 Forbidden", "AccessDenied")
-    store.fault = lambda method, path, environ, answer: reject(environ, answer) if method == "PUT" else None
-
-
-def remove_server(store: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{programs.free_port()}")
-    s3fs.S3FileSystem.clear_instance_cache()
-
-
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (remove_bucket, r"`save_dir='s3://bucket/some/run'`: nothing can be written"),
-        (reject_credentials, "nothing can be written there, or deleted: PermissionError"),
-        (remove_server, "nothing can be written"),
-    ],
-    ids=["bucket", "credentials", "server"],
-)
-def test_s3_errors_are_raised_before_the_first_step(
-    prepare: Any, message: str, store: S3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(store, monkeypatch)
+@pytest.mark.parametrize("missing", ["bucket", "server"])
+def test_s3_errors_are_raised_before_the_first_step(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "bucket":
+        s3fs.S3FileSystem().rmdir("bucket")
+    else:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{programs.free_port()}")
+        s3fs.S3FileSystem.clear_instance_cache()
     trainer = build(ADDRESS, **RUN)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"`save_dir='s3://bucket/some/run'`: nothing can be written"):
         trainer.train()
     assert trainer.progress.step == 0
-    if prepare is remove_bucket:
-        assert not s3fs.S3FileSystem().exists("bucket")  # it is not created
-
-
-def test_s3_outage_during_a_run_does_not_end_it(
-    store: S3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.1")
-    store.fault = for_uploads(10**9, FAULTS["503"])
-    with caplog.at_level(logging.INFO):
-        trainer = train(build(ADDRESS, **RUN))
-    assert trainer.progress.step == 6 and "Not everything was uploaded" in caplog.text
-    assert remote_steps(ADDRESS) == []
-
-
-def test_s3_checkpoint_with_a_missing_object_is_rejected() -> None:
-    with mirroring(ADDRESS) as mirror:
-        save_texts(mirror, 4, 6)
-    lose_machine(ADDRESS)
-    s3fs.S3FileSystem().rm_file("bucket/some/run/checkpoint-6/model.safetensors")
-    with pytest.raises(CheckpointError, match="checkpoint-6' does not exist, or is no complete checkpoint"):
-        make_store(ADDRESS).resolve(f"{ADDRESS}/checkpoint-6")
-    folder, _ = make_store(ADDRESS).resolve("auto")  # type: ignore[misc]
-    assert folder.name == "checkpoint-4"
-
-
-# --- killed
-
-
-class WaitForUpload(Callback):
-    """Waits until each checkpoint is uploaded, so that they are in order."""
-
-    def on_step_start(self, trainer: Any) -> None:
-        step = trainer.progress.step
-        if step in (2, 4):
-            wait_for(lambda: Place(ADDRESS).read_if_there("last") == f"checkpoint-{step}\n".encode())
-
-
-KILLS = ["checkpoint-4/model.safetensors", "checkpoint-4/omnitrain.json", "run/last", "checkpoint-6/optimizer"]
-
-
-@pytest.mark.parametrize("path", thinned(KILLS, [KILLS[0]]))
-def test_s3_run_killed_in_an_upload_resumes_elsewhere(
-    path: str, store: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pids: list[int] = []
-    is_started, is_complete, is_dead = threading.Event(), threading.Event(), threading.Event()
-
-    def kill(method: str, name: str, environ: Any, answer: Any) -> list[bytes] | None:
-        if method == "PUT" and path in name and not is_dead.is_set() and (path != "run/last" or is_complete.is_set()):
-            assert is_started.wait(programs.LIMIT)
-            os.kill(pids[0], signal.SIGKILL)
-            is_dead.set()
-            answer("500 Internal Server Error", [])
-            return [b""]
-        if method == "PUT" and name.endswith("checkpoint-4/omnitrain.json"):
-            is_complete.set()
-        return None
-
-    store.fault = kill
-    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "first machine"))
-    s3fs.S3FileSystem.clear_instance_cache()
-    pid = os.fork()
-    if not pid:
-        try:
-            train(build(ADDRESS, callbacks=lambda: [WaitForUpload()], **RUN), resume_from="auto")
-        finally:
-            os._exit(1)
-    pids.append(pid)
-    is_started.set()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL and is_dead.is_set()
-    store.fault = lambda method, path, environ, answer: None
-    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "second machine"))
-    assert remote_steps(ADDRESS) == ([2] if "checkpoint-4" in path else [2, 4])
-    check_resumes(tmp_path)
+    assert missing == "server" or not s3fs.S3FileSystem().exists("bucket")  # it is not created
