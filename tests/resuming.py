@@ -92,8 +92,8 @@ def build(save_dir: Path | None, **options: Any) -> Trainer:
         del defaults["batch_size"]
         data = None
     else:
-        data = parts.get("dataset", Numbered())
-    model = parts["model"] if "model" in parts else Net()
+        data = parts["dataset"] if "dataset" in parts else Numbered()
+    model = parts["model"] if "model" in parts else Net()  # no `or`: a compiled model has no length
     if options.get("unit"):
         options["unit"] = options["unit"](model)
     trainer = Trainer(
@@ -231,12 +231,11 @@ def play(
     rates: list[Any] = []
     for part in parts:
         changed = {**options, **part}
-        cut = changed.pop("cut", None)
-        allowed = {"allow_change": changed.pop("allow_change")} if "allow_change" in changed else {}
+        cut, allowed = changed.pop("cut", None), changed.pop("allow_change", ())
         cuts = [] if cut is None else [cut if isinstance(cut, Callback) else Cut(*cut)]
         callbacks = [*changed.pop("callbacks", list)(), *cuts]
         trainer = make(save_dir, callbacks=lambda: callbacks, **changed)  # noqa: B023
-        train(trainer, resume_from="auto", **allowed)
+        train(trainer, resume_from="auto", allow_change=allowed)
         record = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Rates))
         samples, windows = record.start
         stream = stream[:samples] + trainer.algorithms[0].samples  # type: ignore[attr-defined]
@@ -275,11 +274,7 @@ def comparable(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(result: Any, expected: Any, case: object = "") -> None:
-    """Compare two outcomes bit for bit.
-
-    Raises:
-        AssertionError: If they differ; it says in what.
-    """
+    """Assert that two outcomes are equal bit for bit."""
     problems = differences(result, expected)
     assert not problems, f"{case}: {problems[:5]}"
 

@@ -59,7 +59,7 @@ def watchers(folder: Path) -> dict[str, Callback]:
         "hooks": HookCallback({"on_train_step_end": lambda *_, **__: None}),
         "tensorboard": TensorBoardLogger(folder / "tensorboard"),
         "csv": CsvLogger(),
-        "profiler": Profiler(skip=1, warmup=1, active=2, folder=folder / "profile"),
+        "profiler": Profiler(skip=1, warmup=1, active=1, folder=folder / "profile"),
         "distributions": Distributions(every=2, of=("weights", "gradients", "updates", "activations")),
         "periodic": Periodic(lambda trainer: {"drawn": float(torch.rand(()))}, every=2),
         "preview": Preview([0.1], every=3, function=lambda model, prompt: str(torch.rand(()) + prompt), timeout="60s"),

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from forging import content_of as manifest_of
 from forging import seal
+from marks import thinned
 from recipes import Noisy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -32,7 +33,7 @@ def plain_loss(outputs: Any, labels: Any) -> Any:
     return F.cross_entropy(outputs, labels)
 
 
-def data(size: int = 24, flipped: bool = False) -> TensorDataset:
+def data(size: int = 12, flipped: bool = False) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(size) % 3
     return TensorDataset(torch.randn(size, 4, generator=generator), 2 - labels if flipped else labels)
@@ -58,15 +59,16 @@ def module_function(folder: Path, text: str) -> Callable[..., Any]:
     return module.f
 
 
-@pytest.mark.parametrize("cls", TRAINERS.values(), ids=TRAINERS)
-def test_identity_rejects_other_labels_and_names_a_sample(cls: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_identity_rejects_other_labels_and_names_a_sample(kind: str, tmp_path: Path) -> None:
+    cls = TRAINERS[kind]
     make(tmp_path, cls, epochs=1).train()
     other = {"train_dataset": data(flipped=True)}
     with pytest.raises(CheckpointError, match=r"other data.* sample \d+ of the training set .*its entry 1"):
         make(tmp_path, cls, **other, epochs=2).train(resume_from="auto")
     trainer = make(tmp_path, cls, **other, epochs=2)
     trainer.train(resume_from="auto", allow_change={"train_dataset"})
-    assert trainer.progress.step == 12
+    assert trainer.progress.step == 6
     make(tmp_path, cls, **other, epochs=3).train(resume_from="auto")
 
 
@@ -101,7 +103,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", thinned(BODIES, ["data_collator", "unit", "model"]))
 def test_identity_rejects_other_code_of_the_same_name(name: str, tmp_path: Path) -> None:
     def trainer(change: str, epochs: int) -> Trainer:
         head = "import torch\nimport torch.nn.functional as F\n\n\n"
@@ -122,13 +124,13 @@ def test_identity_rejects_other_code_of_the_same_name(name: str, tmp_path: Path)
 def test_identity_is_not_compared_with_old_checkpoints(tmp_path: Path) -> None:
     """The first versions of omnitrain saved no fingerprints."""
     make(tmp_path, epochs=1).train()
-    folder = tmp_path / "checkpoint-6"
+    folder = tmp_path / "checkpoint-3"
     content = manifest_of(folder)
     del content["identity"]
     seal(folder, content)
     trainer = make(tmp_path, train_dataset=data(flipped=True), epochs=2)
     trainer.train(resume_from="auto")
-    assert trainer.progress.step == 12
+    assert trainer.progress.step == 6
 
 
 def generator_states() -> Any:
@@ -198,25 +200,15 @@ def test_data_of_streams_and_broken_datasets_is_empty() -> None:
     assert data_of(make_loader(Broken(), 2, name="train_dataset")) == {"size": 4, "samples": {}}
 
 
-@pytest.mark.parametrize(
-    ("value", "other"),
-    [
-        (torch.zeros(2), torch.zeros(3)),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+def test_content_of_values_that_differ() -> None:
+    for value, other in (
+        (torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
         (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16)),
-        (np.zeros(2), np.ones(2)),
-        ("a", b"a"),
-        ([1, 2], [2, 1]),
-        ({"a": 1}, {"b": 1}),
-        (["ab", "c"], ["a", "bc"]),
-        (True, 1),
-        (np.array(["a", {"b": 1}], dtype=object), np.array(["a", {"b": 2}], dtype=object)),
-    ],
-)
-def test_content_of_values_that_differ(value: Any, other: Any) -> None:
-    assert content_of(value) is not None
-    assert content_of(value) != content_of(other)
-    assert content_of(value) == content_of(value)
+        (np.zeros(2), np.ones(2)), ("a", b"a"), ([1, 2], [2, 1]), ({"a": 1}, {"b": 1}), (["ab", "c"], ["a", "bc"]),
+        (True, 1), (np.array(["a", {"b": 1}], dtype=object), np.array(["a", {"b": 2}], dtype=object)),
+    ):  # fmt: skip
+        assert content_of(value) == content_of(value) is not None
+        assert content_of(value) != content_of(other)
 
 
 def focal(alpha: float) -> Callable[..., Any]:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forging import content_of, seal
-from recipes import rows, same, t16, weights
+from recipes import rows, t16
+from resuming import Killed
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.checkpoint import record
@@ -39,10 +40,6 @@ def make(folder: Path | None, cls: Any = Trainer, size: int = 16, **options: Any
 
 def starts_of(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "run.json").read_text())["starts"]
-
-
-class Killed(BaseException):
-    """A kill, after which nothing is cleaned up."""
 
 
 @pytest.mark.parametrize("cls", TRAINERS.values(), ids=TRAINERS)
@@ -190,12 +187,9 @@ def test_masked_command(command: str, expected: str) -> None:
     assert " ".join(masked_command(command.split())) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["omnitrain.trainers.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c"],
-)
-def test_masked_leaves_plain_text_unchanged(text: str) -> None:
-    assert masked(text) == text
+def test_masked_leaves_plain_text_unchanged() -> None:
+    for text in ("omnitrain.trainers.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c"):
+        assert masked(text) == text
 
 
 def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,32 +206,19 @@ def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # --- the file
 
 
-class Full(FileSystem):
-    """A disk on which so many writes of run.json fail."""
-
-    def __init__(self, failures: float = float("inf")) -> None:
-        self.failures = failures
-
-    def sync(self, path: Path) -> None:
-        if path.name.startswith("run.json") and self.failures:
-            self.failures -= 1
-            raise OSError(28, "No space left on device")
-        super().sync(path)
-
-
-def test_record_on_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain = make(tmp_path / "plain")
-    plain.train()
-    trainer = make(tmp_path / "run")
-    trainer.store.fs = Full()
-    trainer.train()
-    assert same(weights(trainer.get_model()), weights(plain.get_model()))
-    assert not list((tmp_path / "run").glob("run.json*")) and (tmp_path / "run" / "checkpoint-4").is_dir()
-    assert caplog.text.count("run.json cannot be written") == 1
-
-
 def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A start that could not be written is added then, and replaces no earlier one."""
+
+    class Full(FileSystem):
+        def __init__(self, failures: int) -> None:
+            self.failures = failures
+
+        def sync(self, path: Path) -> None:
+            if path.name.startswith("run.json") and self.failures:
+                self.failures -= 1
+                raise OSError(28, "No space left on device")
+            super().sync(path)
+
     make(tmp_path, epochs=1).train()
     before = starts_of(tmp_path)
     for failures in (1, 2):
@@ -250,7 +231,7 @@ def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.text.count("run.json cannot be written") == 2
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", "half a fi", '{"format_version": 9, "starts": []}'])
+@pytest.mark.parametrize("text", ["[1]", "half a fi", '{"format_version": 9, "starts": []}'])
 def test_record_does_not_overwrite_other_content(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(text)
     with caplog.at_level(logging.WARNING):
@@ -301,19 +282,11 @@ def test_show_run_lists_starts_and_changes(
     assert "what ran" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "code", "message"),
-    [
-        ("none", None, 2, "none' does not exist"),
-        ("", None, 2, "has no 'run.json' and no checkpoints"),
-        ("", "{", 1, "no record of the starts"),
-    ],
-    ids=["no folder", "no file", "damaged"],
-)
-def test_show_run_rejects_other_folders(
-    name: str, text: str | None, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if text is not None:
-        (tmp_path / "run.json").write_text(text)
-    assert main(["show", "run", str(tmp_path / name)]) == code
-    assert message in capsys.readouterr().err
+def test_show_run_rejects_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "run", str(tmp_path / "none")]) == 2
+    assert "none' does not exist" in capsys.readouterr().err
+    assert main(["show", "run", str(tmp_path)]) == 2
+    assert "has no 'run.json' and no checkpoints" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{")
+    assert main(["show", "run", str(tmp_path)]) == 1
+    assert "no record of the starts" in capsys.readouterr().err

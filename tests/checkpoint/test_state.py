@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
 from tiny import bert, gpt
@@ -51,10 +52,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def copies(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 
@@ -81,7 +78,7 @@ def test_file_restores_every_dtype(tmp_path: Path) -> None:
             assert torch.equal(loaded[name].to(torch.complex128), tensor.to(torch.complex128)), dtype
 
 
-def test_file_equals_that_of_safetensors(tmp_path: Path) -> None:
+def test_file_equals_that_of_safetensors_and_its_digest(tmp_path: Path) -> None:
     def header_and_data(path: Path) -> tuple[Any, bytes]:
         content = path.read_bytes()
         begin = 8 + int.from_bytes(content[:8], "little")
@@ -91,36 +88,24 @@ def test_file_equals_that_of_safetensors(tmp_path: Path) -> None:
     tensors = {
         "flag": torch.tensor([True]), "b": torch.randn(3), "wide": torch.randn(2, 2, dtype=torch.float64),
         "a": torch.tensor(1.0), "none": torch.zeros(0, 3), "h\u00e4lfte": torch.randn(5).half(),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
     }  # fmt: skip
     state.save_tensors(tensors, tmp_path / "ours")
+    assert state.digest(tensors) == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+    tensors["transposed"] = tensors["transposed"].contiguous()
     safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     assert header_and_data(tmp_path / "ours") == header_and_data(tmp_path / "theirs")
-
-
-def test_digest_equals_that_of_the_file(tmp_path: Path) -> None:
-    tensors = {**Tied().state_dict(), "transposed": torch.arange(6.0).reshape(2, 3).T}
-    state.save_tensors(tensors, tmp_path / "file")
-    assert state.digest(tensors) == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
-
-
-def test_host_tensors_copies_only_what_is_not_contiguous() -> None:
-    whole, transposed = torch.randn(3, 2, requires_grad=True), torch.arange(6.0).reshape(2, 3).T
-    result = state.host_tensors({"whole": whole, "transposed": transposed})
-    assert result["whole"].data_ptr() == whole.data_ptr() and not result["whole"].requires_grad
-    assert result["transposed"].is_contiguous() and torch.equal(result["transposed"], transposed)
 
 
 # --- models
 
 
-def test_model_tensors_has_shared_tensors_once() -> None:
-    assert list(state.model_tensors(Tied())) == ["table", "first_half", "bits", "empty", "also_empty", "embed.weight"]
-
-
 def test_load_weights_keeps_tied_tensors_and_memory(tmp_path: Path) -> None:
     source, target = Tied(), Tied(seed=1)
     addresses = {name: tensor.data_ptr() for name, tensor in target.state_dict().items()}
-    state.save_tensors(state.model_tensors(source), tmp_path / "file")
+    tensors = state.model_tensors(source)
+    assert list(tensors) == ["table", "first_half", "bits", "empty", "also_empty", "embed.weight"]
+    state.save_tensors(tensors, tmp_path / "file")
     state.load_weights(target, state.load_tensors(tmp_path / "file"), "there")
     assert same(dict(target.state_dict()), dict(source.state_dict()))
     assert {name: tensor.data_ptr() for name, tensor in target.state_dict().items()} == addresses
@@ -136,25 +121,6 @@ def test_wrapped_models_have_the_names_of_the_bare_module() -> None:
         tensors = {name: torch.full_like(tensor, 0.5) for name, tensor in two_layers().state_dict().items()}
         state.load_weights(model, tensors, "there")  # type: ignore[arg-type]
         assert all((parameter == 0.5).all() for parameter in model.parameters())  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("0.weight"), r"there does not fit the model: missing \['0.weight'\]"),
-        (lambda tensors: tensors.update(more=torch.zeros(1)), r"not in the model \['more'\]"),
-        (lambda tensors: tensors.update({"0.bias": torch.zeros(3)}), r"'0.bias' has shape \(3,\) there and \(2,\) in"),
-    ],
-    ids=["missing", "left over", "shape"],
-)
-def test_load_weights_rejects_weights_before_copying(change: Any, message: str) -> None:
-    model = two_layers()
-    before = copies(model)
-    tensors = {name: tensor + 1 for name, tensor in before.items()}
-    change(tensors)
-    with pytest.raises(CheckpointError, match=message):
-        state.load_weights(model, tensors, "there")
-    assert same(dict(model.state_dict()), before)
 
 
 def test_load_weights_converts_only_without_loss() -> None:
@@ -218,7 +184,7 @@ def test_load_weights_failure_leaves_the_model(model: Any, attribute: str, value
     source, target = model(), model()
     source.seen = torch.arange(3.0)
     setattr(target if attribute == "raises" else source, attribute, value)
-    before = copies(target)
+    before = copy.deepcopy(dict(target.state_dict()))
     with pytest.raises(CheckpointError, match=message):
         state.load_weights(target, state.model_tensors(source), "there")
     assert same(dict(target.state_dict()), before)
@@ -231,40 +197,7 @@ def test_load_weights_works_if_state_dict_returns_copies() -> None:
     assert model.weight.tolist() == [[1.0, 1.0]]
 
 
-class Counting(nn.Linear):
-    count = 0
-    tensor_count: Any = None
-
-    def get_extra_state(self) -> Any:
-        return {"count": self.count, 1: (2, math.inf)}
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state[1] == (2, math.inf)
-        self.count = state["count"]
-
-
-def test_load_weights_restores_extra_state() -> None:
-    source, target = nn.Sequential(Counting(1, 1)), nn.Sequential(Counting(1, 1))
-    source[0].count = 7
-    state.load_weights(target, state.model_tensors(source), "there", through_json(state.extra_state(source)))
-    assert target[0].count == 7
-
-
 # --- save_weights
-
-
-class Config:
-    def save_pretrained(self, folder: Path) -> None:
-        (Path(folder) / "config.json").write_text("{}")
-
-
-def test_save_weights_writes_one_file_and_the_config(tmp_path: Path) -> None:
-    model = Tied()
-    model.config = Config()  # type: ignore[assignment]
-    state.save_weights(model, tmp_path / "a" / "b", overwrite=False)
-    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["config.json", "model.safetensors"]
-    header = (tmp_path / "a" / "b" / "model.safetensors").read_bytes()[8:]
-    assert json.loads(header[: header.index(b"}}") + 2])["__metadata__"] == {"format": "pt"}
 
 
 @pytest.mark.parametrize(
@@ -378,17 +311,10 @@ def test_optimizer_state_is_restored_in_any_order(name: str, tmp_path: Path) -> 
         for key, value in entry.items():
             result = restored[parameter][key]
             assert type(result) is type(value)
+            assert isinstance(value, torch.Tensor) or result == value
             if isinstance(value, torch.Tensor):
+                assert f"{parameter}/{key}" in tensors
                 assert result.dtype is value.dtype and torch.equal(result, value), f"{parameter}/{key}"
-            else:
-                assert result == value
-
-
-def test_optimizer_state_has_parameter_names() -> None:
-    model, optimizer = trained(OPTIMIZERS["AdamW"])
-    tensors, _ = state.optimizer_state(optimizer, torch.compile(model, backend="eager"))
-    names = {name for name in tensors if name.startswith("0.weight/")}
-    assert names == {"0.weight/step", "0.weight/exp_avg", "0.weight/exp_avg_sq"}
 
 
 def test_restore_optimizer_handles_lists_and_shared_entries(tmp_path: Path) -> None:
@@ -497,8 +423,17 @@ def shrunk(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten()[:1].clone()
 
 
-@pytest.mark.parametrize("change", [grown, shrunk, torch.Tensor.double], ids=["grown", "shrunk", "double"])
-@pytest.mark.parametrize("name", ["AdamW", "amsgrad", "SGD", "Adafactor", "NAdam", "RMSprop"])
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    thinned(
+        itertools.product(["AdamW", "amsgrad", "SGD", "Adafactor", "NAdam", "RMSprop"], [grown, shrunk, wide]),
+        [("AdamW", grown), ("AdamW", wide), ("Adafactor", shrunk)],
+    ),
+)
 def test_restore_optimizer_rejects_forged_tensors(name: str, change: Any) -> None:
     """Before any is loaded, into an optimizer with a state and into a new one."""
     model, optimizer = trained(OPTIMIZERS[name])
@@ -516,6 +451,10 @@ def test_restore_optimizer_rejects_forged_tensors(name: str, change: Any) -> Non
                 with pytest.raises(CheckpointError, match=rf"'{key}' is missing"):
                     restore(target, model, lacking, rest)
             assert by_name(target, model) == before
+
+
+def with_fewer(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*model.parameters()][:-1])
 
 
 def regrouped(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
@@ -540,22 +479,16 @@ def option(name: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "AdamW", lambda _, model, *rest: torch.optim.AdamW([*model.parameters()][:-1]),
-            r"there does not fit the optimizer.*other parameters: 1\.bias",
-        ),
+        ("AdamW", with_fewer, r"there does not fit the optimizer.*other parameters: 1\.bias"),
         ("AdamW", regrouped, "in other groups"),
         ("SGD", without_reference, "'0.weight/factors/0' is missing"),
         ("AdamW", option("lr", "high"), "optimizer option 'lr' is "),
         ("AdamW", option("lr", math.nan), "optimizer option 'lr' is "),
-        ("AdamW", option("betas", 0.9), "optimizer option 'betas' is "),
         ("AdamW", option("amsgrad", 7), "optimizer option 'amsgrad' is "),
-        ("AdamW", option("lr", -1.0), "optimizer option 'lr' is .*which AdamW refuses"),
         ("AdamW", option("betas", {"__tuple__": [0.9, 1.5]}), "optimizer option 'betas' is .*which AdamW refuses"),
-        ("AdamW", option("weight_decay", -0.1), "optimizer option 'weight_decay' is .*which AdamW refuses"),
         ("SGD", option("momentum", -1), "optimizer option 'momentum' is .*which SGD refuses"),
     ],
-)  # fmt: skip
+)
 def test_restore_optimizer_rejects_other_states(name: str, change: Any, message: str) -> None:
     model, optimizer = trained(OPTIMIZERS[name])
     tensors, rest = saved(optimizer, model)
@@ -564,13 +497,12 @@ def test_restore_optimizer_rejects_other_states(name: str, change: Any, message:
         restore(target, model, tensors, rest)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_check_numbers_rejects_impossible_steps(value: float) -> None:
+def test_check_numbers_rejects_impossible_steps() -> None:
     tensors, rest = saved(*reversed(trained(OPTIMIZERS["AdamW"])))
     state.check_numbers(tensors, rest, "there")
     key = next(key for key in tensors if key.endswith("/step"))
     with pytest.raises(CheckpointError, match=rf"there is damaged: '{key}' of the optimizer is"):
-        state.check_numbers({**tensors, key: torch.tensor(value)}, rest, "there")
+        state.check_numbers({**tensors, key: torch.tensor(math.inf)}, rest, "there")
     with pytest.raises(CheckpointError, match=rf"there is damaged: '{key}' of the optimizer is 'x'"):
         state.check_numbers({}, {"rest": {key.removesuffix("/step"): {"step": "x"}}}, "there")
 
@@ -620,6 +552,7 @@ def shape_of(value: Any) -> Any:
     return type(value), value
 
 
+@settings(max_examples=40)
 @given(states)
 def test_to_json_preserves_any_state(value: Any) -> None:
     text = json.dumps(state.to_json(value, "state"), allow_nan=False)
@@ -634,40 +567,15 @@ def test_to_json_converts_numbers_and_preserves_counters() -> None:
     assert math.isnan(result["d"]) and result["e"] == -math.inf
 
 
-# --- what cannot be saved
+def test_unsavable_state_is_reported_by_name(tmp_path: Path) -> None:
+    class Opaque(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"what": object()}
 
-
-def save_complex(folder: Path) -> None:
-    state.save_tensors({"a/b": torch.zeros(1, dtype=torch.complex128)}, folder / "file")
-
-
-def save_object_as_extra_state(folder: Path) -> None:
-    model = nn.Sequential(Counting(1, 1))
-    model[0].get_extra_state = lambda: {"what": object()}  # type: ignore[method-assign]
-    state.extra_state(model)
-
-
-def save_unknown_parameter(folder: Path) -> None:
-    model, _ = trained(OPTIMIZERS["SGD"])
-    state.optimizer_state(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], 0.1), model)
-
-
-def save_nested(value: Any) -> Any:
-    return lambda _: state.to_json({"list": [1, {"deep": value}]}, "mine")
-
-
-@pytest.mark.parametrize(
-    ("save", "message"),
-    [
-        (save_complex, r"`a/b` is of torch\.complex128"),
-        (save_object_as_extra_state, r"`0\._extra_state/what` holds a object"),
-        (save_unknown_parameter, r"shapes \[\(7,\)\] that are not the model's"),
-        *(
-            (save_nested(value), r"`mine/list/1/deep` holds a \w+, which has no place")
-            for value in (object(), {1, 2}, b"bytes", torch.zeros(2), np.zeros(2), lambda: None)
-        ),
-    ],
-)
-def test_unsavable_state_is_reported_by_name(save: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"`a/b` is of torch\.complex128"):
+        state.save_tensors({"a/b": torch.zeros(1, dtype=torch.complex128)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"`0\._extra_state/what` holds a object"):
+        state.extra_state(nn.Sequential(Opaque(1, 1)))
+    for value in (object(), {1, 2}, b"bytes", torch.zeros(2), np.zeros(2), lambda: None):
+        with pytest.raises(CheckpointError, match=r"`mine/list/1/deep` holds a \w+, which has no place"):
+            state.to_json({"list": [1, {"deep": value}]}, "mine")

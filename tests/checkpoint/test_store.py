@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import programs
@@ -23,26 +22,22 @@ from forging import content_of, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
+from resuming import Killed, memory_folder
 
 from omnitrain.checkpoint import disk as disk_module
-from omnitrain.checkpoint.disk import FileSystem, check_free_space
+from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import MANIFEST
 from omnitrain.checkpoint.retention import Kept, to_delete
 from omnitrain.checkpoint.store import Store
 from omnitrain.errors import CheckpointError
 
 
-class Killed(BaseException):
-    """The process is gone; nothing that it does afterwards happens."""
-
-
 class FaultyDisk(FileSystem):
-    """Logs operations, and fails at one of them or from one on.
+    """Logs operations, and fails at one of them, or from one on; a write is torn in the middle.
 
-    "kill": this and all later operations do not happen; a write is torn in the middle.
+    "kill": this and all later operations do not happen.
     "power cut": the same, and every file that was not synced is empty afterwards.
-    "glitch": only this operation raises OSError; a write is torn.
-    "full": from this one on, all that needs space raises OSError.
+    "glitch": only this operation raises OSError.
     """
 
     def __init__(self, at: int | None = None, mode: str = "kill") -> None:
@@ -54,26 +49,23 @@ class FaultyDisk(FileSystem):
         self, name: str, path: Path, action: Callable[[], object], torn: Callable[[], object] = lambda: None
     ) -> None:
         index, self.count = self.count, self.count + 1
-        if self.at is not None and index >= self.at:
-            if self.mode in ("kill", "power cut"):
-                if index == self.at:
-                    torn()
-                    self._cut_power()
-                raise Killed
-            if index == self.at if self.mode == "glitch" else name in ("mkdir", "write", "sync"):
-                torn()
+        if index == self.at:
+            torn()
+            if self.mode == "power cut":
+                self._cut_power()
+            if self.mode == "glitch":
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        if self.at is not None and index >= self.at and self.mode != "glitch":
+            raise Killed
         self.log.append((name, path))
         action()
 
     def _cut_power(self) -> None:
-        if self.mode == "power cut":
-            lost = set(self.unsynced)
-            for folder in {path.parent for path in self.unsynced.values()}:
-                top = next((p for p in (folder, *folder.parents) if p.name == "run"), folder)
-                for file in top.rglob("*"):
-                    if file.is_file() and file.stat().st_ino in lost:
-                        file.write_bytes(b"")
+        for folder in {path.parent for path in self.unsynced.values()}:
+            top = next((parent for parent in (folder, *folder.parents) if parent.name == "run"), folder)
+            for file in top.rglob("*"):
+                if file.is_file() and file.stat().st_ino in self.unsynced:
+                    file.write_bytes(b"")
 
     def mkdir(self, path: Path) -> None:
         self._perform("mkdir", path, lambda: FileSystem.mkdir(self, path))
@@ -178,28 +170,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return snapshot(root), [name for name, _ in disk.log]
 
 
-@contextlib.contextmanager
-def memory_folder() -> Iterator[Path]:
-    """Make a folder for thousands of files, in memory if possible."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        yield Path(folder) / "run"
-
-
-def positions(operations: list[str], which: str) -> Iterator[tuple[int, Path]]:
-    """Yield the operations to fail at, each with a run folder: all, or the first, middle and last of each kind."""
-    chosen = list(range(len(operations)))
-    if which == "kinds":
-        by_kind = {kind: [k for k, name in enumerate(operations) if name == kind] for kind in operations}
-        chosen = sorted({at[index] for at in by_kind.values() for index in (0, len(at) // 2, -1)})
-    assert len(operations) > 100
-    for k in chosen:
-        with memory_folder() as root:
-            yield k, root
-
-
-sweep = pytest.mark.parametrize("which", thinned(["kinds", "all"], ["kinds"]))
-
-
 def resolve_after_kill(root: Path, done: int) -> int:
     """Check what a new process sees after `done` saves; return the number of the save to continue from."""
     store = Store(root)
@@ -230,86 +200,67 @@ def finish(store: Store, done: int) -> None:
     save(store, *range(min(done, len(SAVES) - 1) + 1, len(SAVES) + 1))
 
 
-@sweep
-@pytest.mark.parametrize("mode", ["kill", "power cut"])
+def chosen(operations: list[str], which: str) -> list[int]:
+    """Return the numbers of the operations to fail at: all, or each rename and some of the others."""
+    assert len(operations) > 100
+    if which == "all":
+        return [*range(len(operations))]
+    by_kind = {kind: [number for number, name in enumerate(operations) if name == kind] for kind in operations}
+    middle = {numbers[index] for numbers in by_kind.values() for index in (len(numbers) // 2, -1)}
+    return sorted({*middle, *by_kind["rename"]})
+
+
+@pytest.mark.parametrize(
+    ("mode", "which"), thinned(itertools.product(["kill", "power cut"], ["kinds", "all"]), [("power cut", "kinds")])
+)
 def test_store_after_a_kill_has_the_old_or_new_checkpoint(undisturbed: Undisturbed, mode: str, which: str) -> None:
-    expected, operations = undisturbed
-    for k, root in positions(operations, which):
-        done = save_until_killed(Store(root, FaultyDisk(k, mode)), 0)
-        assert done < len(SAVES)
-        finish(Store(root), resolve_after_kill(root, done))
-        assert snapshot(root) == expected
+    for number in chosen(undisturbed[1], which):
+        with memory_folder() as folder:
+            root = folder / "run"
+            done = save_until_killed(Store(root, FaultyDisk(number, mode)), 0)
+            assert done < len(SAVES)
+            finish(Store(root), resolve_after_kill(root, done))
+            assert snapshot(root) == undisturbed[0]
 
 
-@settings(max_examples=15)
+@pytest.mark.parametrize("which", thinned(["kinds", "all"], ["kinds"]))
+def test_store_keeps_checkpoints_at_a_write_error(undisturbed: Undisturbed, which: str) -> None:
+    for operation in chosen(undisturbed[1], which):
+        with memory_folder() as folder:
+            root = folder / "run"
+            store = Store(root, FaultyDisk(operation, "glitch"))
+            for number in range(1, len(SAVES) + 1):
+                try:
+                    save(store, number)
+                except CheckpointError:
+                    assert not list(root.glob("*.tmp"))
+                    assert all(path.with_suffix("").exists() for path in root.glob("*.old"))
+                    resolve_after_kill(root, number - 1)
+                    save(store, number)
+            save(store, len(SAVES))  # deletes what a failed pruning left
+            assert snapshot(root) == undisturbed[0]
+
+
+@settings(max_examples=8)
 @given(kills=st.lists(st.integers(0, 90), max_size=8), mode=st.sampled_from(["kill", "power cut"]))
 def test_store_recovers_from_kills_during_recovery(undisturbed: Undisturbed, kills: list[int], mode: str) -> None:
-    with memory_folder() as root:
-        done = 0
+    with memory_folder() as folder:
+        root, done = folder / "run", 0
         for k in kills:
             done = resolve_after_kill(root, save_until_killed(Store(root, FaultyDisk(k, mode)), done))
         finish(Store(root), done)
         assert snapshot(root) == undisturbed[0]
 
 
-def attempt(store: Store, number: int) -> CheckpointError | None:
-    """Return the error of a save."""
-    try:
-        save(store, number)
-    except CheckpointError as error:
-        return error
-    return None
+def test_leftovers_that_cannot_be_removed_give_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(FileSystem):
+        def remove(self, path: Path) -> None:
+            raise PermissionError(path)
 
-
-@sweep
-def test_store_keeps_checkpoints_at_a_write_error(undisturbed: Undisturbed, which: str) -> None:
-    expected, operations = undisturbed
-    errors = 0
-    for k, root in positions(operations, which):
-        store = Store(root, FaultyDisk(k, "glitch"))
-        for number, (step, *_) in enumerate(SAVES, start=1):
-            error = attempt(store, number)
-            if error is not None:
-                errors += 1
-                assert isinstance(error.__cause__, OSError) and f"checkpoint-{step}" in str(error)
-                assert not list(root.glob("*.tmp"))
-                assert all(path.with_suffix("").exists() for path in root.glob("*.old"))
-                resolve_after_kill(root, number - 1)
-                save(store, number)
-        resolve_after_kill(root, len(SAVES))
-        save(store, len(SAVES))  # deletes what a failed pruning left
-        assert snapshot(root) == expected
-    assert errors > (50 if which == "all" else 5)
-
-
-@sweep
-def test_store_keeps_checkpoints_on_a_full_disk(undisturbed: Undisturbed, which: str) -> None:
-    expected, operations = undisturbed
-    for k, root in positions(operations, which):
-        disk, done = FaultyDisk(k, "full"), 0
-        store = Store(root, disk)
-        for number in range(1, len(SAVES) + 1):
-            error = attempt(store, number)
-            assert error is not None or done == number - 1, "saved after the disk was full"
-            if error is None:
-                done = number
-            else:
-                assert "No space left" in str(error)
-        assert not list(root.glob("checkpoint-*.*"))
-        resolve_after_kill(root, done)
-        disk.at = None
-        finish(store, done)
-        assert snapshot(root) == expected
-
-
-def test_store_raises_errors_of_the_writer(run: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        Store(run).save(10, write, {})
-    assert list(run.iterdir()) == []
+    save_steps(Store(run), 10)
+    (run / "checkpoint-20.tmp").mkdir()
+    save_steps(Store(run, Stuck()), 30)
+    assert "Cannot clear" in caplog.text and "checkpoint-20.tmp" in caplog.text
 
 
 def test_store_syncs_before_it_renames(run: Path) -> None:
@@ -364,15 +315,9 @@ def test_resolve_detects_any_damage(run: Path, every: int, caplog: pytest.LogCap
     assert count > 500 // every
 
 
-def test_resolve_auto_is_none_only_without_checkpoints(run: Path) -> None:
-    assert Store(run).resolve("auto") is None
-    save(Store(run), 1)
-    (run / "checkpoint-10" / "rng.json").unlink()
-    with pytest.raises(CheckpointError, match=r"None of the checkpoints .*'rng.json' is missing"):
-        Store(run).resolve("auto")
-
-
 def test_resolve_of_missing_names_is_an_error(run: Path) -> None:
+    """Only "auto" is None without checkpoints."""
+    assert Store(run).resolve("auto") is None
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         Store(run).resolve("last")
     save_steps(Store(run), 10)
@@ -383,14 +328,9 @@ def test_resolve_of_missing_names_is_an_error(run: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             Store(run).resolve(which)
-
-
-def test_resolve_by_path_name_and_pointer(run: Path) -> None:
-    store = Store(run)
-    save(store, 1, 2, 4)
-    for which in (str(run / "checkpoint-20"), "checkpoint-20", run / "best"):
-        assert number_of(store.resolve(which)) == 2
-    assert number_of(Store(run.parent / "another run").resolve(run / "last")) == 4
+    (run / "checkpoint-10" / "a").unlink()
+    with pytest.raises(CheckpointError, match=r"None of the checkpoints .*'a' is missing"):
+        Store(run).resolve("auto")
 
 
 def test_verify_of_sizes_does_not_read_files(run: Path) -> None:
@@ -408,11 +348,14 @@ def test_verify_of_sizes_does_not_read_files(run: Path) -> None:
 
 
 def test_pointers_are_links(run: Path) -> None:
-    save(Store(run), 1, 2, 4)
+    store = Store(run)
+    save(store, 1, 2, 4)
     assert (os.readlink(run / "last"), os.readlink(run / "best")) == ("checkpoint-30", "checkpoint-20")
-    assert json.loads((run / "last" / MANIFEST).read_text())["step"] == 30
     for which in ("last", run / "last", f"{run}/last/"):
-        assert Store(run).resolve(which)[0].name == "checkpoint-30"  # type: ignore[index]
+        assert number_of(store.resolve(which)) == 4
+    for which in (str(run / "checkpoint-20"), "checkpoint-20", run / "best"):
+        assert number_of(store.resolve(which)) == 2
+    assert number_of(Store(run.parent / "another run").resolve(run / "last")) == 4
 
 
 def test_pointers_are_text_files_without_links(run: Path) -> None:
@@ -426,13 +369,13 @@ def test_pointers_are_text_files_without_links(run: Path) -> None:
     assert number_of(Store(run).resolve("last")) == 4 and number_of(Store(run).resolve("best")) == 2
 
 
-@pytest.mark.parametrize("name", ["/etc", "../other/checkpoint-10", "checkpoint-10.tmp", "missing", "last", ".."])
+@pytest.mark.parametrize("name", ["/etc", "../other/checkpoint-10", "checkpoint-10.tmp", "last", "..", "a pipe"])
 def test_pointer_elsewhere_is_ignored(run: Path, name: str) -> None:
     store = Store(run)
     save(store, 1, 2)
     save(Store(run.with_name("other")), 1, 2)
     (run / "last").unlink()
-    (run / "last").symlink_to(name)
+    os.mkfifo(run / "last") if name == "a pipe" else (run / "last").symlink_to(name)
     assert number_of(store.resolve("last")) == 2 and store.resolve(run / "last")[0] == run / "checkpoint-20"  # type: ignore[index]
     save(store, 4)
     assert os.readlink(run / "last") == "checkpoint-30"
@@ -446,13 +389,6 @@ def test_pointer_folder_in_a_copy_is_replaced(run: Path) -> None:
     save(copy, 4)
     assert os.readlink(copy.root / "last") == "checkpoint-30"
     assert number_of(copy.resolve(copy.root / "last")) == 4 and number_of(copy.resolve(copy.root / "best")) == 2
-
-
-def test_pointer_that_is_a_pipe_does_not_block(run: Path) -> None:
-    save(Store(run), 1)
-    (run / "last").unlink()
-    os.mkfifo(run / "last")
-    assert number_of(Store(run).resolve("last")) == 1
 
 
 def test_best_that_is_damaged_is_an_error_after_more_saves(run: Path) -> None:
@@ -485,24 +421,26 @@ def test_manifest_with_files_outside_is_rejected(run: Path, name: str) -> None:
         Store(run).verify(run / "checkpoint-10")
 
 
-def test_save_rejects_links(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a regular file"):
-        Store(run).save(10, lambda folder: (folder / "model").symlink_to("/etc/hostname"), {})
+def write_half(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"half")
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(
-    ("payload", "message"),
+    ("write", "payload", "message"),
     [
-        ({"callbacks": {"Mine": {"seen": {3, 4}}}}, r"`callbacks\.Mine\.seen` is a set"),
-        ({"history": [{}, {"loss": object()}]}, r"`history\[1\]\.loss` is a object"),
-        ({"callbacks": {"Mine": {1: "one"}}}, r"`callbacks\.Mine` has the key 1"),
-        ({"files": {}}, r"may not have the keys \['files'\]"),
+        (write_half, {}, "^$"),
+        (lambda folder: (folder / "model").symlink_to("/etc/hostname"), {}, "is not a regular file"),
+        (Path.exists, {"callbacks": {"Mine": {"seen": {3, 4}}}}, r"`callbacks\.Mine\.seen` is a set"),
+        (Path.exists, {"history": [{}, {"loss": object()}]}, r"`history\[1\]\.loss` is a object"),
+        (Path.exists, {"callbacks": {"Mine": {1: "one"}}}, r"`callbacks\.Mine` has the key 1"),
+        (Path.exists, {"files": {}}, r"may not have the keys \['files'\]"),
     ],
-    ids=["set", "object", "key", "reserved"],
+    ids=["error", "link", "set", "object", "key", "reserved"],
 )
-def test_save_rejects_payloads_that_json_changes(run: Path, payload: dict, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        Store(run).save(10, lambda folder: None, payload)
+def test_failed_save_leaves_nothing(run: Path, write: Any, payload: dict[str, Any], message: str) -> None:
+    with pytest.raises((CheckpointError, ZeroDivisionError), match=message):
+        Store(run).save(10, write, payload)
     assert list(run.iterdir()) == []
 
 
@@ -518,23 +456,6 @@ def test_payload_is_read_back_unchanged(run: Path) -> None:
 # --- folders
 
 
-def test_run_folder_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be read from another working folder, too."""
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second" / "deep").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "first")
-    save(Store("runs/a"), *range(1, 6))
-    for path in Path("runs/a").rglob("*"):
-        if path.is_file():
-            assert str(tmp_path) not in path.read_text() and "runs/a" not in path.read_text()
-    shutil.move("runs/a", tmp_path / "second" / "b")
-    monkeypatch.chdir(tmp_path / "second" / "deep")
-    store = Store("../b")
-    assert [number_of(store.resolve(which)) for which in ("auto", "last", "best")] == [5, 5, 3]
-    save(store, 6)
-    assert (os.readlink("../b/last"), os.readlink("../b/best")) == ("checkpoint-50",) * 2
-
-
 def test_foreign_folders_are_left_alone(run: Path) -> None:
     names = ["checkpoint-0500", "checkpoint-00010", "checkpoint-abc", "checkpoint-1-backup", "wandb", "tmp.tmp"]
     for name in names:
@@ -548,6 +469,8 @@ def test_foreign_folders_are_left_alone(run: Path) -> None:
     store = Store(run)
     assert store.checkpoints() == [] and store.prune(keep_last=1) == []
     save(store, *range(1, len(SAVES) + 1))
+    (run / "checkpoint-50" / "trainer_state.json").write_text("another tool's")
+    assert number_of(store.resolve("last")) == 6
     assert names_of(store.checkpoints()) == ["checkpoint-40", "checkpoint-50"]
     assert all((run / name / "keep.txt").read_text() == "mine" for name in names)
     assert (run / "checkpoint-99").read_text() == "a file"
@@ -585,28 +508,16 @@ def test_foreign_folder_of_a_checkpoint_name_is_set_aside(run: Path, caplog: pyt
     assert "checkpoint-10.aside-1" in caplog.text
 
 
-def test_extra_files_in_a_checkpoint_are_tolerated(run: Path) -> None:
-    save(Store(run), 1)
-    (run / "checkpoint-10" / "trainer_state.json").write_text("{}")
-    assert number_of(Store(run).resolve("last")) == 1
-
-
-def test_steps_are_ordered_as_numbers(run: Path) -> None:
+def test_steps_are_ordered_as_numbers_not_by_file_times(run: Path) -> None:
     store, steps = Store(run), (7, 42, 999_999, 1_000_000, 12_345_678)
     save_steps(store, *steps)
     names = [f"checkpoint-{step}" for step in steps]
-    assert names_of(store.checkpoints()) == names
-    assert store.resolve("auto")[0].name == names[-1]  # type: ignore[index]
-    assert names_of(store.prune(keep_last=2)) == names[:3]
-
-
-def test_order_is_that_of_saves_not_of_file_times(run: Path) -> None:
-    save(Store(run), 1, 2, 4, 5)
-    for age, path in enumerate(Store(run).checkpoints()):
+    for age, path in enumerate(store.checkpoints()):
         for file in (path, path / MANIFEST):
             os.utime(file, (1e9 - age, 1e9 - age))
-    assert number_of(Store(run).resolve("auto")) == 5
-    assert names_of(Store(run).prune(keep_last=1)) == ["checkpoint-30"]
+    assert names_of(store.checkpoints()) == names
+    assert Store(run).resolve("auto")[0].name == names[-1]  # type: ignore[index]
+    assert names_of(Store(run).prune(keep_last=2)) == names[:3]
 
 
 def test_newest_is_the_last_saved_after_going_back(run: Path) -> None:
@@ -634,6 +545,8 @@ def test_checkpoint_renamed_to_old_before_a_kill_is_found(run: Path) -> None:
     (run / "checkpoint-10").rename(run / "checkpoint-10.old")
     for which in ("auto", "last", "best", run / "checkpoint-10", "checkpoint-10"):
         assert number_of(Store(run).resolve(which)) == 1
+    save(Store(run), 2)
+    assert names_of(Store(run).checkpoints()) == ["checkpoint-10", "checkpoint-20"]
 
 
 # --- several writers
@@ -681,16 +594,13 @@ def test_save_uses_digests_instead_of_reading_files(run: Path) -> None:
     assert list(store.verify(store.save(10, write, {}, digests=digests))["files"]) == ["a", "inner/b"]
 
 
-def test_kept_shows_what_another_process_saved_again(run: Path) -> None:
-    writer, reader = Store(run), Store(run)
-    save_steps(writer, 10)
-    assert [entry.best for entry in reader.kept()] == [False]
-    save_steps(writer, 10, score=1.0, best=True)
-    assert [entry.best for entry in reader.kept()] == [True]
-
-
 def test_writers_that_alternate_see_each_other(run: Path) -> None:
     stores = Store(run), Store(run)
+    save_steps(stores[0], 1)
+    assert [entry.best for entry in stores[1].kept()] == [False]
+    save_steps(stores[0], 1, score=1.0, best=True)
+    assert [entry.best for entry in stores[1].kept()] == [True]
+    shutil.rmtree(run)
     for step in range(1, 6):
         store = stores[step % 2]
         with store.lock.held() if run.exists() else contextlib.nullcontext():
@@ -753,46 +663,20 @@ def test_newest_size_includes_all_files(run: Path) -> None:
     assert Store(run).newest_size() == sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
 
 
-def test_check_free_space_reports_both_sizes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_000_000_000))
-    assert check_free_space(run / "not yet", 2_000_000_000) is None
-    warning = check_free_space(run / "not yet", 3_500_000_000)
-    assert warning is not None and "2.00 GB free" in warning and "3.50 GB" in warning
-
-
 # --- retention
 
 
-@pytest.mark.parametrize("direction", ["max", "min"])
-@pytest.mark.parametrize("limit", [1, 2, 3, 4])
-def test_prune_keeps_newest_and_best(run: Path, limit: int, direction: Literal["max", "min"]) -> None:
-    store, scores = Store(run), [3, 9, 1, 2, 8, 4]
-    better = max if direction == "max" else min
-    for index, score in enumerate(scores):
-        before = scores[: index + 1]
-        save_steps(store, index + 1, score=score, best=score == better(before))
-        store.prune(limit, direction=direction)
-        best, newest = before.index(better(before)) + 1, list(range(1, index + 2))[-limit:]
-        assert [entry.step for entry in store.kept()] == sorted({best, *newest})
-        for which, step in (("last", index + 1), ("best", best)):
-            assert store.resolve(which)[1]["step"] == step  # type: ignore[index]
-
-
-def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path) -> None:
+def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(run)
     save_steps(store, 10, 20, 30)
     (run / "checkpoint-30" / "a").unlink()
     assert names_of(store.prune(keep_last=1)) == ["checkpoint-10"]
     assert (run / "checkpoint-30").exists()
-
-
-def test_prune_keeps_the_last_checkpoint_that_verifies(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(run)
-    save_steps(store, 10, 20)
-    (run / "checkpoint-20" / "a").write_bytes(b"xyz")
+    save_steps(store, 40)
+    (run / "checkpoint-40" / "a").write_bytes(b"xyz")
     assert Store(run).prune(keep_last=1, keep_best=1, direction="min") == []
     assert "would be left that verifies" in caplog.text
-    assert Store(run).resolve("auto")[0].name == "checkpoint-10"  # type: ignore[index]
+    assert Store(run).resolve("auto")[0].name == "checkpoint-20"  # type: ignore[index]
 
 
 def test_prune_of_the_writer_checks_the_new_checkpoint(run: Path) -> None:
@@ -808,35 +692,24 @@ def test_prune_of_the_writer_checks_the_new_checkpoint(run: Path) -> None:
 def naively_kept(
     checkpoints: list[Kept], last: int, best: int, every: int | None, direction: Literal["max", "min"]
 ) -> set[int]:
-    """Choose what to keep one by one, without any sorting."""
+    """Choose what to keep one by one."""
     steps: set[int] = set()
     rest = list(checkpoints)
-    for _ in range(max(1, last)):
-        if rest:
-            newest = rest[0]
-            for entry in rest:
-                if (entry.sequence, entry.step) > (newest.sequence, newest.step):
-                    newest = entry
-            steps.add(newest.step)
-            rest.remove(newest)
-    rest = [entry for entry in checkpoints if entry.score is not None and math.isfinite(entry.score)]
-    for _ in range(max(1, best)):
-        top = None
-        for entry in rest:
-            assert entry.score is not None
-            if top is None or top.score is None:
-                top = entry
-            elif entry.score == top.score:
-                top = entry if entry.step < top.step else top
-            elif (entry.score > top.score) == (direction == "max"):
-                top = entry
-        if top is not None:
-            steps.add(top.step)
-            rest.remove(top)
+    for _ in range(min(max(1, last), len(rest))):
+        newest = max(rest, key=lambda entry: (entry.sequence, entry.step))
+        steps.add(newest.step)
+        rest.remove(newest)
+    sign = 1 if direction == "max" else -1
+    scores = {entry.step: sign * entry.score for entry in checkpoints if entry.score not in (None, math.inf, -math.inf)}
+    scores = {step: score for step, score in scores.items() if score == score}
+    for _ in range(min(max(1, best), len(scores))):
+        top = max(scores, key=lambda step: (scores[step], -step))
+        steps.add(top)
+        del scores[top]
     return steps | {entry.step for entry in checkpoints if every and entry.step % every == 0}
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.integers(0, 60), unique=True, max_size=10),
     sequence=st.permutations(range(10)),
@@ -855,11 +728,8 @@ def test_to_delete_equals_a_naive_model(
     assert to_delete(checkpoints, None, *policy[1:]) == []
 
 
-def test_to_delete_keeps_the_best_without_a_score() -> None:
-    assert to_delete([Kept(1, best=True), Kept(2, best=True), Kept(3), Kept(4)], keep_last=1) == [1, 3]
-
-
 def test_to_delete_includes_former_bests_saved_as_such() -> None:
+    assert to_delete([Kept(1, best=True), Kept(2, best=True), Kept(3), Kept(4)], keep_last=1) == [1, 3]
     saved = [
         Kept(100, 0.5, 1), Kept(110, 0.6, 2, best=True, for_best=True), Kept(120, 0.7, 3, best=True, for_best=True),
         Kept(200, 0.1, 4), Kept(210, 0.8, 5, best=True, for_best=True), Kept(300, 0.2, 6),
