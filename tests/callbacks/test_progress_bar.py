@@ -184,7 +184,9 @@ def test_plain_lines_show_values(logs, shown):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}], ids=str
+    "settings",
+    [{}, {"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}],
+    ids=["none", "patience", "early_stopper", "callback"],
 )
 def test_time_left_is_by_the_pace_since_the_resume(clock, settings):
     """It is a bound with early stopping."""
