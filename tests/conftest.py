@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none, put the files in order, and leave out what is in another tenth.
 
-    Files that start processes come first: they take longest, so both workers end together.
+    Files that start processes come first, then the largest: they take longest, so both workers end together.
     """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = config.getoption("--shuffle-files")
     if seed is None:
         busy = {item.path for item in items if item.get_closest_marker("processes")}
-        items.sort(key=lambda item: item.path not in busy)
+        sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+        items.sort(key=lambda item: (item.path not in busy, -sizes[item.path]))
     else:
         items.sort(key=lambda item: zlib.crc32(f"{seed} {item.path.name}".encode()))
     tenth = config.getoption("--tenth")
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _tenth_of(item: pytest.Item) -> int:
     return zlib.crc32(item.nodeid.encode()) % 10
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in the docstrings of the package alone, not in those of tests."""
+    return [collector for collector in (yield) if type(collector).__name__ != "DoctestModule"]
 
 
 # --- what a test may do

@@ -336,13 +336,7 @@ class Evaluation:
             scores = {**means} if weights else {}
             if has_labels:
                 scores |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
-            if weights and not {"loss", "eval_loss"}.isdisjoint(scores):
-                raise ConfigError(
-                    "A metric is called 'loss', as is the loss of the evaluation, by which the best checkpoint is "
-                    "chosen. Give it another name in what `compute_metrics`, or the unit's StepOutput(metrics=...), "
-                    "returns."
-                )
-            metrics = {"loss": loss / weights, **scores} if weights else scores
+            metrics = _with_loss(scores, loss / weights) if weights else scores
         return Predictions(predictions, labels, metrics)
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
@@ -484,6 +478,20 @@ def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Score
     except Exception as error:
         error.add_note(f"It was to score {loader.name}.")
         raise
+
+
+def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
+    """Return the loss and the metrics of an evaluation.
+
+    Raises:
+        ConfigError: If a metric has the name of the loss.
+    """
+    if not {"loss", "eval_loss"}.isdisjoint(scores):
+        raise ConfigError(
+            "A metric is called 'loss', as is the loss of the evaluation, by which the best checkpoint is chosen. Give "
+            "it another name in what `compute_metrics`, or the unit's StepOutput(metrics=...), returns."
+        )
+    return {"loss": loss, **scores}
 
 
 def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss: bool) -> float:

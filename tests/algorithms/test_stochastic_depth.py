@@ -47,7 +47,7 @@ def build(*algorithms: Any, model: nn.Module | None = None, **options: Any) -> T
     return Trainer(model or Deep(), rows(16), algorithms=algorithms, **{**common, **options})
 
 
-@pytest.mark.parametrize("compile_", [False, {"backend": "eager"}])
+@pytest.mark.parametrize("compile_", [False, pytest.param({"backend": "eager"}, marks=pytest.mark.slow)])
 def test_run_equals_a_model_without_the_skipped_layers(compile_: Any) -> None:
     trained, model, drawn = Deep(), Deep(), list[list[float]]()
     depth = StochasticDepth([Block], 0.6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import thinned
 from torch import nn
 
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
@@ -59,8 +60,18 @@ def legal_options(kind: Any) -> Iterator[dict[str, Any]]:
         yield options
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+QUICK = [("SGD", torch.float32), ("AdamW", torch.bfloat16), ("Adagrad", torch.float64)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, id=f"{kind.__name__}-{dtype}",
+                     marks=[] if (kind.__name__, dtype) in QUICK else pytest.mark.slow)
+        for kind in KINDS for dtype in DTYPES
+    ],
+)  # fmt: skip
 def test_optimizer_is_restored_with_any_legal_options(kind: Any, dtype: torch.dtype) -> None:
     has_scale, count = kind.__name__ != "Muon", 0
     for options in legal_options(kind):
@@ -80,8 +91,15 @@ def test_optimizer_is_restored_with_any_legal_options(kind: Any, dtype: torch.dt
     assert count
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
-@pytest.mark.parametrize("name", ["nesterov", "scale in bfloat16", "scale in float64"])
+@pytest.mark.parametrize(
+    ("name", "trainer_class"),
+    thinned(
+        itertools.product(
+            ["nesterov", "scale in bfloat16", "scale in float64"], [Trainer, AccelerateTrainer, HFTrainer]
+        ),
+        [("nesterov", HFTrainer), ("scale in bfloat16", Trainer), ("scale in float64", AccelerateTrainer)],
+    ),
+)
 def test_trainer_resumes_with_options_of_the_optimizer(name: str, trainer_class: Any, tmp_path: Any) -> None:
     dtype = {"nesterov": torch.float32, "scale in bfloat16": torch.bfloat16}.get(name, torch.float64)
 

@@ -148,7 +148,7 @@ def test_run_does_not_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
         ("Driver=ODBC;Uid=me;Pwd=horse;Server=x", "Driver=ODBC;Uid=me;Pwd=***;Server=x"),
         ("s3://KEY:sec/ret@bucket/run", "s3://***@bucket/run"),
         ('Invalid bucket name "KEY:sec/ret@bucket"', 'Invalid bucket name "***@bucket"'),
-        ("/home/User1/projects/abcdefgh/ijklmnopqr", "/home/User1/projects/abcdefgh/ijklmnopqr"),
+        ("/data/User1/projects/abcdefgh/ijklmnopqr", "/data/User1/projects/abcdefgh/ijklmnopqr"),
         ("me@host at 12:30, lr=0.1, max_tokens=5", "me@host at 12:30, lr=0.1, max_tokens=5"),
     ],
 )

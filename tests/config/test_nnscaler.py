@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import thinned
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -861,7 +862,7 @@ DOCUMENTED = """
 """
 
 
-@pytest.mark.parametrize("way", ["plain", "own"])
+@pytest.mark.parametrize("way", thinned(["plain", "own"], ["own"]))
 def test_convert_and_train_every_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:

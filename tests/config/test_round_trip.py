@@ -9,6 +9,7 @@ from typing import Any
 import named
 import pytest
 import torch
+from marks import thinned
 from torch import nn
 
 from omnitrain import EMA, ConfigError, EarlyStopping, Trainer, instantiate
@@ -79,7 +80,13 @@ def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return weights and repr(one[1]) == repr(other[1]) and bool(one[1])
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = (
+    "sgd", "schedule", "loss with an option", "loader", "groups", "growing batch", "callbacks", "algorithms", "metrics",
+    "transformers", "a trainer of one's own", "references",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(RUNS, QUICK))
 def test_written_config_starts_same_run(folder: Path, name: str) -> None:
     given = {key: value for key, value in {**BASE, "batch_size": 8, **RUNS[name]}.items() if value is not None}
     place = "save_dir" if "training_args" not in given else "training_args.output_dir"

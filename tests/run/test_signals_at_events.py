@@ -76,10 +76,10 @@ def check(name: str, number: int, event: str, expected: Any, folder: Path, kind:
 
 def test_signal_after_the_last_step_ends_the_run(straight: tuple[str, list[str], Any], tmp_path: Path) -> None:
     name, events, expected = straight
-    last = len(events) - events[::-1].index("step_end")
-    for number in range(last + 1, len(events) + 1):
-        check(name, number, events[number - 1], expected, tmp_path / str(number))
-    check(name, len(events) - events[::-1].index("eval_end"), "eval_end", expected, tmp_path / "int", signal.SIGINT)
+    last = {event: len(events) - events[::-1].index(event) for event in ("eval_batch_start", "save_end", "log")}
+    for event, number in last.items():
+        kind = signal.SIGINT if event == "log" else signal.SIGTERM
+        check(name, number, event, expected, tmp_path / event, kind)
 
 
 @pytest.mark.slow
