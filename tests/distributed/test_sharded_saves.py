@@ -156,13 +156,22 @@ def run_in_turn(folders: list[str]) -> list[Any]:
 # --- kills and full disks
 
 
-@pytest.fixture(scope="module", params=[WAYS, pytest.param(WAYS | MORE, marks=pytest.mark.slow)], ids=["few", "all"])
-def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
+PARTS = 12
+
+
+@pytest.fixture(scope="module", params=[None, *(pytest.param(n, marks=pytest.mark.slow) for n in range(PARTS))])
+def part(request: pytest.FixtureRequest) -> int | None:
+    """Which part of all operations is disturbed; None for a few of them."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def undisturbed(part: int | None, tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
     """How each way ends if nothing happens, and what it does to the disk."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    cases = [case(way, way, folder=str(folder / way)) for way in request.param]
+    folder, ways = tmp_path_factory.mktemp("undisturbed"), WAYS if part is None else WAYS | MORE
+    cases = [case(way, way, folder=str(folder / way)) for way in ways]
     found = play(cases, folder / "cases")
-    for way in request.param:
+    for way in ways:
         assert [one.code for one in found[way]] == [0, 0], [one.output for one in found[way]]
     return found
 
@@ -180,8 +189,8 @@ Point = tuple[str, int, int]
 """Way, rank and number of a file operation."""
 
 
-def points(found: Found[list[Outcome]], kinds: Sequence[str], until: str = "") -> list[Point]:
-    """Return the operations to disturb, up to one that begins so: all of them, or one of each of these kinds."""
+def points(found: Found[list[Outcome]], part: int | None, kinds: Sequence[str], until: str = "") -> list[Point]:
+    """Return the operations to disturb, up to one that begins so: a part of them, or one of each of these kinds."""
     operations: list[Point] = []
     for way in found:
         for rank, outcome in enumerate(found[way]):
@@ -190,8 +199,8 @@ def points(found: Found[list[Outcome]], kinds: Sequence[str], until: str = "") -
             if until:
                 end = next((k + 1 for k, one in enumerate(noted) if one.startswith(until)), end // 2)
             operations += [(way, rank, k) for k in range(end)]
-    if set(MORE) <= set(found):
-        return operations
+    if part is not None:
+        return operations[part::PARTS]
     few: list[Point] = []
     for number, kind in enumerate(kinds):
         of_kind = [
@@ -208,10 +217,10 @@ def disturbed(point: Point, fault: str, folder: Path) -> Case:
 
 
 def test_kill_at_any_file_operation_costs_only_recent_work(
-    undisturbed: Found[list[Outcome]], tmp_path: Path
-) -> None:  # fmt: skip
+    part: int | None, undisturbed: Found[list[Outcome]], tmp_path: Path
+) -> None:
     """The other process ends with an error; the next run ends as one that nothing happened to."""
-    chosen = points(undisturbed, KINDS)
+    chosen = points(undisturbed, part, KINDS)
     assert {undisturbed[way][rank].result["noted"][k].split()[0] for way, rank, k in chosen} >= set(KINDS)
     faults = [disturbed(point, "kill", tmp_path) for point in chosen]
     killed = play(faults, tmp_path / "killed")
@@ -232,8 +241,10 @@ def test_kill_at_any_file_operation_costs_only_recent_work(
     assert not errors, "\n".join(errors)
 
 
-def test_full_disk_at_any_operation_costs_one_checkpoint(undisturbed: Found[list[Outcome]], tmp_path: Path) -> None:
-    chosen = points(undisturbed, ("mkdir", "create"), until="rename checkpoint-2.")
+def test_full_disk_at_any_operation_costs_one_checkpoint(
+    part: int | None, undisturbed: Found[list[Outcome]], tmp_path: Path
+) -> None:
+    chosen = points(undisturbed, part, ("mkdir", "create"), until="rename checkpoint-2.")
     faults = [disturbed(point, "full", tmp_path) for point in chosen]
     assert len(faults) >= 2
     found, errors = play(faults, tmp_path / "full"), []
