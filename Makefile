@@ -55,10 +55,10 @@ ELSEWHERE := $(addprefix --ignore=tests/test_,docs.py examples.py notebooks.py b
 # Which tenth of the slow tests `make test-sample` runs; CI takes another one each day.
 TENTH ?= $(shell date +%j | sed 's/^0*//')
 
-test-fast: $(VENV)/.has-test ## tests without other processes and without sleeping: in two and a half minutes
+test-fast: $(VENV)/.has-test ## tests without other processes and without sleeping: in under two minutes
 	$(call limit,900) $(PYTEST) -m "not slow and not processes" --ignore=tests/distributed $(CHECKED)
 
-test: $(VENV)/.has-test ## at least one quick test of every behaviour, on every trainer and backend: in 6 minutes
+test: $(VENV)/.has-test ## at least one quick test of every behaviour, on every trainer and backend: in 5 minutes
 	$(call limit,1800) $(PYTEST) -m "not slow" $(CHECKED)
 
 test-sample: $(VENV)/.has-test ## a tenth of the slow tests, another one each day (TENTH=0 to 9)
