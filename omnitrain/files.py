@@ -78,12 +78,13 @@ def new_file(path: Path) -> BinaryIO:
     return open(path, "xb", opener=open_file)
 
 
-def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
+def replace_file(path: Path, content: bytes | Iterable[bytes], sync: bool = True) -> None:
     """Write a whole file that takes the place of another one at once; of a link the target stays as it is.
 
     Args:
         path: The file.
         content: Its bytes, or its lines, which may be read from the old one.
+        sync: Whether to wait until it is on the disk, so that a power cut leaves the old one or the new one.
 
     Raises:
         OSError: It cannot be written. The old one stays.
@@ -92,8 +93,9 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     try:
         with new_file(new) as file:
             file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -237,7 +237,8 @@ class Tracking(Callback):
         if self._path is not None:
             with self._tolerance:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._path, json.dumps({"run_id": self._run_id, "sent": self._sent}).encode())
+                content = json.dumps({"run_id": self._run_id, "sent": self._sent}).encode()
+                replace_file(self._path, content, sync=False)  # as it is written for every row
         return False
 
     def _remember(self, trainer: TrainerLike) -> None:
