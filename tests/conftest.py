@@ -78,12 +78,6 @@ def _tenth_of(item: pytest.Item) -> int:
     return zlib.crc32(item.nodeid.encode()) % 10
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Look for examples in the docstrings of the package alone, not in those of tests."""
-    return [collector for collector in (yield) if type(collector).__name__ != "DoctestModule"]
-
-
 # --- what a test may do
 
 
