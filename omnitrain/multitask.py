@@ -18,7 +18,7 @@ from omnitrain.data.sampling import tensor_columns
 from omnitrain.data.sets import EvalSet
 from omnitrain.errors import ConfigError, DataError, did_you_mean
 from omnitrain.reproducibility import derive_seed
-from omnitrain.units import ModelUnit, StepOutput, count_labels, shifts_labels, without_effect
+from omnitrain.units import ModelUnit, StepOutput, check_untrained_loss, count_labels, shifts_labels, without_effect
 
 __all__ = ["MultiTask", "MultiTaskUnit", "TaskBatch"]
 
@@ -221,7 +221,7 @@ class MultiTaskUnit:
         weights: The weight of each task's loss; 1 where nothing is said.
 
     Raises:
-        ConfigError: If `forward` takes no `task`, or a weight is no number of at least 0.
+        ConfigError: If `forward` takes no `task`, a weight is no number of at least 0, or a loss has weights to train.
 
     >>> class Heads(nn.Module):
     ...     def __init__(self):
@@ -251,6 +251,7 @@ class MultiTaskUnit:
         for name, loss in (losses or {}).items():
             if not callable(loss) or isinstance(loss, type):
                 raise ConfigError(f"The loss of the task {name!r} must be callable, got {loss!r:.200}.")
+            check_untrained_loss(f"The loss of the task {name!r}", loss, model)
         self.model = model
         self.losses: dict[str, Callable[[Any, Any], torch.Tensor]] = dict(losses or {})
         self.weights: dict[str, float] = dict(weights or {})

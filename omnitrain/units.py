@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -27,11 +29,14 @@ __all__ = [
     "StepOutput",
     "TrainUnit",
     "WholeBatchUnit",
+    "check_untrained_loss",
     "count_labels",
     "count_tokens",
     "generated",
     "metrics_in",
+    "move_loss",
     "no_token_counts",
+    "own_modules",
     "run_unit",
     "shifts_labels",
     "without_effect",
@@ -139,6 +144,9 @@ class ModelUnit:
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, label_names: Sequence[str] = ()) -> None:
         self.loss_fn = loss_fn
         _check_shift(loss_fn, model)
+        check_untrained_loss("`loss_fn`", loss_fn, model)
+        self._loss_modules = own_modules(loss_fn, model)
+        self._has_checked_buffers = False
         self.label_names = label_names
         self._label_keys = (*label_names, *LABEL_KEYS)
         self.model_loss: Callable[..., Any] | None = None
@@ -218,6 +226,10 @@ class ModelUnit:
 
     def _loss_of(self, outputs: Any, labels: Any, batch: Any) -> Any:
         assert self.loss_fn is not None
+        if not self._has_checked_buffers and torch.is_grad_enabled():
+            self._has_checked_buffers = True
+            with _unchanged_buffers(self.loss_fn, self._loss_modules):
+                return self._loss_of(outputs, labels, batch)
         try:
             return self.loss_fn(outputs, labels)
         except Exception as error:
@@ -456,6 +468,93 @@ def _check_shift(loss_fn: Any, model: Any) -> None:
             f"`loss_fn` compares scores with the labels at the same place, and {type(unwrap(model)).__name__} predicts "
             "each label one place before it. Pass CrossEntropy(shift=True)."
         )
+
+
+def own_modules(loss: Any, model: Any) -> dict[str, nn.Module]:
+    """Return the modules of a loss that are not modules of the model, by name.
+
+    Args:
+        loss: A module, a method of one, or a partial of either; anything else has no modules.
+        model: The model.
+    """
+    if isinstance(loss, functools.partial):
+        parts = [own_modules(part, model) for part in (loss.func, *loss.args, *loss.keywords.values())]
+        return {name: module for modules in parts for name, module in modules.items()}
+    loss = getattr(loss, "__self__", loss)
+    if not isinstance(loss, nn.Module):
+        return {}
+    in_model = set(unwrap(model).modules())
+    return {name: module for name, module in loss.named_modules() if module not in in_model}
+
+
+def check_untrained_loss(name: str, loss: Any, model: Any) -> None:
+    """Reject a loss with parameters that require a gradient and are not the model's, which nothing would train.
+
+    Args:
+        name: What the error calls the loss.
+        loss: A module, a method of one, or a partial of either.
+        model: The model.
+
+    Raises:
+        ConfigError: If there are such parameters.
+    """
+    trained = {id(parameter) for parameter in unwrap(model).parameters()}
+    untrained = [
+        _qualified(prefix, key)
+        for prefix, module in own_modules(loss, model).items()
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad and id(parameter) not in trained
+    ]
+    if untrained:
+        raise ConfigError(
+            f"{name} ({_class_name(loss)}) has parameters that are not the model's, and only those of the model are "
+            f"trained and saved: {', '.join(untrained[:3])}{', ...' if len(untrained) > 3 else ''}. Pass a model that "
+            "has the loss as a submodule and returns it, as in {'loss': loss, 'logits': scores}; or freeze them with "
+            "requires_grad_(False)."
+        )
+
+
+def move_loss(loss: Any, model: Any, device: torch.device) -> None:
+    """Move what a loss has of its own, such as class weights, to a device; what it shares with the model stays."""
+    of_model = set(unwrap(model).parameters())
+    for module in own_modules(loss, model).values():
+        if of_model.isdisjoint(module.parameters()):
+            module.to(device)
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(loss: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Raise ConfigError if the persistent buffers of a loss change inside: no checkpoint would have them."""
+    before = _buffers_of(modules)
+    yield
+    for name, (buffer, _version) in _buffers_of(modules).items():
+        former, version = before.get(name, (None, 0))
+        same = former is buffer and version == _version
+        if not same and (former is None or former is buffer or not torch.equal(former.to(buffer.device), buffer)):
+            raise ConfigError(
+                f"`loss_fn` ({_class_name(loss)}) changes its buffer {name!r} when it is called, and only the buffers "
+                "of the model are saved and shared by processes. Pass a model that has the loss as a submodule and "
+                "returns it, as in {'loss': loss, 'logits': scores}; a part that is not to change needs eval()."
+            )
+
+
+def _buffers_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, int]]:
+    """Return the persistent buffers of modules by name, each with its version."""
+    return {
+        _qualified(prefix, name): (buffer, buffer._version)
+        for prefix, module in modules.items()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _qualified(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _class_name(loss: Any) -> str:
+    loss = loss.func if isinstance(loss, functools.partial) else loss
+    return type(getattr(loss, "__self__", loss)).__name__
 
 
 def no_token_counts() -> DataError:

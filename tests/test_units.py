@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import namedtuple
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from omnitrain.units import (
     WholeBatchUnit,
     count_labels,
     count_tokens,
+    move_loss,
     run_unit,
     shifts_labels,
     without_effect,
@@ -568,3 +570,14 @@ def test_unit_of_whole_batches(batch: Any, returns_more: bool) -> None:
     assert (output.outputs is not None) == returns_more
     with torch.no_grad():
         assert run_unit(WholeBatchUnit(), model, batch).required_loss() == output.loss
+
+
+def test_move_loss_moves_what_is_not_the_models() -> None:
+    model, loss = nn.Linear(2, 2), nn.CrossEntropyLoss(weight=torch.ones(2))
+    teacher = nn.Linear(2, 2)
+    loss.teacher, loss.student = teacher, model
+    move_loss(functools.partial(loss), model, torch.device("meta"))
+    assert teacher.weight.is_meta and not model.weight.is_meta
+    del loss.student
+    move_loss(loss, model, torch.device("meta"))
+    assert loss.weight is not None and loss.weight.is_meta

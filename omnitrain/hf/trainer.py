@@ -444,7 +444,7 @@ class HFTrainer(Calls):
         given.pop("optimizer_cls_and_kwargs", None)
         if loss is not None:
             either_name("loss_fn", given.get("loss_fn"), "compute_loss_func", loss)
-            given["loss_fn"] = lambda outputs, labels: loss(outputs, labels, num_items_in_batch=None)
+            given["loss_fn"] = functools.partial(loss, num_items_in_batch=None)
         if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
             raise ConfigError(f"`optimizers` must be a pair of optimizer and schedule, got {optimizers!r:.200}.")
         adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), given, "`optimizers`")

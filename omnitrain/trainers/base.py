@@ -84,7 +84,7 @@ from omnitrain.settings import (
     takes_arguments,
 )
 from omnitrain.signals import error_of
-from omnitrain.units import ModelUnit
+from omnitrain.units import ModelUnit, check_untrained_loss, move_loss
 
 __all__ = ["BaseTrainer"]
 
@@ -407,6 +407,8 @@ class BaseTrainer(Hooks, ABC):
         if settings.gradient_checkpointing:
             recompute_activations(state.unwrap(model), settings.gradient_checkpointing)
         own = settings.unit
+        check_untrained_loss("`unit`", own, model)
+        move_loss(settings.loss_fn, model, self.device)
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         self.backend: Backend = self._make_backend(model)
         self.backend.initial = initial

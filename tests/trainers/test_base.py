@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from omnitrain import AccelerateTrainer, Algorithm, ConfigError, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, Algorithm, ConfigError, HFTrainer, Trainer, WeightedLosses
 from omnitrain.errors import CheckpointError, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -261,3 +262,90 @@ def test_columns_that_the_model_needs_must_exist(kind: Any) -> None:
     make(kind, Tagger(), data).train()
     with pytest.raises(DataError, match="needs 'ids'"):
         make(kind, Tagger(), data.rename_column("ids", "tokens")).train()
+
+
+# --- losses that are modules
+
+
+class Centres(nn.Module):
+    """Squared distance to a target, scaled by a learned temperature; counts its calls in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self, learned: bool = True, counts: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=learned)
+        self.register_buffer("calls", torch.zeros(()), persistent=counts)
+
+    def forward(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.scale * nn.functional.mse_loss(outputs, labels)
+
+    def method(self, outputs: Any, labels: Any) -> torch.Tensor:
+        return self(outputs, labels)
+
+
+class WithLoss(nn.Module):
+    """A model that has its loss as a submodule, as the error recommends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.loss_module = t16(), Centres(counts=True)
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        scores = self.model(x)
+        return {"loss": self.loss_module(scores, labels), "logits": scores}
+
+
+def named_rows(size: int = 8) -> dict[str, torch.Tensor]:
+    x, y = rows(size).tensors
+    return {"x": x, "labels": y}
+
+
+def test_loss_with_own_parameters_is_rejected(kind: Any) -> None:
+    losses = {
+        "module": Centres(),
+        "method": Centres().method,
+        "partial": functools.partial(Centres(), num_items_in_batch=None),
+        "nested": WeightedLosses({"a": Centres(), "b": nn.MSELoss()}),
+    }
+    for name, loss in losses.items():
+        with pytest.raises(ConfigError, match=r"`loss_fn` .* has parameters .*scale.* submodule.*requires_grad_"):
+            pytest.fail(f"{name}: {make(kind, t16(), rows(8), loss_fn=loss)}")
+    with pytest.raises(ConfigError, match=r"`unit` \(Centres\) has parameters"):
+        make(kind, t16(), rows(8), unit=Centres())
+    if kind is HFTrainer:
+        with pytest.raises(ConfigError, match=r"`loss_fn` .* has parameters"):
+            make(kind, t16(), rows(8), compute_loss_func=Centres())
+
+
+def test_loss_with_frozen_parameters_is_accepted(kind: Any) -> None:
+    model = t16()
+    plain = t16()
+    make(kind, model, rows(8), loss_fn=Centres(learned=False)).train()
+    make(kind, plain, rows(8), loss_fn=nn.functional.mse_loss).train()
+    assert same(weights(model), weights(plain))
+    make(kind, plain, rows(8), loss_fn=functools.partial(_with_penalty, plain)).train()
+
+
+def _with_penalty(model: nn.Module, outputs: Any, labels: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, labels) + 1e-3 * sum(one.square().sum() for one in model.parameters())
+
+
+def test_loss_that_changes_its_buffers_is_rejected(kind: Any, tmp_path: Path) -> None:
+    model = t16()
+    before = weights(model)
+    trainer = make(kind, model, rows(8), loss_fn=Centres(learned=False, counts=True), save_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"`loss_fn` \(Centres\) changes its buffer 'calls'.*submodule"):
+        trainer.train()
+    assert same(weights(model), before) and not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_loss_in_the_model_is_trained_and_saved(kind: Any, tmp_path: Path) -> None:
+    model = WithLoss()
+    make(kind, model, named_rows(), save_dir=tmp_path, learning_rate=0.1).train()
+    assert model.loss_module.scale.item() != 1.0
+    other = WithLoss()
+    again = make(kind, other, named_rows(), save_dir=tmp_path, learning_rate=0.1)
+    again.load_checkpoint("last")
+    assert same(weights(model), weights(other)) and other.loss_module.calls.item() == model.loss_module.calls.item() > 0
