@@ -32,6 +32,7 @@ __all__ = [
     "check_untrained_loss",
     "count_labels",
     "count_tokens",
+    "forward_names",
     "generated",
     "metrics_in",
     "move_loss",
@@ -167,7 +168,7 @@ class ModelUnit:
         base: Any = model
         if hasattr(base, "get_base_model"):  # of PEFT
             base = base.get_base_model()
-        self._named = self._names.union(inspect.signature(base.forward).parameters)
+        self._named = forward_names(model)
         self._main_input = getattr(base, "main_input_name", "input_ids")
         caches = getattr(getattr(base, "config", None), "use_cache", False)
         takes = caches and "use_cache" in inspect.signature(base.forward).parameters
@@ -322,6 +323,15 @@ class WholeBatchUnit(ModelUnit):
 
     def _call(self, model: Any, batch: Any) -> Any:
         return model(batch)
+
+
+def forward_names(model: nn.Module) -> set[str]:
+    """Return the names of the arguments of a model's `forward`; with adapters of PEFT, those of the base model too."""
+    model = unwrap(model)
+    base: Any = model
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
+    return {*inspect.signature(model.forward).parameters, *inspect.signature(base.forward).parameters}
 
 
 def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:

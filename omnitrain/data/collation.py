@@ -52,6 +52,11 @@ SEQUENCE_KEYS = frozenset(
 """The keys whose entries are sequences along the first dimension, of any type."""
 
 
+_MASK = "attention_mask"
+_MASKED_KEYS = ("input_ids", "inputs_embeds")
+"""The inputs whose padding an `attention_mask` hides from a model."""
+
+
 def padding_collator(processing_class: Any) -> Callable[[Any], Any] | None:
     """Return the collator of transformers that pads with its tokenizer or feature extractor; None for anything else."""
     if processing_class is None or "transformers" not in sys.modules:
@@ -76,6 +81,9 @@ class Collator:
     Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict; a list that contains
     tensors, arrays or dicts counts as a tuple.
 
+    In a trainer whose model takes an `attention_mask`, a batch whose `input_ids` or `inputs_embeds` are padded gets
+    one, if the samples have none: int64 of shape (samples, length), 1 for what is in a sample and 0 for padding.
+
     Args:
         max_length: Truncate longer sequences to this length; None keeps them.
         truncation_side: "right" cuts off the end, "left" the beginning.
@@ -96,6 +104,7 @@ class Collator:
     pad_value: float = 0
     pad_values: Mapping[str, float] = field(default_factory=dict)
     label_names: Sequence[str] = ()
+    _adds_mask: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("truncation_side", "padding_side"):
@@ -117,13 +126,33 @@ class Collator:
                         f"in entry {place if lacking else 0} of the batch, and entry {0 if lacking else place} has it. "
                         "Give every sample the same keys, or pass `data_collator`."
                     )
-            return {key: self._stack([sample[key] for sample in samples], key) for key in first}
+            batch = {key: self._stack([sample[key] for sample in samples], key) for key in first}
+            if self._adds_mask and _MASK not in batch:
+                self._add_mask(batch, samples)
+            return batch
         if isinstance(first, tuple) or (isinstance(first, list) and _is_record(first)):
             columns = _columns(samples)
             last = len(first) - 1
             # By convention the last entry of a tuple is the labels: a sequence of labels is padded with -100.
             return tuple(self._stack(column, "labels" if 0 < i == last else "") for i, column in enumerate(columns))
         return self._stack(samples, "")
+
+    def with_mask(self) -> Collator:
+        """Return a copy that gives padded batches an `attention_mask`."""
+        collator = copy.copy(self)
+        collator._adds_mask = True
+        return collator
+
+    def _add_mask(self, batch: dict[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Add to a batch the mask of its inputs, if they were padded."""
+        key = next((key for key in _MASKED_KEYS if isinstance(batch.get(key), torch.Tensor)), None)
+        if key is None or batch[key].ndim < 2:
+            return
+        longest = batch[key].shape[1]
+        lengths = [min(len(sample[key]), longest) for sample in samples]
+        if min(lengths) < longest:
+            mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+            batch[_MASK] = mask if self.padding_side == "right" else mask.flip(1)
 
     def _stack(self, values: Sequence[Any], key: str) -> Any:
         first = values[0]

@@ -106,6 +106,7 @@ class Sets:
         device: The device of the batches; only for one other than the CPU, they are put into page-locked memory.
         ranks: The ranks of the run, over which samples are split.
         transform: Changes each dataset before it is loaded.
+        adds_mask: Whether our collator gives padded batches an `attention_mask`.
         sampling: Further options of the order of training samples; see `make_loader`.
 
     Attributes:
@@ -121,6 +122,7 @@ class Sets:
         device: torch.device,
         ranks: Ranks,
         transform: Callable[[Any], Any] = lambda dataset: dataset,
+        adds_mask: bool = False,
         **sampling: Any,
     ) -> None:
         self._settings = settings
@@ -136,8 +138,9 @@ class Sets:
         if settings.drop_last:
             self._sampling["whole"] = samples_of_step(settings, self.share.size)
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+        collate = settings.data_collator or Collator(label_names=settings.label_names or ())
         self._loading = {
-            "collate": settings.data_collator or Collator(label_names=settings.label_names or ()),
+            "collate": collate.with_mask() if adds_mask and isinstance(collate, Collator) else collate,
             "seed": settings.seed,
             "rank": self.share.rank,
             "world_size": self.share.size,

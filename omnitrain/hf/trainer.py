@@ -75,7 +75,7 @@ from omnitrain.settings import (
     samples_of_step,
     takes_arguments,
 )
-from omnitrain.units import ModelUnit, StepOutput, without_effect
+from omnitrain.units import ModelUnit, StepOutput, forward_names, without_effect
 
 __all__ = ["HFTrainer", "HFTrainingArguments"]
 
@@ -521,7 +521,9 @@ class HFTrainer(Calls):
         keeps_all = type(unit) is not ModelUnit or (args is not None and not args.remove_unused_columns)
         self._engine_args.remove_unused_columns = not keeps_all
         columns = Columns(None if keeps_all else unit.columns, self.get_model())
-        sets = Sets(grouped_by_length(self.settings, args, step), self.device, self.ranks, columns, **sampling)
+        adds_mask = "attention_mask" in forward_names(self.get_model())
+        settings = grouped_by_length(self.settings, args, step)
+        sets = Sets(settings, self.device, self.ranks, columns, adds_mask, **sampling)
         if self.settings.microbatch_size == "auto" and self.world_size > 1 and syncs_each_batch(args):
             raise ConfigError(
                 "`accelerator_config` with sync_each_batch=True exchanges gradients in each backward pass, and with "

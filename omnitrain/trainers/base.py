@@ -84,7 +84,7 @@ from omnitrain.settings import (
     takes_arguments,
 )
 from omnitrain.signals import error_of
-from omnitrain.units import ModelUnit, check_untrained_loss, move_loss
+from omnitrain.units import ModelUnit, check_untrained_loss, forward_names, move_loss
 
 __all__ = ["BaseTrainer"]
 
@@ -428,7 +428,8 @@ class BaseTrainer(Hooks, ABC):
         handlers = [settings.data_collator, *settings.algorithms]
         is_seen = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_of_user, handlers))
         taken = None if is_seen or type(self.unit) is not ModelUnit else self.unit.columns
-        return Sets(settings, self.device, self.ranks, Columns(taken, self.get_model()))
+        columns, adds_mask = Columns(taken, self.get_model()), "attention_mask" in forward_names(self.get_model())
+        return Sets(settings, self.device, self.ranks, columns, adds_mask)
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] = Backend) -> Backend:
         """Return the backend; `_setup_training_components` puts the model in place.

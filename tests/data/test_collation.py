@@ -172,6 +172,22 @@ def test_padding_and_truncation_need_a_sequence(values: list[Any], key: str) -> 
     assert Collator(max_length=1)([{"label": 3}, {"label": 4}])["label"].tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_collator_with_mask_hides_padding(side: str) -> None:
+    """Only where padding is, and not where the samples have a mask."""
+    masking = Collator(padding_side=side, max_length=3, pad_value=7).with_mask()
+    ragged = [{"input_ids": [4, 5, 6, 6], "labels": 1}, {"input_ids": [4], "labels": 0}]
+    batch = masking(ragged)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0] if side == "right" else [0, 0, 1]]
+    assert batch["attention_mask"].dtype is torch.int64
+    assert "attention_mask" not in masking(ragged[:1] * 2) and "attention_mask" not in Collator()(ragged)
+    assert "attention_mask" not in masking([{"x": [1]}, {"x": [1, 2]}])
+    own = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in ragged]
+    assert torch.equal(masking(own)["attention_mask"] == 1, batch["attention_mask"] == 1)
+    embeds = masking([{"inputs_embeds": torch.ones(2, 5)}, {"inputs_embeds": torch.ones(1, 5)}])
+    assert embeds["attention_mask"].sum() == 3
+
+
 @pytest.mark.parametrize("field", ["missing", "None"])
 def test_collator_reports_the_row_of_a_missing_field(field: str) -> None:
     rows: list[dict[str, Any]] = [{"x": [1.0, 2.0], "age": 3} for _ in range(6)]

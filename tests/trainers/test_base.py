@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from omnitrain import AccelerateTrainer, Algorithm, ConfigError, HFTrainer, Trainer, WeightedLosses
+from omnitrain.data.collation import Collator
 from omnitrain.errors import CheckpointError, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -262,6 +263,44 @@ def test_columns_that_the_model_needs_must_exist(kind: Any) -> None:
     make(kind, Tagger(), data).train()
     with pytest.raises(DataError, match="needs 'ids'"):
         make(kind, Tagger(), data.rename_column("ids", "tokens")).train()
+
+
+# --- padding without a mask
+
+
+def test_padded_inputs_without_mask_get_one(kind: Any) -> None:
+    """Predictions and tokens do not depend on which samples are padded to the same length."""
+    ragged = [{key: value for key, value in one.items() if key != "attention_mask"} for one in sentences()]
+    results = {}
+    for size in (1, 4):
+        trainer = make(kind, bert(), ragged, eval_dataset=ragged, batch_size=size, epochs=1, max_steps=None)
+        results[size] = trainer.predict(ragged).predictions
+        trainer.train()
+        assert trainer.progress.tokens == sum(len(one["input_ids"]) for one in ragged)
+    torch.testing.assert_close(torch.as_tensor(results[1]), torch.as_tensor(results[4]), rtol=0, atol=1e-12)
+
+
+def test_collator_of_the_user_adds_the_mask_too(kind: Any) -> None:
+    ragged = [{key: value for key, value in one.items() if key != "attention_mask"} for one in sentences()]
+    collator = Collator(pad_values={"input_ids": 5})
+    trainer = make(kind, Watching(), ragged, data_collator=collator)
+    assert "attention_mask" in next(iter(trainer.train_loader)) and "attention_mask" not in collator(ragged)
+    assert trainer.data_collator is collator
+
+
+def test_model_without_mask_gets_none(kind: Any) -> None:
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(VOCABULARY, 4), nn.Linear(4, 3)
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            scores = self.out(self.embed(input_ids).mean(1))
+            return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+    ragged = [{key: value for key, value in one.items() if key != "attention_mask"} for one in sentences()]
+    trainer = make(kind, Embedding(), ragged)
+    assert "attention_mask" not in next(iter(trainer.train_loader))
 
 
 # --- losses that are modules
