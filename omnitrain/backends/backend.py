@@ -223,6 +223,16 @@ class Backend:
         """Return `run(model, batch)`, called in a way that averages its gradients over the ranks."""
         return run(self.wrapped, batch)
 
+    def begin_window(self) -> None:
+        """Prepare for the first forward pass of a window, or for one that is run again."""
+
+    def sync_buffers(self) -> None:
+        """Give every rank the main rank's buffers, where they differ: forward passes update those of their own rank.
+
+        All ranks call it, before an evaluation, before a save and at the end of a run. Any other time costs an
+        exchange.
+        """
+
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context for forward and backward of one micro-batch; the `last` one completes the gradients."""
         return _NOTHING

@@ -6,7 +6,8 @@ With a single process under accelerate, there is just nothing to average.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.start import sharing_buffers
+from omnitrain.distributed import as_bytes
 from omnitrain.errors import ConfigError, DistributedError
 from omnitrain.precision import Dtypes
 from omnitrain.units import StepOutput
@@ -88,6 +90,10 @@ class DDP(Backend):
     _ddp: DistributedDataParallel | None = None
     _reductions: torch.dtype | None = None
     """The dtype in which gradients are added up over the ranks; None is their own."""
+    _windows = 0
+    """How many windows have begun."""
+    _drifting: Collection[str] = frozenset()
+    """The names of the buffers in which ranks have differed."""
 
     def __init__(self, accelerator: Any, *parts: Any) -> None:
         super().__init__(*parts)
@@ -139,6 +145,44 @@ class DDP(Backend):
             return run(self._ddp.module._orig_mod, batch)
         return run_through(self._ddp, run, batch)
 
+    def begin_window(self) -> None:
+        """Give every rank the main rank's buffers before the window, as DDP does in its forward pass.
+
+        Which buffers forward passes update is seen after 1, 2, 4, 8, ... windows; a model without such buffers pays
+        nothing in the others.
+        """
+        number, self._windows = self._windows, self._windows + 1
+        if self._ddp is not None:
+            return
+        if number & (number - 1) == 0:
+            self.sync_buffers()
+        elif self._drifting:
+            self._broadcast_buffers(self._drifting)
+
+    def sync_buffers(self) -> None:
+        ranks = self.ranks
+        if ranks.world_size == 1 or ranks.data.size != ranks.world_size:  # tensor parallelism may cut them up
+            return
+        digests = {name: _digest(buffer) for name, buffer in self.model.named_buffers()}
+        if not digests:
+            return
+        different = ranks.combine("the buffers of the model", digests, _different)
+        self._drifting = sorted({*self._drifting, *different})
+        self._broadcast_buffers(different)
+
+    def _broadcast_buffers(self, names: Collection[str]) -> None:
+        """Broadcast buffers from the main rank, all at once."""
+        held = dict(self.model.named_buffers())
+        buffers = [held[name] for name in names if name in held]
+        if not buffers:
+            return
+        with torch.no_grad():
+            flat = torch.cat([as_bytes(buffer.contiguous()).to(self.device) for buffer in buffers])
+            dist.broadcast(flat, src=0)
+            parts = flat.split([buffer.numel() * buffer.element_size() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return _NOTHING if last or self._ddp is None else self._ddp.no_sync()
 
@@ -188,6 +232,23 @@ class DDP(Backend):
                 "`self.model(...)` in a training loop of your own."
             )
         self._ddp.module.has_run = False
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Return a digest of the shape, the dtype and the bits of a tensor; the shape and the dtype as its first part."""
+    content = hashlib.sha256(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
+    return f"{tuple(tensor.shape)} {tensor.dtype} {content.hexdigest()}"
+
+
+def _different(digests: list[dict[str, str]]) -> list[str]:
+    """Return the names of the tensors that are not the same on all ranks, but of one shape and dtype."""
+    first, *others = digests
+    return [
+        name
+        for name, digest in first.items()
+        if any(rank.get(name) != digest for rank in others)
+        and all(rank.get(name, "").rpartition(" ")[0] == digest.rpartition(" ")[0] for rank in others)
+    ]
 
 
 def _averaged(bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:

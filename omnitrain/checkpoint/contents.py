@@ -507,6 +507,7 @@ class Contents:
 
     def _capture_weights(self) -> tuple[Files, dict[str, Any]]:
         backend, frozen = self._run.backend, self._frozen.left_out()
+        backend.sync_buffers()
         trained = backend.model_tensors()
         shown = self._shown.of(trained)
         files = {state.WEIGHTS: {name: one for name, one in shown.items() if name not in frozen}}

@@ -208,6 +208,7 @@ class Evaluation:
     def rehearse_batches(self, loader: Loader) -> list[Any]:
         """Run the first batch of a loader, and the last one if it can be reached at once; return both."""
         hooks, before, seen = self.hooks, self._unit, list[Any]()
+        hooks.backend.sync_buffers()
         self._unit = getattr(loader.rules, "unit", None)
         try:
             with self.shown.swapped_in(), evaluating(hooks), hooks.ranks.at("evaluation"), loader.untouched():
@@ -283,6 +284,7 @@ class Evaluation:
     ) -> Predictions | None:
         """Run the model over a loader. Losses and streaming metrics are summed on the device."""
         hooks, scorer = self.hooks, self.scorer
+        hooks.backend.sync_buffers()
         scorer.reset()
         ranks, device = hooks.ranks, hooks.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)

@@ -229,6 +229,7 @@ class Loop:
         if self.is_at_limit:
             lifecycle.check_updates()
         checkpointer.await_background()
+        self.hooks.backend.sync_buffers()
         history = lifecycle.state_dict() if checkpointer.store is not None else None
         checkpointer.note_end()
         lifecycle.is_closing = True

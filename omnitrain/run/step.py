@@ -334,6 +334,7 @@ class Step:
     def restart(self, window: Window) -> None:
         """Go to the first micro-batch of a window, which may be the same samples in other micro-batches."""
         self._window, self.turn, self._targets = window, 0, None
+        self._backend.begin_window()
 
     @property
     def window(self) -> Window | None:

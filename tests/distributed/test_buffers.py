@@ -1,0 +1,122 @@
+"""Buffers that forward passes update, on two ranks: those of the main one, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import Job, asked_for, bound, gap, launch_all, make_trainer, named, sound
+from forking import joined
+from marks import thinned
+from recipes import StopAt, rows
+from torch import nn
+
+from omnitrain import Callback
+from omnitrain.checkpoint.tensors import whole
+
+HERE = "test_buffers"
+
+
+# --- what runs on every process
+
+
+class Drifting(nn.Module):
+    """Normalizes by BatchNorm, and by a running mean that its forward passes in training use, as a codebook's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("center", torch.zeros(8))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.body(x))
+        if self.training:
+            with torch.no_grad():
+                self.get_buffer("center").lerp_(hidden.square().mean(0), 0.5)
+        return self.head((hidden - self.get_buffer("center")).tanh())
+
+
+class Buffers(Callback):
+    """Notes the buffers of this rank at each evaluation of the run."""
+
+    def __init__(self) -> None:
+        self.noted: list[dict[str, torch.Tensor]] = []
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        self.noted.append(of(trainer.get_model()))
+
+
+def of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def drift(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, Any]:
+    """Train for 6 steps; with a folder, evaluate and save on the way, stop after a step, or resume from there."""
+    data, buffers, options = rows(24, torch.float32), Buffers(), dict[str, Any]()
+    if folder:
+        options = {"eval_dataset": rows(8, torch.float32), "eval_steps": 2, "save_dir": folder, "save_steps": 2}
+        options["load_best_at_end"] = False
+    trainer = make_trainer(
+        backend, Drifting(), data, loss_fn=F.mse_loss, batch_size=4, epochs=2, learning_rate=0.05,
+        optimizer="torch.optim.AdamW", callbacks=[buffers, *([StopAt(stop)] if stop else [])], **options,
+    )  # fmt: skip
+    trainer.train(resume_from=folder and "auto")
+    tensors = {
+        f"weights/{name}": whole(tensor).clone() for name, tensor in sorted(trainer.backend.model_tensors().items())
+    }
+    for number, noted in enumerate(buffers.noted):
+        tensors |= {f"evaluation {number}/{name}": one for name, one in noted.items()}
+    if folder:
+        trainer.load_checkpoint("best")
+    return {
+        "best": trainer.metrics["best_valid"].get("eval_loss"),
+        "again": [trainer.evaluate()["eval_loss"] for _ in range(2)] if folder else [],
+        "tensors": tensors,
+    }
+
+
+# --- tests
+
+BACKENDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
+QUICK = ("ddp", "fsdp", "hf2", "zero2")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("buffers")
+    first, second = [], []
+    for backend in sorted({"ddp", *asked_for(request, "backend")}):
+        saved = {"folder": str(folder / backend)}
+        first.append(Job(f"straight-{backend}", backend, f"{HERE}:drift"))
+        first.append(Job(f"cut-{backend}", backend, f"{HERE}:drift", {**saved, "stop": 4}))
+        second.append(Job(f"resumed-{backend}", backend, f"{HERE}:drift", saved))
+    return joined(sound(launch_all(first, folder / "first")), sound(launch_all(second, folder / "second")))
+
+
+@pytest.mark.parametrize("backend", thinned(BACKENDS, QUICK))
+def test_buffers_of_ranks_are_alike(results: Any, backend: str) -> None:
+    """In evaluations and at the end; the best evaluation is that of the weights and buffers that were saved."""
+    for name in ("straight", "cut", "resumed"):
+        first, second = (rank["tensors"] for rank in results[f"{name}-{backend}"])
+        assert first.keys() == second.keys() and all(torch.equal(one, second[name]) for name, one in first.items())
+    assert sum(name.endswith("/center") for name in first) == 2
+    for rank in results[f"cut-{backend}"]:
+        assert rank["again"] == [rank["best"]] * 2
+
+
+@pytest.mark.parametrize("backend", thinned(BACKENDS, QUICK))
+def test_buffers_survive_a_resume(results: Any, backend: str) -> None:
+    """To the bit, those of a run without a save or an evaluation."""
+    for straight, resumed in zip(results[f"straight-{backend}"], results[f"resumed-{backend}"], strict=True):
+        for name, one in named(straight, "weights").items():
+            assert torch.equal(resumed["tensors"][name], one), name
+
+
+@pytest.mark.parametrize("backend", thinned(BACKENDS[1:], QUICK[1:]))
+def test_buffers_are_those_of_ddp(results: Any, backend: str) -> None:
+    for rank, reference in zip(results[f"straight-{backend}"], results["straight-ddp"], strict=True):
+        assert gap(rank["tensors"], reference["tensors"]) <= bound("zero2")
