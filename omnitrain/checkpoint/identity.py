@@ -25,20 +25,24 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.loaders import GivenLoader, MapLoader, count_rows, is_stream
+from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, count_rows, is_stream
 from omnitrain.data.sampling import Fetch
 from omnitrain.data.sets import Sets
 from omnitrain.data.workers import outlive_signals
+from omnitrain.distributed import Ranks
+from omnitrain.errors import DistributedError
 from omnitrain.losses import WeightedLosses
 from omnitrain.reproducibility import derive_seed, isolated_rng
 from omnitrain.settings import Settings
 
-__all__ = ["IDENTITIES", "Identity", "code_of", "content_of", "data_of"]
+__all__ = ["IDENTITIES", "Identity", "check_same_data", "code_of", "content_of", "data_of"]
 
 IDENTITIES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics")
 """The names in `allow_change` besides the settings: objects known only by fingerprint."""
 
 _SAMPLES = 32
+_COMPARED = 8
+"""How many samples of a set are compared between ranks."""
 _LIMIT_S = 2.0
 """How long to read samples of one set for a fingerprint; slow data get one from fewer samples."""
 _PYTHON = ".".join(map(str, sys.version_info[:2]))
@@ -85,13 +89,16 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
     return True
 
 
-def _parts_of(sample: Any) -> dict[str, str]:
-    """Return the digest of each part of a sample that has one: by key, by position, or "" for the whole sample."""
+def _named_parts(sample: Any) -> dict[str, Any]:
+    """Return the parts of a sample by key or by position, or the whole sample as ""."""
     if isinstance(sample, Mapping):
-        parts = {str(key): value for key, value in sample.items()}
-    else:
-        parts = dict(enumerate(sample)) if isinstance(sample, (tuple, list)) else {"": sample}  # type: ignore[assignment]
-    digests = {str(name): content_of(value) for name, value in parts.items()}
+        return {str(key): value for key, value in sample.items()}
+    return {str(i): part for i, part in enumerate(sample)} if isinstance(sample, (tuple, list)) else {"": sample}
+
+
+def _parts_of(sample: Any) -> dict[str, str]:
+    """Return the digest of each part of a sample that has one."""
+    digests = {name: content_of(value) for name, value in _named_parts(sample).items()}
     return {name: digest for name, digest in digests.items() if digest is not None}
 
 
@@ -99,23 +106,62 @@ def _only(samples: Sequence[Any]) -> Any:
     return samples[0]
 
 
-class _Digests(Dataset[tuple[int, dict[str, str]]]):
-    """The digests of samples that are the same each time they are read, here or in a worker process."""
+class _Digests(Dataset[tuple[int, dict[str, Any]]]):
+    """What is known of samples by `describe`, if it is the same each time they are read, here or in a worker."""
 
-    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+    def __init__(self, dataset: Any, indices: Sequence[int], describe: Callable[[Any], dict[str, Any]]) -> None:
         self.fetch = Fetch(dataset, _only, seed=0)
         self.indices = indices
+        self.describe = describe
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, turn: int) -> tuple[int, dict[str, str]]:
+    def __getitem__(self, turn: int) -> tuple[int, dict[str, Any]]:
         index = self.indices[turn]
         try:
-            first, second = (_parts_of(self.fetch(0, np.array([index]))) for _ in range(2))
+            first, second = (self.describe(self.fetch(0, np.array([index]))) for _ in range(2))
         except Exception:  # training will raise it
             return index, {}
         return index, {name: digest for name, digest in first.items() if second.get(name) == digest}
+
+
+def _read_samples(
+    dataset: Any, indices: Iterable[int] | int, has_workers: bool, describe: Callable[[Any], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return what `describe` says of each sample, by index; of fewer samples if reading takes long.
+
+    Args:
+        dataset: A map-style dataset.
+        indices: The samples, or how many to choose.
+        has_workers: Whether to read in a worker process.
+        describe: Returns digests of a sample by the names of its parts.
+    """
+    size, samples = count_rows(dataset), dict[str, dict[str, Any]]()
+    if isinstance(indices, int):
+        indices = [derive_seed(size, turn) % size for turn in range(indices)] if size else []
+    digests = _Digests(dataset, [index for index in dict.fromkeys(indices) if index < size], describe)
+    end = time.monotonic() + _LIMIT_S
+    with isolated_rng():
+        loader = DataLoader(
+            digests, batch_size=None, num_workers=int(has_workers), generator=torch.Generator(),
+            worker_init_fn=outlive_signals,
+        )  # fmt: skip
+        for index, parts in loader:
+            samples[str(index)] = parts
+            if time.monotonic() > end:
+                break
+    return {index: parts for index, parts in samples.items() if parts}
+
+
+def _map_style(loader: Any) -> tuple[Any, bool]:
+    """Return the map-style dataset of a loader, or None, and whether worker processes read it."""
+    if isinstance(loader, MapLoader):
+        return loader.dataset, loader.has_workers
+    if isinstance(loader, GivenLoader) and isinstance(loader.loader, DataLoader):
+        dataset = loader.loader.dataset
+        return (None, False) if is_stream(dataset) else (dataset, loader.loader.num_workers > 0)
+    return None, False
 
 
 def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
@@ -128,34 +174,100 @@ def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any]
         loader: Any of our loaders.
         indices: The samples; None chooses some.
     """
-    if isinstance(loader, MapLoader):
-        dataset, workers = loader.dataset, loader.has_workers
-    elif isinstance(loader, GivenLoader) and isinstance(loader.loader, DataLoader) and loader.reads_all:
-        dataset, workers = loader.loader.dataset, loader.loader.num_workers > 0
-    else:
+    if isinstance(loader, GivenLoader) and not loader.reads_all:
         return None
-    if is_stream(dataset):
+    dataset, has_workers = _map_style(loader)
+    if dataset is None:
         return None
-    size = count_rows(dataset)
-    chosen = (derive_seed(size, turn) % size for turn in range(_SAMPLES)) if indices is None else indices
-    digests = _Digests(dataset, [one for one in dict.fromkeys(chosen) if one < size])
-    samples: dict[str, dict[str, str]] = {}
-    end = time.monotonic() + _LIMIT_S
-    with isolated_rng():
-        read = DataLoader(
-            digests, batch_size=None, num_workers=int(workers), generator=torch.Generator(),
-            worker_init_fn=outlive_signals,
-        )  # fmt: skip
-        for index, parts in read:
-            samples[str(index)] = parts
-            if time.monotonic() > end:
-                break
-    found = {"size": size, "samples": {index: parts for index, parts in samples.items() if parts}}
+    samples = _read_samples(dataset, _SAMPLES if indices is None else indices, has_workers, _parts_of)
+    found = {"size": count_rows(dataset), "samples": samples}
     rules = {} if loader.rules is None else loader.rules.to_dict()
     options = getattr(dataset, "order_options", None)
     if callable(options):
         rules |= {"order": type(dataset).__name__, **options()}  # type: ignore[operator]
     return {**found, "rules": rules} if rules else found
+
+
+def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
+    """Compare some samples of map-style data on all ranks, of which each takes its share; once for each loader.
+
+    Numbers may differ as they do between kinds of processors.
+
+    Raises:
+        DistributedError: On all ranks, if a sample differs.
+    """
+    loaders = [loader for loader in loaders if isinstance(loader, Loader) and not loader.is_compared]
+    if ranks.world_size == 1 or not loaders:
+        return
+    own = {}
+    with ranks.at("data"):
+        for loader in loaders:
+            dataset, has_workers = _map_style(loader)
+            if dataset is not None:
+                own[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _outline)
+        difference = ranks.combine("some samples of the data", own, _differing_sample)
+    if difference:
+        name, index = difference
+        raise DistributedError(
+            f"Sample {index} of {name} is not the same on all ranks, of which each takes its share: some samples would "
+            "be used several times, and others never. Give every rank the same data: seed a random split, as in "
+            "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), and sort lists of files."
+        )
+    for loader in loaders:
+        loader.is_compared = True
+
+
+def _differing_sample(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[str, str] | None:
+    """Return the set and the index of a sample that is not the same on all ranks; None if there is none."""
+    reference: dict[tuple[str, str], Any] = {}
+    for sets in of_ranks:
+        for name, samples in sets.items():
+            for index, parts in samples.items():
+                if not _is_alike(reference.setdefault((name, index), parts), parts):
+                    return name, index
+    return None
+
+
+def _is_alike(parts: Mapping[str, tuple[str, list[float]]], others: Mapping[str, tuple[str, list[float]]]) -> bool:
+    """Whether two samples are alike in the parts that both have."""
+    return all(
+        parts[name][0] == others[name][0] and np.allclose(parts[name][1], others[name][1], 1e-3, 1e-6, equal_nan=True)
+        for name in parts.keys() & others.keys()
+    )
+
+
+def _outline(sample: Any) -> dict[str, tuple[str, list[float]]]:
+    """Return, of each part of a sample, a digest of what is exact, and means of its other numbers.
+
+    >>> _outline((torch.tensor([1.0, -3.0]), 2))["0"][1]
+    [-1.0, 2.0]
+    """
+    outlines = {}
+    for name, value in _named_parts(sample).items():
+        means: list[float] = []
+        digest = content_of(_exact(value, means))
+        if digest is not None:
+            outlines[name] = digest, means
+    return outlines
+
+
+def _exact(value: Any, means: list[float]) -> Any:
+    """Return a value with means in the place of its floats and images, which are added to `means`."""
+    if isinstance(value, Mapping):
+        return {key: _exact(value[key], means) for key in sorted(value, key=repr)}
+    if isinstance(value, (list, tuple)) and not {type(entry) for entry in value} <= _PLAIN - {float}:
+        return [_exact(entry, means) for entry in value]
+    if isinstance(value, (float, np.floating)) or (hasattr(value, "tobytes") and hasattr(value, "mode")):
+        value = np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf" or not value.size:
+        return value
+    if value.dtype.kind != "f" and value.ndim < 2:
+        return value
+    means += [float(value.mean(dtype=np.float64)), float(np.abs(value, dtype=np.float64).mean())]
+    return f"{value.dtype}{value.shape}"
 
 
 def _changed_data(then: Mapping[str, Any], loader: Any) -> str:

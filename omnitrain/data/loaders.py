@@ -84,6 +84,8 @@ class Loader:
     """The micro-batches of the windows so far of a pass, which the feed counts."""
     is_split: bool = False
     """Whether each rank has a share of its own, whose states differ."""
+    is_compared: bool = False
+    """Whether the ranks know that its samples are the same on all of them."""
     _epoch = 0
     _marks: deque[Mark] = deque(maxlen=0)  # noqa: RUF012 (it can hold nothing)
     _start: Mark | None = None

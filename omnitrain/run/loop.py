@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from omnitrain.checkpoint.checkpointer import Checkpointer
+from omnitrain.checkpoint.identity import check_same_data
 from omnitrain.data.loaders import Loader, end_workers
 from omnitrain.data.sets import Sets
 from omnitrain.distributed import Ranks
@@ -40,6 +41,11 @@ Result = TypeVar("Result")
 
 _BATCHES_BETWEEN_AGREEMENTS = 8
 _REQUESTS = ("log", "evaluate", "save")
+
+
+def _each(loaders: Any) -> list[Any]:
+    """Return the loaders of named sets, or of one set, or of none."""
+    return list(loaders.values()) if isinstance(loaders, Mapping) else [loaders]
 
 
 class Loop:
@@ -103,7 +109,9 @@ class Loop:
             order = ", ".join(type(one).__name__ for one in self.hooks.algorithms)
             logger.info("Algorithms in the order they run: %s.", order)
         with lifecycle.aside(), lifecycle.clock.during("setup"):
-            self.checkpointer.identify()  # reads data, which can take seconds, so only now that signals are handled
+            # both read data, which can take seconds, so only now that signals are handled
+            check_same_data(self.ranks, [self.sets.train, *_each(self.sets.eval)])
+            self.checkpointer.identify()
         self._tell_of_batch_norm()
         self._sent = None
         (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
@@ -356,6 +364,7 @@ class Loop:
             KeyboardInterrupt: If a signal has interrupted it.
         """
         self.sets.check_sizes(loader)
+        check_same_data(self.ranks, _each(loader))
         try:
             with (
                 self.lifecycle.aside(),

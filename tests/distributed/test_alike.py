@@ -14,6 +14,7 @@ from forking import ON_CPU, Case, Found, Outcome, play
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
 from omnitrain import Callback
 
@@ -28,7 +29,14 @@ def train(backend: str, what: str, values: list[Any] | None, folder: str) -> lis
     model, data, evaluation = t16(dtype=torch.float32), rows(32, torch.float32), rows(8, torch.float32)
     options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "loss_fn": F.mse_loss, "eval_dataset": evaluation}
     resume_from = None
-    if what == "length":
+    torch.manual_seed(rank)  # by default, every process has a seed of its own
+    if what == "samples":
+        data = random_split(data, [24, 8])[0]
+    elif what == "samples of evaluation":
+        options["eval_dataset"] = TensorDataset(*(part + rank for part in evaluation.tensors))
+    elif what == "samples in a loader":
+        data = DataLoader(random_split(data, [24, 8])[0], 4, sampler=DistributedSampler(range(24), 2, rank))
+    elif what == "length":
         data = rows(32 - 4 * rank, torch.float32)
     elif what == "evaluation set":
         options["eval_dataset"] = evaluation if rank == 0 else None
@@ -46,6 +54,7 @@ def train(backend: str, what: str, values: list[Any] | None, folder: str) -> lis
         options["save_dir"] = folder if rank == 0 else None
     elif what == "allowed":
         options |= {"save_dir": f"{folder}/{rank}", "callbacks": [Idle()] * rank, "num_workers": rank}
+        data = TensorDataset(*(part * (1 + 1e-6 * rank) for part in data.tensors))  # as of another processor
         options |= {"progress_bar": rank == 0, "timeout": 600 + rank, "trial_name": f"rank {rank}"}
     elif values is not None:
         options[what] = values[rank]
@@ -69,6 +78,10 @@ DIFFERENCES: dict[str, tuple[str, str, list[Any] | None]] = {
     "loss_fn": ("ddp", '`loss_fn` is "torch.nn.functional.mse_loss" on rank 0 and "torch.nn.functional.l1_loss"', None),
     "evaluation set": ("ddp", '`eval_dataset` is "torch.utils.data.dataset.TensorDataset" on rank 0 and null on', None),
     "length": ("ddp", "`the training set` is 32 on rank 0 and 28 on rank 1", None),
+    "samples": ("ddp", "of the training set is not the same on all ranks", None),
+    "samples of evaluation": ("ddp", "of the evaluation set is not the same on all ranks", None),
+    "samples in a loader": ("ddp", "of the training set is not the same on all ranks", None),
+    "samples of HFTrainer": ("hf2", "of the training set is not the same on all ranks", None),
     "evaluate": ("ddp", "`the dataset` is 8 on rank 0 and 9 on rank 1", None),
     "shape": ("ddp", '`weight` is "torch.float32 of shape (1, 4), which trains" on rank 0 and', None),
     "shape of FSDP": ("fsdp", '`weight` is "torch.float32 of shape (1, 4), which trains" on rank 0 and', None),
@@ -84,7 +97,16 @@ DIFFERENCES: dict[str, tuple[str, str, list[Any] | None]] = {
     "frozen of ZeRO": ("zero3", SHAPES, None),
 }
 """What differs: on which backend, what the error says, and the values of the ranks."""
-QUICK = ("batch_size", "length", "shape", "resume_from", "batch_size of HFTrainer", "frozen of ZeRO")
+QUICK = (
+    "batch_size",
+    "length",
+    "samples",
+    "samples of evaluation",
+    "shape",
+    "resume_from",
+    "batch_size of HFTrainer",
+    "frozen of ZeRO",
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +114,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     folder, cases = tmp_path_factory.mktemp("alike"), []
     for name in sorted({"allowed"} | asked_for(request, "name")):
         backend, _, values = DIFFERENCES.get(name, ("ddp", "", None))
-        options = {"backend": backend, "what": name.partition(" of ")[0], "values": values}
+        options = {
+            "backend": backend,
+            "what": name.removesuffix(" of HFTrainer").partition(" of F")[0].partition(" of Z")[0],
+            "values": values,
+        }
         environment = {} if "zero" in backend else ON_CPU
         options["folder"] = str(folder / name / "run")
         cases.append(Case(name, "test_alike:train", options, environment=environment))
