@@ -74,7 +74,7 @@ class StepOutput:
     extra: dict[str, Any] | None = None
     metrics: Mapping[str, Any] | None = None
     _returned: Any = field(default=None, repr=False, compare=False)
-    """All that the model returned, of which `outputs` may be a part."""
+    """All that the model returned, of which `outputs` may be a part; None if nothing needs it."""
 
     def __post_init__(self) -> None:
         """Cut the metrics off from the graph, which DDP would else look for gradients in."""
@@ -192,7 +192,8 @@ class ModelUnit:
         """
         loss, outputs, metrics = self.run(model, batch)
         scores, labels = scores_in(outputs, loss), labels_of(batch, self.label_names)
-        return StepOutput(loss, scores, labels, None, None, metrics, outputs if torch.is_grad_enabled() else None)
+        returned = outputs if loss is None or torch.is_grad_enabled() else None
+        return StepOutput(loss, scores, labels, None, None, metrics, returned)
 
     def run(self, model: Any, batch: Any) -> tuple[Tensor | None, Any, Mapping[str, Any] | None]:
         """Return the loss of `batch`, what the model returned for it, and what is to be logged of it besides.
@@ -222,8 +223,25 @@ class ModelUnit:
                     f"`loss_fn` returned {_describe(found)}. Return the loss as a scalar tensor that gradients can be "
                     "taken of, or a dict of such losses."
                 )
-            loss = self._checked(loss, outputs)
+            loss = self._checked(loss, outputs, batch)
         return loss, outputs, metrics
+
+    def missing_loss(self, outputs: Any, batch: Any) -> DataError:
+        """Return the error for a batch that gives no loss, which says why; `outputs` is what the model returned."""
+        computes_loss = self.model_loss is not None or "labels" in self._names
+        if (self.loss_fn is not None or computes_loss) and labels_of(batch, self.label_names) is None:
+            who = "`loss_fn`" if self.loss_fn is not None else "The loss of the model"
+            return DataError(
+                f"{who} needs labels, and none were found in the batch. {where_labels_are(batch, self.label_names)} "
+                "Data without labels are for `predict`."
+            )
+        similar = [name for name in outputs if "loss" in str(name)] if isinstance(outputs, Mapping) else []
+        rename = f" If {similar[0]!r} is the loss, call it 'loss'." if similar else ""
+        return DataError(
+            f"No loss found: the model returned {_describe(outputs)}. Pass `loss_fn=` (called as loss_fn(outputs, "
+            "labels)), or return the loss from the model: an output with `.loss`, a dict with 'loss' or a tuple that "
+            f"starts with it.{rename}"
+        )
 
     def _loss_of(self, outputs: Any, labels: Any, batch: Any) -> Any:
         assert self.loss_fn is not None
@@ -238,10 +256,9 @@ class ModelUnit:
                 if not isinstance(outputs, Tensor):
                     error.add_note(f"`loss_fn` got what the model returned as a whole: {_describe(outputs)}.")
                 raise
-            raise DataError(
-                f"`loss_fn` got labels=None, as no labels were found in the batch, and failed: {error} "
-                f"{where_labels_are(batch)}"
-            ) from error
+            missing = self.missing_loss(outputs, batch)
+            missing.add_note(f"loss_fn(outputs, None) failed: {error}")
+            raise missing from error
 
     def _call(self, model: Any, batch: Any) -> Any:
         if isinstance(batch, (tuple, list)):
@@ -292,12 +309,9 @@ class ModelUnit:
                 logger.warning("The batch's %r is not passed to the model: its forward() takes no such argument.", key)
         return fitting
 
-    def _checked(self, loss: Any, outputs: Any) -> Tensor:
+    def _checked(self, loss: Any, outputs: Any, batch: Any) -> Tensor:
         if not isinstance(loss, Tensor):
-            raise DataError(
-                f"No loss found: the model returned {_describe(outputs)}. Return an output with `.loss`, a dict with "
-                "'loss' or a tuple that starts with the loss, or pass `loss_fn=` (called as loss_fn(outputs, labels))."
-            )
+            raise self.missing_loss(outputs, batch)
         if loss.numel() != 1:
             raise DataError(
                 f"The loss must be a scalar, got a tensor of shape {tuple(loss.shape)}. "

@@ -507,7 +507,11 @@ def test_causal_loss_counts_as_transformers(tmp_path: Any) -> None:
 
 ONES = torch.ones(2, 1)
 WRONG_CALLS: list[tuple[Any, Any, str]] = [
-    (F.mse_loss, {"input": ONES, "answer": ONES}, r"labels=None.*the keys 'input', 'answer'.*label_names=\['answer'\]"),
+    (
+        F.mse_loss,
+        {"input": ONES, "answer": ONES},
+        r"needs labels.*the keys 'input', 'answer'.*label_names=\['answer'\]",
+    ),
     *(
         (loss, {"x": ONES, "labels": ONES}, r"forward\(\) needs 'input', and .* keys 'x', 'labels'")
         for loss in (None, len)

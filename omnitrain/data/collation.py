@@ -307,12 +307,18 @@ def _kind_of(labels: Any) -> str:
     return "none" if labels is None else f"a {type(labels).__name__} in their place"
 
 
-def where_labels_are(batch: Any) -> str:
-    """Return the remedy for a batch whose labels were not found."""
+def where_labels_are(batch: Any, names: Sequence[str] = ()) -> str:
+    """Return the remedy for a batch whose labels were not found; `names` are the names that the user gave."""
+    places = f"labels are looked for under {', '.join(dict.fromkeys([*names, *LABEL_KEYS]))}"
     if isinstance(batch, Mapping):
         return (
-            f"It has the keys {', '.join(map(repr, batch))}, and labels are looked for under {', '.join(LABEL_KEYS)}: "
-            f"name others by `label_names=`, for instance label_names={[str(key) for key in batch][-1:]!r}."
+            f"It has the keys {', '.join(map(repr, batch))}, and {places}: name others by `label_names=`, for instance "
+            f"label_names={[str(key) for key in batch][-1:]!r}."
+        )
+    if not isinstance(batch, (tuple, list, torch.Tensor)):
+        return (
+            f"It is a {type(batch).__name__}, and {places}, as attributes: name others by `label_names=`, for instance "
+            "label_names=['y']."
         )
     return "Labels are the last entry of a tuple: let the dataset, or the `data_collator`, return (inputs, labels)."
 

@@ -695,7 +695,8 @@ class Calls(BaseTrainer):
             loss, outputs, metrics = self.unit.run(model, batch)
         else:
             return super()._forward(model, batch)
-        return StepOutput(loss, scores_in(outputs, loss, evaluation.ignored), labels, metrics=metrics)
+        scores, returned = scores_in(outputs, loss, evaluation.ignored), outputs if loss is None else None
+        return StepOutput(loss, scores, labels, metrics=metrics, _returned=returned)
 
     # --- logs
 

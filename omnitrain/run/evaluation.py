@@ -29,7 +29,7 @@ from omnitrain.run.lifecycle import Lifecycle, is_of_callback
 from omnitrain.run.meters import Meters, means_of
 from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.scoring import Scorer, make_scorer, scores_for, to_numpy
-from omnitrain.units import StepOutput, run_unit
+from omnitrain.units import ModelUnit, StepOutput, run_unit
 
 __all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating", "own_direction"]
 
@@ -303,7 +303,9 @@ class Evaluation:
                 weight = hooks._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
                 output = self._run_batch(batch, loader, number)
                 if counts:
-                    counted = _add_loss(total, output, weight, needs_loss)
+                    if output.loss is None and needs_loss:
+                        raise self._missing_loss(output, batch)
+                    counted = _add_loss(total, output, weight)
                     weights += counted
                     if output.metrics is not None:
                         named.add(output.metrics, counted)
@@ -395,6 +397,16 @@ class Evaluation:
             if only_first:
                 raise Inconclusive from error
             raise
+
+    def _missing_loss(self, output: StepOutput, batch: Any) -> DataError:
+        """Return the error for a batch without a loss; the default unit gives the one that training would raise."""
+        unit = self.hooks.unit if self._unit is None else self._unit
+        if isinstance(unit, ModelUnit) and output._returned is not None:
+            return unit.missing_loss(output._returned, batch)
+        return DataError(
+            "The evaluation needs a loss, and a batch has none: return it from the unit's evaluate(), from "
+            "`compute_loss` or from `_forward`. Data without labels are for `predict`."
+        )
 
     def _nothing_to_score(self, named: str, batch: Any, output: StepOutput) -> DataError:
         """Return the error for a set whose batches had nothing for the metrics; `batch` is the last."""
@@ -496,14 +508,9 @@ def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
     return {"loss": loss, **scores}
 
 
-def _add_loss(total: torch.Tensor, output: StepOutput, weight: float, needs_loss: bool) -> float:
-    """Add the loss of a batch to `total`, on the device, and return its weight there."""
+def _add_loss(total: torch.Tensor, output: StepOutput, weight: float) -> float:
+    """Add the loss of a batch, if it has one, to `total`, on the device, and return its weight there."""
     if output.loss is None:
-        if needs_loss:
-            raise DataError(
-                "The evaluation batch gives no loss: neither the model's output nor `loss_fn` with its labels. "
-                "Give the dataset labels, or use `predict`."
-            )
         return 0.0
     if output.num_targets is not None:
         total.add_(output.loss)

@@ -123,7 +123,7 @@ def test_predict_needs_no_labels_and_pads_ragged_outputs() -> None:
     trainer, x = evaluator(t16(), loss_fn=F.mse_loss), rows(6).tensors[0]
     result = trainer.predict(x)
     assert result.predictions.shape == (6, 1) and result.labels is None and result.metrics == {}
-    with pytest.raises(DataError, match="gives no loss"):
+    with pytest.raises(DataError, match="`loss_fn` needs labels"):
         trainer.evaluate(x)
     result = evaluator(Tagger(), eval_batch_size=2).predict(Ragged("labels"))
     assert result.predictions.shape == (5, 5, 5) and result.labels.shape == (5, 5)
@@ -324,6 +324,57 @@ def test_rehearsal_raises_errors_before_the_first_step(kind: str, case: str) -> 
         assert trainer.progress.step == (0 if sanity else 2)
         notes = getattr(caught.value, "__notes__", [])
         assert any("rehearsal of evaluations before the first step" in note for note in notes) == sanity
+
+
+class Graph:
+    """A batch of its own type, whose labels are its attribute `y`."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+
+    def to(self, *args: Any, **kwargs: Any) -> Graph:
+        return self
+
+
+class OfGraph(nn.Linear):
+    def forward(self, graph: Graph) -> torch.Tensor:
+        return super().forward(graph.x)
+
+
+class Losses(nn.Linear):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"losses": super().forward(x).sum()}
+
+
+class Labelled(nn.Linear):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = super().forward(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+NO_LOSS: dict[str, tuple[type[nn.Module], str | None, bool, str]] = {
+    "no loss_fn": (nn.Linear, None, False, "No loss found: the model returned a tensor .* Pass `loss_fn=`"),
+    "label column": (Labelled, "topic", False, "The loss of the model needs labels, .* label_names=..topic.."),
+    "label column of loss_fn": (Losses, "topic", True, "`loss_fn` needs labels, .* label_names=..topic.."),
+    "graph": (OfGraph, "graph", True, "`loss_fn` needs labels, .* It is a Graph, .* as attributes: .* label_names="),
+    "other key": (Losses, "labels", False, "No loss found: .* If 'losses' is the loss, call it 'loss'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_missing_loss_is_explained_as_in_training(kind: str) -> None:
+    """Each cause has a message of its own, the same with and without an evaluation set."""
+    for model, key, has_loss_fn, message in NO_LOSS.values():
+        options: dict[str, Any] = {"batch_size": 1, "loss_fn": F.cross_entropy if has_loss_fn else None}
+        data: Any = classes(4) if key is None else [{"x": x, key: y} for x, y in classes(4)]
+        if key == "graph":
+            data, options["data_collator"] = [Graph() for _ in range(4)], lambda samples: samples[0]
+        raised = []
+        for valid in (data, None):
+            with pytest.raises(DataError, match=message) as caught:
+                train(TRAINERS[kind], model(4, 3), data, valid, **options)
+            raised.append(str(caught.value))
+        assert raised[0] == raised[1]
 
 
 def test_rehearsal_uses_the_full_set_for_a_metric_that_needs_it(caplog: pytest.LogCaptureFixture) -> None:
