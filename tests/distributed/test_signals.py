@@ -58,7 +58,7 @@ class Sends(Callback):
         if self.trainer is None or self.trainer.progress.step < 3:
             return
         if not training:
-            self._send("evaluation")
+            self._send("last evaluation" if self.trainer.progress.step == 12 else "evaluation")
         self.passes += training
         if self.passes == 2:  # of the three of a step
             self._send("window")
@@ -75,7 +75,7 @@ class Sends(Callback):
         self._send("epoch")
 
     def on_save_end(self, trainer: Any) -> None:
-        self._send("save")
+        self._send("last save" if trainer.progress.step == 12 else "save")
 
 
 # --- cases
@@ -114,7 +114,7 @@ def train_and_signal(number: int, ranks: list[int], moment: str, folder: str, wr
         code = 130
     step, reason = trainer.progress.step, trainer.metrics.get("stop_reason")
     paths = Path(folder).glob("checkpoint-*") if trainer.is_main_process else ()  # the other rank is ahead
-    end = {"code": code, "stopped": step, "reason": reason, "names": sorted(path.name for path in paths)}
+    end = {"code": code, "stopped": step, "reason": reason, "saved": sorted(int(path.name[11:]) for path in paths)}
     if code is not None:
         trainer = make(folder, wrapping)
         trainer.train(resume_from="auto")
@@ -138,6 +138,7 @@ SIGNALLED: dict[str, dict[str, Any]] = {
     }
     for number, ranks, moment, wrapping in [
         (TERM, [1], "step", "ddp"), (TERM, [1], "window", "ddp"), (TERM, [0, 1], "evaluation", "fsdp"),
+        (TERM, [1], "last evaluation", "ddp"), (INT, [0], "last save", "ddp"), (TERM, [0], "last evaluation", "fsdp"),
         (TERM, [1], "before", "ddp"), (TERM, [1], "save", "fsdp"), (INT, [1], "step", "ddp"),
         (USR1, [1], "step", "ddp"), (TERM, [0], "step", "ddp"), (TERM, [0, 1], "step", "ddp"),
         (TERM, [0], "window", "fsdp"), (TERM, [1], "evaluation", "ddp"), (TERM, [0], "epoch", "ddp"),
@@ -174,21 +175,21 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 # --- tests
 
 
-@pytest.mark.parametrize("name", thinned(SIGNALLED, list(SIGNALLED)[:3]))
+@pytest.mark.parametrize("name", thinned(SIGNALLED, list(SIGNALLED)[:4]))
 def test_signal_to_any_rank_saves_and_resumes_exactly(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     number, moment = SIGNALLED[name]["number"], SIGNALLED[name]["moment"]
     expected = outcomes[SIGNALLED[name]["wrapping"]][0].result
-    step = {"before": 0, "evaluation": 3, "epoch": 6, "save": 6}.get(moment, 4)
+    step = {"before": 0, "evaluation": 3, "epoch": 6, "save": 6, "last evaluation": 12, "last save": 12}.get(moment, 4)
     for rank, outcome in enumerate(outcomes[name]):
         assert outcome.code == 0, outcome.output
         result = outcome.result
         assert {key: result[key] for key in expected} == expected
         if number == USR1:
             assert (result["code"], result["reason"]) == (None, "epochs")
-            assert rank or "checkpoint-4" in result["names"]
+            assert rank or 4 in result["saved"]
         else:
             assert (result["code"], result["reason"], result["stopped"]) == (128 + number, "signal", step)
-            assert rank or result["names"][-1] == f"checkpoint-{step}"
+            assert rank or result["saved"][-1] == step
 
 
 @pytest.mark.parametrize("name", thinned(KILLED, list(KILLED)[:2]))
