@@ -28,7 +28,7 @@ from omnitrain import distributed
 from omnitrain.distributed import ProcessRanks, is_of_connection
 from omnitrain.errors import DistributedError
 
-__all__ = ["agree_on_name", "connected_ranks", "meeting"]
+__all__ = ["agree_on_name", "connected_ranks", "meeting", "reject_several_processes"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -86,6 +86,27 @@ def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRa
         _met.connect()
     _met.lay_out(mesh)
     return _met
+
+
+def reject_several_processes(trainer: str) -> None:
+    """Raise an error if this is one of several processes of a launch, each of which would train by itself.
+
+    Args:
+        trainer: The class of the trainer that runs on one process.
+
+    Raises:
+        DistributedError: If the environment, or the process group, has several processes.
+    """
+    size = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    processes = int(size) if size.isdigit() else 1
+    if dist.is_available() and dist.is_initialized():
+        processes = max(processes, dist.get_world_size())
+    if processes > 1:
+        raise DistributedError(
+            f"{trainer} trains on one process, and this is one of {processes}, each of which would train on all of the "
+            "data by itself. Use AccelerateTrainer, which trains on all of them together, or start one process. If "
+            "they are to train apart, unset RANK and WORLD_SIZE."
+        )
 
 
 def _rendezvous(

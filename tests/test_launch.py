@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+import torch.nn.functional as F
 from forking import Case, play
+from recipes import rows, t16
 
-from omnitrain import ConfigError, MissingExtraError, cli, launch
+from omnitrain import ConfigError, MissingExtraError, Trainer, cli, launch
 from omnitrain.launch import Launch
 
 
@@ -172,3 +176,20 @@ def test_launch_exits_with_code_of_the_script(script: str, tmp_path: Path) -> No
     (outcome,) = play([case], tmp_path / "cases")["exit"]
     assert outcome.code == 7
     assert "exit code 7" in outcome.output and "Traceback" not in outcome.output
+
+
+# --- a trainer for one process
+
+
+def train_natively() -> None:
+    """Train by a native trainer in a process group whose launcher's variables are gone."""
+    dist.init_process_group("gloo")
+    del os.environ["RANK"]
+    Trainer(t16(), rows(8), loss_fn=F.mse_loss, device="cpu", epochs=1, progress_bar=False).train()
+
+
+@pytest.mark.processes
+def test_trainer_rejects_process_group_of_two(tmp_path: Path) -> None:
+    for outcome in play([Case("apart", "test_launch:train_natively")], tmp_path / "cases")["apart"]:
+        assert outcome.code == 1
+        assert "DistributedError: Trainer trains on one process, and this is one of 2" in outcome.output

@@ -49,6 +49,7 @@ from omnitrain.param_groups import freeze_parameters, group_parameters
 from omnitrain.precision import Precision, matmul_precision
 from omnitrain.progress import Progress
 from omnitrain.recomputation import recompute_activations
+from omnitrain.rendezvous import reject_several_processes
 from omnitrain.reproducibility import deterministic as deterministic_kernels
 from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.compilation import Compiled, check_compilable, compile_ahead
@@ -316,6 +317,7 @@ class BaseTrainer(Hooks, ABC):
 
         Raises:
             ConfigError: If an argument is wrong, or two contradict each other.
+            DistributedError: If it is one of several processes of a launch, each of which would train by itself.
             ObjectiveError: If it is unknown whether a higher or a lower `optimization_metric` is better.
             TypeError: If an argument is unknown; the message names the nearest one.
         """
@@ -332,6 +334,8 @@ class BaseTrainer(Hooks, ABC):
             given: The arguments that the caller passed, by name.
             ranks: The ranks of the run; None is this process alone.
         """
+        if ranks is None:
+            reject_several_processes(type(self).__name__)
         model = given.pop("model")
         _check_model(model)
         place = given.get("save_dir")

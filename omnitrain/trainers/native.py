@@ -10,6 +10,8 @@ __all__ = ["Trainer"]
 class Trainer(BaseTrainer):
     """Trains a model on one device: the first available of cuda, xpu, mps and cpu, or the one that `device` names.
 
+    Several processes of one launch are an error: `AccelerateTrainer` is the trainer for these.
+
     >>> import torch
     >>> inputs, labels = torch.randn(64, 4), torch.randint(0, 2, (64,))
     >>> data = torch.utils.data.TensorDataset(inputs, labels)

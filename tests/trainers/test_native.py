@@ -29,6 +29,7 @@ from omnitrain import (
     Callback,
     ConfigError,
     DataError,
+    DistributedError,
     GradualUnfreezing,
     MixUp,
     NonFiniteError,
@@ -40,6 +41,30 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "progress_bar": False, "loss_fn": F.
 
 def make(model: nn.Module, data: Any, **options: Any) -> Trainer:
     return Trainer(model, data, **{**OPTIONS, "log_steps": 1, "learning_rate": 0.05, **options})
+
+
+# --- several processes
+
+
+class Custom(BaseTrainer):
+    """A subclass that a user may write."""
+
+
+@pytest.mark.parametrize("kind", [Trainer, Custom])
+def test_trainer_rejects_several_processes(
+    kind: type[BaseTrainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    folder = tmp_path / "run"
+    with pytest.raises(DistributedError, match=rf"^{kind.__name__} .* one of 2, .* Use AccelerateTrainer"):
+        kind(t16(), rows(8), save_dir=folder, **OPTIONS)
+    assert not folder.exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert kind(t16(), rows(8), **OPTIONS).world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK")  # left in the environment by hand
+    assert kind(t16(), rows(8), **OPTIONS).world_size == 1
 
 
 # --- precision
