@@ -18,7 +18,7 @@ from typing import Any, overload
 from omnitrain.errors import ConfigError
 from omnitrain.progress import Progress
 
-__all__ = ["Duration", "Every", "Limits", "Stages", "check_stages"]
+__all__ = ["Duration", "Every", "Limits", "Stages", "check_stages", "check_stages_reached"]
 
 _COUNTERS = {"ep": "epochs", "ba": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
 _WORDS = {"ep": "epochs", "ba": "steps", "sp": "samples", "tok": "tokens", "s": "seconds", "dur": "run"}
@@ -408,6 +408,54 @@ def check_stages(name: str, numbers: Mapping[Any, int]) -> None:
                 f"after {str(latest)!r}."
             )
         latest = length
+
+
+def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, samples_per_epoch: int | None) -> None:
+    """Refuse a number of samples per step whose place lies after the end of the run, as far as that is known.
+
+    Args:
+        name: The argument.
+        numbers: Its value, which `check_stages` has looked at.
+        limits: The end of the run.
+        samples_per_epoch: Samples of an epoch; None for data of unknown length.
+
+    Raises:
+        ConfigError: Naming the place.
+    """
+    places = [Duration.parse(place, "sp", name) for place in numbers if place != 0]
+    for place, number in zip(places, list(numbers.values())[1:], strict=True):
+        for limit in limits.durations:
+            start, end = _in_samples(place, samples_per_epoch), _in_samples(limit, samples_per_epoch)
+            if limit.unit == "ba" and start is not None:
+                end = _samples_of_steps(int(limit.value), numbers, places, samples_per_epoch)
+            elif limit.unit == place.unit or place.unit == "dur":
+                start, end = place.exact, Fraction(1) if place.unit == "dur" else limit.exact
+            if start is not None and end is not None and start >= end:
+                raise ConfigError(
+                    f"`{name}` becomes {number} at '{place}', and the run ends after '{limit}', so it never does. "
+                    "Leave that place out, or give an earlier one, or a share of the run such as '0.5dur'."
+                )
+
+
+def _in_samples(length: Duration, samples_per_epoch: int | None) -> Fraction | None:
+    """Return a length in samples; None if that is not known."""
+    if length.unit == "ep" and samples_per_epoch:
+        return length.exact * samples_per_epoch
+    return length.exact if length.unit == "sp" else None
+
+
+def _samples_of_steps(
+    steps: int, numbers: Mapping[Any, int], places: list[Duration], samples_per_epoch: int | None
+) -> Fraction:
+    """Return how many samples so many steps have at most: short steps at the end of an epoch are not counted."""
+    done, sizes = Fraction(0), list(numbers.values())
+    for size, place in zip(sizes, places, strict=False):
+        start = _in_samples(place, samples_per_epoch)
+        if start is None:
+            break
+        needed = min(steps, math.ceil((start - done) / size))
+        done, steps = done + needed * size, steps - needed
+    return done + steps * max(sizes)
 
 
 def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) -> int:

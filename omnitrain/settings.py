@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
-from omnitrain.duration import Duration, Limits, Stages, check_stages
+from omnitrain.duration import Duration, Limits, Stages, check_stages, check_stages_reached
 from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
 from omnitrain.plain_yaml import FromEnvironment
@@ -754,16 +754,26 @@ def changes_in_size(settings: Settings) -> bool:
     return isinstance(settings.global_batch_size, Mapping)
 
 
-def stages_of(settings: Settings, limits: Limits, world_size: int) -> Stages | None:
+def stages_of(
+    settings: Settings, limits: Limits, world_size: int, samples_per_epoch: int | None = None
+) -> Stages | None:
     """Return the micro-batches per window and process as the run goes on; None if they stay the same.
 
+    Args:
+        settings: The arguments of the trainer.
+        limits: The end of the run.
+        world_size: How many processes have samples of their own.
+        samples_per_epoch: Samples of an epoch; None for data of unknown length.
+
     Raises:
-        ConfigError: If a size is not divisible, or its place is not known in a run of these limits.
+        ConfigError: If a size is not divisible, or its place is not known in a run of these limits, or never reached.
     """
     sizes = settings.global_batch_size
-    return (
-        Stages(_accumulations(sizes, settings.batch_size, world_size), limits) if isinstance(sizes, Mapping) else None
-    )
+    if not isinstance(sizes, Mapping):
+        return None
+    stages = Stages(_accumulations(sizes, settings.batch_size, world_size), limits)
+    check_stages_reached("global_batch_size", sizes, limits, samples_per_epoch)
+    return stages
 
 
 def _accumulations(sizes: Mapping[Any, int], batch_size: int, world_size: int) -> dict[Any, int]:

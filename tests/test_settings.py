@@ -75,6 +75,12 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"global_batch_size": {0: 8, "2ep": 16, "1ep": 32}}, "'1ep' after '2ep'"),
     ({"global_batch_size": {0: 8, "2ep": 16, "90sp": 32}}, "one unit.*'90sp' after '2ep'"),
     ({"global_batch_size": {0: 8, "0.5dur": 16}, "max_steps": 5, "epochs": None}, "ends after '5ba'"),
+    ({"global_batch_size": {0: 8, "1ep": 16, "5ep": 32}, "epochs": 2}, "becomes 32 at '5ep'.*ends after '2ep'.*never"),
+    ({"global_batch_size": {0: 8, "3ep": 16}}, "becomes 16 at '3ep'.*ends after '3ep'"),
+    ({"global_batch_size": {0: 8, "90sp": 16}, "epochs": 2}, "becomes 16 at '90sp'.*'2ep'"),
+    ({"global_batch_size": {0: 8, "2ep": 16}, "epochs": None, "max_duration": "16sp"}, "at '2ep'.*after '16sp'"),
+    ({"global_batch_size": {0: 8, "16sp": 16, "96sp": 32}, "max_steps": 7}, "becomes 32 at '96sp'.*after '7ba'"),
+    ({"global_batch_size": {0: 8, "1dur": 16}}, "at '1dur'"),
     ({"global_batch_size": {0: 8, "1ep": 16}, "drop_last": True}, "drop_last=True.*several sizes"),
     (
         {"global_batch_size": {0: 8, "1ep": 16}, "gradient_accumulation_steps": 2},

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from omnitrain.algorithms.mixing import Mixing
+from omnitrain.data.collation import is_image
 from omnitrain.errors import DataError
 
 __all__ = ["CutMix"]
@@ -41,7 +42,7 @@ class CutMix(Mixing):
 
     def _prepared(self, batch: Any, share: float, draw: random.Random) -> float:
         entries = batch.values() if isinstance(batch, Mapping) else batch
-        sizes = {tuple(one.shape[-2:]) for one in entries if isinstance(one, torch.Tensor) and _is_image(one)}
+        sizes = {tuple(one.shape[-2:]) for one in entries if is_image(one)}
         if len(sizes) != 1:
             found = "none" if not sizes else f"those of sizes {sorted(sizes)}"
             raise DataError(
@@ -58,12 +59,8 @@ class CutMix(Mixing):
         return 1 - area
 
     def _mixed(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
-        if not _is_image(value):
+        if not is_image(value):
             return value
         mixed = value.clone()
         mixed[..., self._box[0], self._box[1]] = value[partner][..., self._box[0], self._box[1]]
         return mixed
-
-
-def _is_image(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dim() == 4

@@ -43,7 +43,8 @@ class Freezing(Algorithm):
         """Thaw what an earlier run left frozen, and look for the layers.
 
         Raises:
-            ConfigError: If there are fewer than two, or it is not known how many updates the run has.
+            ConfigError: If there are fewer than two, it is not known how many updates the run has, or the same layers
+                would be frozen in all of its epochs.
         """
         self._freeze([])
         share_of_run(trainer, type(self).__name__, 0)
@@ -51,6 +52,15 @@ class Freezing(Algorithm):
             raise ConfigError(
                 f"{type(self).__name__} needs two layers at least, of which the last always trains, and found "
                 f"{len(found)}. Name them in `layers`."
+            )
+        total, steps_per_epoch, changing = trainer.total_steps, trainer.steps_per_epoch, len(found) - 1
+        starts = range(0, total, steps_per_epoch) if total and steps_per_epoch else range(0)
+        counts = [self._count(changing, start / starts.stop) for start in starts]
+        if counts and len(set(counts)) == 1:
+            raise ConfigError(
+                f"{type(self).__name__} chooses layers at the start of each epoch, and in each of the run's "
+                f"{len(counts)} epochs it would freeze {counts[0]} of {changing}. Train for more epochs, or change its "
+                "arguments."
             )
 
     def begin_epoch(self, trainer: TrainerLike) -> None:

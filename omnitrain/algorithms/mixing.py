@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from omnitrain.data.collation import as_probabilities, required_labels, with_labels
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Algorithm, TrainerLike
 from omnitrain.reproducibility import derive_seed
 
@@ -68,6 +68,11 @@ class Mixing(Algorithm):
         share = self._prepared(batch, max(share, 1 - share), draw)
         entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         inputs = {key: value for key, value in entries if isinstance(value, torch.Tensor) and value is not labels}
+        if not any(value.is_floating_point() for value in inputs.values()):
+            raise DataError(
+                f"{type(self).__name__} mixes inputs, and found none of floating-point numbers in the batch: only "
+                "labels would be mixed. Leave it out for token ids and the like, or scale images of integers to floats."
+            )
         mixed = dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
         mixed |= {key: self._mixed(value, partner, share) for key, value in inputs.items()}
         known = self._as_probabilities(labels)

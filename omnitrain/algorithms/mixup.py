@@ -23,6 +23,7 @@ class MixUp(Mixing):
     Raises:
         ConfigError: If `alpha` is not positive; before the first step, if a micro-batch holds one sample, or
             `microbatch_size="auto"`.
+        DataError: If a batch has no inputs of floating-point numbers.
 
     >>> MixUp(num_classes=10, alpha=0.2).num_classes
     10

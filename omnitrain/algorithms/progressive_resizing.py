@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
-from omnitrain.data.collation import labels_of
-from omnitrain.errors import ConfigError
+from omnitrain.data.collation import is_image, labels_of
+from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Algorithm, TrainerLike, share_of_run
 
 __all__ = ["ProgressiveResizing"]
@@ -30,6 +29,7 @@ class ProgressiveResizing(Algorithm):
 
     Raises:
         ConfigError: If an argument is wrong; before the first step, if the number of updates is not known.
+        DataError: If a batch has no images.
 
     >>> ProgressiveResizing(initial_scale=0.5).size_at(0.0, 224)
     112
@@ -71,12 +71,21 @@ class ProgressiveResizing(Algorithm):
         """Return the batch with its images scaled."""
         done = share_of_run(trainer, "ProgressiveResizing", trainer.progress.step)
         labels = labels_of(batch, trainer.settings.label_names or ())
+        entries = list(batch.values()) if isinstance(batch, Mapping) else batch
+        entries = entries if isinstance(entries, (tuple, list)) else [entries]
+        if not any(is_image(value) and value is not labels for value in entries):
+            shapes = [f"{value.dtype} of shape {tuple(value.shape)}" for value in entries if hasattr(value, "shape")]
+            raise DataError(
+                "ProgressiveResizing needs images, floating-point tensors of shape (samples, channels, height, width), "
+                f"and found {', '.join(shapes) or 'no tensors'} in the batch. Scale images of integers to floats, or "
+                "leave it out."
+            )
 
         def scaled(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value is labels or value.dim() != 4:
+            if not is_image(value) or value is labels:
                 return value
             size = [self.size_at(done, side) for side in value.shape[-2:]]
-            if not value.is_floating_point() or size == list(value.shape[-2:]):
+            if size == list(value.shape[-2:]):
                 return value
             return F.interpolate(value, size=size, mode="bilinear", align_corners=False, antialias=True)
 

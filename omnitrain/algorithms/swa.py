@@ -13,6 +13,7 @@ from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import TrainerLike, share_of_run
 from omnitrain.progress import Progress
+from omnitrain.schedules import Course
 
 __all__ = ["SWA"]
 
@@ -28,7 +29,8 @@ class SWA(WeightAverage):
         every: Take them after so many updates instead of at the ends of epochs.
 
     Raises:
-        ConfigError: If an argument is wrong; before the first step, under ZeRO 3, or for weights of 16 bits.
+        ConfigError: If an argument is wrong; before the first step, under ZeRO 3, for weights of 16 bits, or if the run
+            ends before any weights would be taken.
 
     >>> SWA(start="0.5dur").start
     Duration(value=0.5, unit='dur')
@@ -49,10 +51,33 @@ class SWA(WeightAverage):
         self.every = every
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Forget the averages of an earlier run."""
+        """Forget the averages of an earlier run.
+
+        Raises:
+            ConfigError: If it is not known when to start, or the run ends before any weights would be taken.
+        """
         super().set_up(trainer)
         if self.start.unit == "dur":
             share_of_run(trainer, "SWA", 0)
+        self._check_reached(trainer)
+
+    def _check_reached(self, trainer: TrainerLike) -> None:
+        steps_per_epoch = trainer.steps_per_epoch
+        course = Course.of(trainer.limits, steps_per_epoch, getattr(trainer.train_loader, "size", None))
+        first, last, interval = course.convert(self.start), course.end, self.every or steps_per_epoch
+        if first is not None and last is not None and interval:
+            is_reached = last // interval * interval >= max(first, 1)
+        else:
+            ends = [limit for limit in trainer.limits.durations if limit.unit == self.start.unit]
+            is_reached = all(self.start.exact <= end.exact for end in ends)
+        if not is_reached:
+            moments = f"each {self.every} updates" if self.every else "each epoch"
+            length = " or ".join(map(str, trainer.limits.durations)) if last is None else f"{last} updates"
+            length += f", {steps_per_epoch} in an epoch" if steps_per_epoch and not self.every else ""
+            raise ConfigError(
+                f"SWA would average nothing: it takes weights at the end of {moments} from '{self.start}' on, and the "
+                f"run has {length}. Give an earlier `start`, or take weights more often by `every`."
+            )
 
     def after_update(self, trainer: TrainerLike) -> None:
         """Take the weights, if it is their turn by updates."""

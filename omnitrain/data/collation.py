@@ -10,7 +10,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "copied_ahead",
     "count_samples",
     "first_row",
+    "is_image",
     "labels_of",
     "move_to_device",
     "padding_collator",
@@ -259,6 +260,11 @@ def _native(array: np.ndarray) -> np.ndarray:
 
 def _named(key: str) -> str:
     return f"{key!r}: " if key else ""
+
+
+def is_image(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether this is a batch of images: floats of shape (samples, channels, height, width)."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 4
 
 
 def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:

@@ -485,7 +485,7 @@ class BaseTrainer(Hooks, ABC):
         lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
         former = vars(self).get("_feed")
-        stages = stages_of(settings, self.limits, ranks.data.size)
+        stages = stages_of(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
         lifecycle.take_markers(self.backend.mark, self._feed.mark)
         if former is not None:  # of an earlier run

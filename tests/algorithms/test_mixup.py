@@ -96,6 +96,8 @@ def test_label_smoothing_ignores_labels_that_do_not_count(last: bool, sums: bool
     outputs = scores.movedim(1, -1) if last else scores
     output = StepOutput(plain, outputs, labels, num_targets=int((labels != -100).sum()) if sums else None)
     expected = F.cross_entropy(scores, labels, reduction=reduction, label_smoothing=0.2)
+    with pytest.raises(DataError, match="MixUp mixes inputs, and found none of floating-point numbers"):
+        MixUp(2).transform_batch(TRAINER, (torch.ones(2, 2, dtype=torch.long), torch.tensor([0, 1])))
     torch.testing.assert_close(smoothing.transform_output(TRAINER, output).loss, expected)
     with pytest.raises(DataError, match=r"4 classes.*\(2, 4, 5\)"):
         LabelSmoothing(4).transform_output(TRAINER, StepOutput(plain, outputs, labels))

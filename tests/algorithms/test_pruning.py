@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from recipes import distance, rows, t16, weights
 from torch import nn
 
-from omnitrain import Callback, LayerFreezing, MagnitudePruning, Trainer
+from omnitrain import Callback, MagnitudePruning, Trainer
 
 
 def build(*algorithms: Any, model: nn.Module | None = None, data: Any = None, **options: Any) -> Trainer:
@@ -66,7 +66,7 @@ def test_pruning_equals_a_loop_with_masks(scope: Any) -> None:
 def test_pruned_weights_grow_by_the_cube_and_stay_zero() -> None:
     zeros = Zeros()
     pruning = MagnitudePruning(0.5, end="0.5dur", every=1)
-    trainer = build(pruning, LayerFreezing(0.0), epochs=3, optimizer="adam", callbacks=[zeros])
+    trainer = build(pruning, epochs=3, optimizer="adam", callbacks=[zeros])
     trainer.train()
     expected = [round(64 * pruning.sparsity_at(step / 5)) for step in range(6)]
     assert zeros.counts == [*expected, *[32] * 6] and pruning.reached == 0.5

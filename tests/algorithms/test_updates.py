@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from recipes import Sentences, StopAt, Tagger, Trace, distance, rows, same, t16, weights
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from omnitrain import (
     SAM,
@@ -143,6 +144,14 @@ def test_images_grow_to_their_full_size() -> None:
     build(ProgressiveResizing(0.5, 0.2, 0.4, 2), model=Look(), data=data, batch_size=1, epochs=1).train()
     assert [height for height, _ in sizes] == [8, 8, 8, 10, 12, 14, 16, 16, 16, 16]
     assert sizes[:3] == [(8, 4)] * 3 and sizes[-1] == (16, 8)
+
+
+def test_progressive_resizing_rejects_data_without_images() -> None:
+    for data in (rows(8), TensorDataset(torch.ones(8, 1, 4, 4, dtype=torch.uint8), torch.ones(8, 1))):
+        trainer = build(ProgressiveResizing(), data=data)
+        with pytest.raises(DataError, match=r"ProgressiveResizing needs images, .* of shape \(4, "):
+            trainer.train()
+        assert trainer.progress.step == 0
 
 
 # --- two passes
