@@ -49,7 +49,7 @@ class CutMix(Mixing):
                 "CutMix needs images of one size, floating-point tensors of shape (samples, channels, height, width), "
                 f"and found {found} in the batch."
             )
-        places, side, area = [], math.sqrt(1 - share), 1.0
+        places, side, area = [], math.sqrt(1 - share), 1.0  # up to the full image, unlike a mix, which is symmetric
         for length in next(iter(sizes)):
             half, centre = length * side / 2, draw.random() * length
             first, last = max(round(centre - half), 0), min(round(centre + half), length)

@@ -65,7 +65,7 @@ class Mixing(Algorithm):
         partner = torch.arange(count, device=labels.device) ^ 1
         if count % 2:
             partner[-1] = count - 1
-        share = self._prepared(batch, max(share, 1 - share), draw)
+        share = self._prepared(batch, share, draw)
         entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         inputs = {key: value for key, value in entries if isinstance(value, torch.Tensor) and value is not labels}
         if not any(value.is_floating_point() for value in inputs.values()):
@@ -81,7 +81,7 @@ class Mixing(Algorithm):
 
     def _prepared(self, batch: Any, share: float, draw: random.Random) -> float:
         """Return the share of the labels that a sample keeps; what else is drawn of this step is drawn here."""
-        return share
+        return max(share, 1 - share)  # of two samples that are mixed with each other, which is which has no meaning
 
     def _mixed(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
         """Return a tensor of the batch mixed, or as it is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,9 +70,34 @@ def test_cutmix_mixes_labels_by_the_area_of_the_box() -> None:
         torch.testing.assert_close(labels[1, 0], 1 - mixed[1].mean())
 
 
+def test_cutmix_draws_boxes_up_to_the_full_image() -> None:
+    """The share of a box is uniform in the paper; what lies outside of the image is cut off."""
+    batch, areas = (torch.stack([torch.zeros(1, 32, 32), torch.ones(1, 32, 32)]), torch.arange(2)), []
+    for step in range(600):
+        _, labels = CutMix(num_classes=2).transform_batch(trainer(step), batch)
+        areas.append(labels[0, 1].item())
+    reference = random.Random(0)
+    expected = [area_of_paper(reference) for _ in range(20_000)]
+    assert sum(areas) / len(areas) == pytest.approx(sum(expected) / len(expected), abs=0.03)
+    assert sum(area > 0.5 for area in areas) / len(areas) == pytest.approx(
+        sum(area > 0.5 for area in expected) / len(expected), abs=0.04
+    )
+
+
+def area_of_paper(draw: random.Random) -> float:
+    """Return the area of a box drawn as by Yun et al., in a unit square."""
+    side, area = math.sqrt(1 - draw.betavariate(1, 1)), 1.0
+    for _ in range(2):
+        centre = draw.random()
+        area *= min(centre + side / 2, 1) - max(centre - side / 2, 0)
+    return area
+
+
 def test_mixing_validates_batches() -> None:
     with pytest.raises(ConfigError, match="num_classes"):
         MixUp().transform_batch(TRAINER, (torch.randn(2, 2), torch.tensor([0, 1])))
+    with pytest.raises(DataError, match="MixUp mixes inputs, and found none of floating-point numbers"):
+        MixUp(2).transform_batch(TRAINER, (torch.ones(2, 2, dtype=torch.long), torch.tensor([0, 1])))
     with pytest.raises(DataError, match="labels"):
         MixUp().transform_batch(TRAINER, torch.randn(2, 2))
     with pytest.raises(DataError, match=r"images of one size.*found none"):
@@ -96,8 +123,6 @@ def test_label_smoothing_ignores_labels_that_do_not_count(last: bool, sums: bool
     outputs = scores.movedim(1, -1) if last else scores
     output = StepOutput(plain, outputs, labels, num_targets=int((labels != -100).sum()) if sums else None)
     expected = F.cross_entropy(scores, labels, reduction=reduction, label_smoothing=0.2)
-    with pytest.raises(DataError, match="MixUp mixes inputs, and found none of floating-point numbers"):
-        MixUp(2).transform_batch(TRAINER, (torch.ones(2, 2, dtype=torch.long), torch.tensor([0, 1])))
     torch.testing.assert_close(smoothing.transform_output(TRAINER, output).loss, expected)
     with pytest.raises(DataError, match=r"4 classes.*\(2, 4, 5\)"):
         LabelSmoothing(4).transform_output(TRAINER, StepOutput(plain, outputs, labels))
