@@ -4,7 +4,7 @@
 
 The data are 1,797 handwritten digits of scikit-learn. CutMix and EMA are algorithms: each is one entry of a list. The
 schedule warms up over a tenth of the run and decays over its last third. Evaluations, the best checkpoint and the
-model at the end have the averaged weights. (Images of 8 x 8 pixels gain nothing by it: test accuracy is 0.957 with,
+model at the end have the averaged weights. (Images of 8 x 8 pixels gain nothing by it: test accuracy is 0.942 with,
 0.967 without. It is the code that matters here.)
 In plain PyTorch: about 75 lines for loops, CutMix, averages, schedule and best weights; with the trainer 20.
 """

@@ -39,9 +39,10 @@ def build(*algorithms: Algorithm, model: nn.Module | None = None, **options: Any
 
 def averaged(history: list[list[torch.Tensor]], decay: float = 0.7) -> list[torch.Tensor]:
     averages = weights(t16())
-    for step in history:
+    for updates, step in enumerate(history):
+        share = min(decay, (1 + updates) / (10 + updates))
         for average, weight in zip(averages, step, strict=True):
-            average.mul_(decay).add_(weight, alpha=1 - decay)
+            average.mul_(share).add_(weight, alpha=1 - share)
     return averages
 
 
@@ -94,6 +95,20 @@ def test_run_without_evaluations_ends_with_the_last_average(caplog: Any, tmp_pat
     assert "Algorithms in the order they run: EMA." in caplog.text and "averaged weights now" in caplog.text
     trainer.save_model(tmp_path / "model")
     assert same(saved(tmp_path / "model"), weights(trainer.model))
+
+
+def test_ema_forgets_first_weights_in_short_run(caplog: pytest.LogCaptureFixture) -> None:
+    """With a fixed decay of 0.999, nine tenths of the average would be the weights before training."""
+    model, watch = t16(), Watch()
+    trainer = build(EMA(), model=model, callbacks=[watch], eval_dataset=None, eval_steps=None, epochs=25)
+    first = weights(model)
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        trainer.train()
+    assert distance(weights(model), watch.weights[-1]) < 0.2 * distance(first, watch.weights[-1])
+    assert "EMA(decay=0.999) averages over about 1000 updates, and the run has 100, at whose end" in caplog.text
+    caplog.clear()
+    build(EMA(0.9), eval_dataset=None, eval_steps=None, epochs=25).train()
+    assert "EMA(decay" not in caplog.text
 
 
 def test_failed_evaluation_restores_the_weights_in_training() -> None:
