@@ -95,6 +95,8 @@ class Course:
         rest = limits if total is None and counted else None
         if interval == "epoch":
             whole = None if total is None or not steps_per_epoch else -(-total // steps_per_epoch)
+            if whole is None and total is not None:  # the steps of an epoch change with the size of the batch
+                rest = limits
             return cls("ep", whole, rest, steps_per_epoch, samples_per_epoch)
         return cls("ba", total, rest, steps_per_epoch, samples_per_epoch)
 
@@ -118,12 +120,13 @@ class Course:
         return self._known[key]
 
     def _converted(self, length: Duration, scale: float) -> float | None:
+        length = length if self.unit == "ep" else self.counted(length)
         value = length.exact
         if length.unit == "dur":
             found = None if self.end is None else value * self.end
         else:
             value, unit, steps = value * _exact(scale), length.unit, self.steps_per_epoch
-            if unit == "sp" and self.samples_per_epoch:
+            if unit == "sp" and self.samples_per_epoch and self.unit != "sp":
                 value, unit = value / self.samples_per_epoch, "ep"
             if unit != self.unit and steps and {unit, self.unit} == {"ba", "ep"}:
                 value, unit = (value * steps if unit == "ep" else value / steps), self.unit
@@ -134,6 +137,16 @@ class Course:
             return math.ceil(found)
         return int(found) if found.denominator == 1 else float(found)
 
+    def counted(self, length: Duration) -> Duration:
+        """Return a length; one of epochs in samples, if the number of steps in an epoch changes in the run.
+
+        At the end of its last step an epoch is not complete yet, but its samples are.
+        """
+        if length.unit != "ep" or self.steps_per_epoch or not self.samples_per_epoch:
+            return length
+        samples = length.exact * self.samples_per_epoch
+        return Duration(int(samples) if samples.denominator == 1 else float(samples), "sp")
+
     def follows(self, schedule: Schedule) -> bool:
         """Return whether a schedule needs more than the number of updates: tokens, samples, seconds."""
         return any(self.convert(length) is None for length in schedule.lengths())
@@ -141,7 +154,7 @@ class Course:
     def units(self, schedule: Schedule) -> frozenset[str]:
         """Return what the lengths of a schedule are counted in, and what the run is where its limits say how long."""
         ends = [] if self.limits is None else self.limits.durations
-        return frozenset(one.unit for one in [*schedule.lengths(), *ends])
+        return frozenset(self.counted(one).unit for one in [*schedule.lengths(), *ends])
 
     def check(self, schedule: Schedule, name: str) -> None:
         """Raise ConfigError for a schedule that this run cannot have, or of which nothing would be left.
@@ -157,7 +170,7 @@ class Course:
                         f"`lr_scheduler={name}` needs the number of steps, which is unknown: the data has no length. "
                         "Set `max_steps`, or `max_duration` in samples, tokens or time."
                     )
-                if length.unit == "ep" and self.unit != "ep" and not self.steps_per_epoch:
+                if length.unit == "ep" and self.unit != "ep" and not (self.steps_per_epoch or self.samples_per_epoch):
                     raise ConfigError(
                         f"`lr_scheduler={name}` counts epochs ('{length}'), but the data has no length, so that an "
                         "epoch has no middle. Give it in steps ('500ba'), samples, tokens, time or shares of the run."
@@ -211,7 +224,8 @@ class Place:
         self._progress = progress
         self.now: float = now
         if progress is not None and course.end is None and course.limits is not None:
-            nearest = max(course.limits.durations, key=lambda one: one.amount(progress) / one.value)
+            ends = [course.counted(end) for end in course.limits.durations]
+            nearest = max(ends, key=lambda one: one.amount(progress) / one.value)
             self.now, self._end = nearest.amount(progress), nearest.value
             if nearest.unit != course.unit:
                 self._course = dataclasses.replace(course, unit=nearest.unit, _known={})
@@ -234,6 +248,7 @@ class Place:
         found = self._known(length, scale)
         if found is not None:
             return self.now / found
+        length = self._course.counted(length)
         return length.amount(self._progress) / (length.value * scale) if self._progress is not None else 0.0
 
     def _known(self, length: Duration, scale: float) -> float | None:

@@ -287,6 +287,28 @@ def test_schedule_per_epoch() -> None:
         assert rates == pytest.approx([0.05 * factor for factor in expected for _ in range(2)])
 
 
+@pytest.mark.parametrize(
+    "length", [{"epochs": 3}, {"epochs": None, "max_steps": 20}, {"max_duration": "120sp"}], ids=str
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr_scheduler": LinearScheduler(warmup="1ep")},
+        {"lr_scheduler": StepScheduler("1ep")},
+        {"lr_scheduler": "multistep", "lr_scheduler_kwargs": {"milestones": ["1ep", "60sp"]}, "warmup_steps": 2},
+        {"lr_scheduler": "linear", "scheduler_interval": "epoch"},
+    ],
+    ids=["warmup", "step", "milestones", "interval"],
+)
+def test_schedule_of_growing_batch(options: dict[str, Any], length: dict[str, Any]) -> None:
+    """Where the size of a batch may change, epochs count as where it stays."""
+    common = {**options, **length}
+    _, expected = rates_of(rows(40), **common)
+    assert rates_of(rows(40), global_batch_size={0: 4, "1ep": 4}, **common)[1] == pytest.approx(expected)
+    grown = rates_of(rows(40), global_batch_size={0: 4, "1ep": 8}, **common)[1]
+    assert grown[:10] == pytest.approx(expected[:10]) and len(set(grown)) > 1
+
+
 def test_schedule_class_path_with_options() -> None:
     def scheduler_of(name: str, **options: Any) -> Any:
         trainer, _ = rates_of(rows(8), lr_scheduler=name, lr_scheduler_kwargs=options, eval_dataset=rows(4), epochs=1)

@@ -101,8 +101,6 @@ def _has(pattern: str, kind: str = "") -> Callable[[Case], bool]:
 KNOWN: tuple[Known, ...] = (
     Known("W23", "weights depend on the split", _has(r"weight=torch.*LabelSmoothing|LabelSmoothing.*weight=torch")),
     Known("F1", "a run that `early_stopper` has ended continues when it is resumed", _has("early_stopper=")),
-    Known("F2", "a ConfigError says that the data have no length where only the batch size changes",
-          lambda case: _has("global_batch_size={")(case) and "by_epoch" in str(case.rows)),
     Known("F3", "PyTorch warns of a schedule that moves before the first update", _has("_interval")),
     Known("F4", "after an infinite gradient, buffers of BatchNorm are NaN", _has("SAM", "nonfinite")),
     Known("F5", "a later checkpoint of the same step, after skipped ones, replaces the best",

@@ -109,7 +109,7 @@ RATE = [
             "lr_scheduler='linear', scheduler_interval='epoch'"], "weights", "length", bars="endless warmup_steps"),
     *_rows(["lr_scheduler='exponential', lr_scheduler_kwargs={'gamma': 0.8}",
             "lr_scheduler='multistep', lr_scheduler_kwargs={'milestones': ['1ep', '30sp'], 'gamma': 0.5}"],
-           "weights", bars="endless", gives="by_epoch"),
+           "weights", bars="endless"),
     *_rows(["lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 2]), "
             "scheduler_interval='epoch'", "lr_scheduler=ExponentialScheduler(0.5, '2ba')",
             "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)",
