@@ -773,6 +773,11 @@ class Contents:
         history = {key: state.from_json(content[key]) for key in ("objective", "loop")}
         lifecycle.load_state_dict({**content, **history}, self._resets_best(changed))
         self._step.load_state_dict(history["loop"])
+        loader, progress, size = self._sets.train, lifecycle.progress, content["progress"].get("epoch_size")
+        is_within = progress.samples_in_epoch > 0 and size is not None and "samples_per_epoch" not in changed
+        if isinstance(loader, MapLoader) and is_within:  # a callback may have changed the dataset before this epoch
+            loader.update(size)
+            progress.epoch_size = size
         step, seconds, samples, tokens = history["loop"]["logged"]
         lifecycle.logged_at = (step, seconds, samples, tokens)
         lifecycle.owes_evaluation = content["owes"]["evaluation"] and lifecycle.evaluates

@@ -127,6 +127,16 @@ class Loader:
         """Return this rank's part of a joined state, or None."""
         return None
 
+    def update(self, size: int | None = None) -> None:
+        """Take over how the dataset has changed since the latest pass.
+
+        Args:
+            size: The samples of an epoch that has begun already; None asks the dataset for its length.
+
+        Raises:
+            DataError: If it is empty now, or has fewer samples than that.
+        """
+
     def first_batch(self) -> Iterator[Counted]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
         return itertools.islice(self.counted(0), 1)
@@ -222,12 +232,15 @@ class MapLoader(Loader):
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         name: str = Loader.name,
+        subset: int | None = None,
     ) -> None:
         seed = sampler.seed if seed is None else seed
         self.dataset = dataset
         self.sampler = sampler
         self.size: int | None = sampler.size
         self.name = name
+        self._subset = subset
+        self._rows = count_rows(dataset)
         self.fetch: Fetch = Fetch(dataset, collate, seed, name)
         self.pin_memory = pin_memory
         self._requests = _Requests()
@@ -253,6 +266,28 @@ class MapLoader(Loader):
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def update(self, size: int | None = None) -> None:
+        dataset, sampler = self.dataset, self.sampler
+        rows = count_rows(dataset)
+        if rows != self._rows:
+            self._rows = rows
+            self.fetch.update_columns()
+            self.close()  # the workers have copies of the dataset
+        samples = dataset.epoch_size if isinstance(sampler, GivenOrder) else rows
+        samples = samples if self._subset is None else min(samples, self._subset)
+        if size is not None and sampler.whole == 1 and size <= samples:
+            samples = size
+        sampler.resize(samples)
+        self.size = sampler.size
+        named = f"{self.name[:1].upper()}{self.name[1:]} has {samples} samples now"
+        if size not in (None, self.size):
+            raise DataError(
+                f"{named}, and had {size} when the epoch that the run continues began. Have load_state_dict() of the "
+                "dataset, or of the callback that changes it, restore its length."
+            )
+        if not self.size:
+            raise DataError(f"{named}, of which no step can be made. Leave at least as many as `batch_size`.")
 
     def close(self) -> None:
         if self._workers is not None:
@@ -360,6 +395,10 @@ class StreamLoader(Loader):
         mark = None if mark is None or mark.batches else mark  # that of a loader
         self._start = mark
         self._marks.extend([] if mark is None else [mark])
+
+    def update(self, size: int | None = None) -> None:
+        if size is None and self.size is not None:
+            self.size = len(self.dataset)
 
     def close(self) -> None:
         stop_workers(self._iterator)
@@ -488,6 +527,10 @@ class GivenLoader(Loader):
             return self.counted(epoch, done)
         rows = done if self._shares == 1 else None
         return self._shared_out(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
+
+    def update(self, size: int | None = None) -> None:
+        if size is None and self.size is not None:
+            self.size = len(self.loader.dataset)
 
     def part_of(self, state: Any) -> Any:
         """Return this rank's part of a joined state; None if it is of another number of ranks, or of other data."""
@@ -823,7 +866,7 @@ def make_loader(
                 f"`{name}` has {size} samples, and without the last, incomplete batch of {whole} nothing is left. Make "
                 "the batches smaller, or keep the last one."
             )
-        return MapLoader(dataset, sampler, collate, seed=seed, name=name_of_set(name), **workers)
+        return MapLoader(dataset, sampler, collate, seed=seed, name=name_of_set(name), subset=subset, **workers)
     if not hasattr(dataset, "__iter__") or _is_used_up(dataset):
         raise DataError(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "

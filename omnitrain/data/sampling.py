@@ -154,6 +154,7 @@ class EpochSampler:
 
     Attributes:
         size: Samples in an epoch.
+        whole: The samples in an epoch are a multiple of this.
         is_keyed: Whether a shuffled order is computed position by position. Checkpoints record it.
 
     >>> [list(map(int, batch)) for batch in EpochSampler(5, 2, shuffle=False).batches(epoch=0, position=2)]
@@ -175,16 +176,27 @@ class EpochSampler:
         whole: int = 1,
         rounds: Rounds | None = None,
     ) -> None:
-        self._samples = size
-        self.size: int = size - size % whole
+        self.whole = whole
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
         self.rounds: Rounds = rounds or Rounds((batch_size * world_size,))
-        self.is_keyed: bool = size > _DRAWN_WHOLE and not self._is_drawn_whole
         self._drawn: tuple[int, np.ndarray] | None = None
+        self._samples = -1
+        self.size: int
+        self.is_keyed: bool
+        self.resize(size)
+
+    def resize(self, size: int) -> None:
+        """Set the samples in the dataset; epochs that are drawn from here on have them."""
+        if size == self._samples:
+            return
+        self._samples = size
+        self.size = size - size % self.whole
+        self.is_keyed = size > _DRAWN_WHOLE and not self._is_drawn_whole
+        self._drawn = None
 
     def __len__(self) -> int:
         """Return the number of micro-batches of one epoch on one process."""
@@ -362,11 +374,15 @@ class Fetch:
         self.seed = seed
         self.columns: Any
         self.rows: Any
-        self.columns, self.rows = tensor_columns(dataset)
+        self.update_columns()
         self.drawn: list[Generator] = []
         self.drawn_in_collate: list[Generator] = []
         self._stacks = type(collate) is Collator  # which draws nothing
         self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
+
+    def update_columns(self) -> None:
+        """Find the tensors of the dataset, which may have others since the latest pass."""
+        self.columns, self.rows = tensor_columns(self.dataset)
 
     def __call__(self, epoch: int, indices: np.ndarray) -> Any:
         """Return the collated batch of the samples at `indices`; if there are none, that of the first sample.

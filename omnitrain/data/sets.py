@@ -111,6 +111,7 @@ class Sets:
 
     Attributes:
         train: The loader of the training set, or None.
+        train_size: The samples of the training set when it was given; callbacks may change it in a run.
         eval: The loader of the evaluation set, a dict of loaders for named sets, or None.
         test: The loader of the test set, or None.
         share: Which share of the data this rank has.
@@ -153,6 +154,7 @@ class Sets:
             self.train = self._given(settings.train_loader, "train_loader", marks=self._keeps_marks())
         elif settings.train_dataset is not None:
             self.train = self._train_loader()
+        self.train_size: int | None = None if self.train is None else self.train.size
         self.eval: Any = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
         self.test: Any = self._evaluation_loader(settings.test_dataset, settings.test_loader, "test_dataset")
         self.check_sizes(self.train, self.eval, self.test)
@@ -318,6 +320,7 @@ class Sets:
         if (rounds := self._rounds()) is not None:
             raise self._indivisible(rounds, "a loader of your own, which makes the batches")
         self.train = self._given(loader, "train_loader", marks=self._keeps_marks())
+        self.train_size = self.train.size
 
     def take_eval(self, loader: Any) -> None:
         """Evaluate the user's own loader from now on, or several by name."""

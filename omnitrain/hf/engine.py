@@ -372,6 +372,14 @@ class Engine(Searching):
         self.window = window
         return [window.batches] if self.by_window else window.batches, None
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one epoch, of the length that the data have by now; transformers asks for it once in a run."""
+        if not self.by_window and "steps_in_epoch" in kwargs:
+            batches = len(self.owner.train_loader)
+            kwargs["steps_in_epoch"] = batches
+            kwargs["num_update_steps_per_epoch"] = -(-batches // self.args.gradient_accumulation_steps)
+        return super()._run_epoch(*args, **kwargs)
+
     def start_windows(self) -> None:
         """Start the windows of the epoch at the current position."""
         owner, progress, feed = self.owner, self.owner.progress, self.owner._feed

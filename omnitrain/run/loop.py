@@ -199,6 +199,31 @@ class Loop:
         self.lifecycle.is_epoch_complete = True
         for begin in overriding(self.hooks.algorithms, "begin_epoch"):
             begin(self.hooks)
+        self._update_training_set()
+
+    def _update_training_set(self) -> None:
+        """Take over how the training set has changed since the latest epoch; the epoch has the length of its start."""
+        loader, progress, hooks = self.sets.train, self.lifecycle.progress, self.hooks
+        if not isinstance(loader, Loader) or progress.is_epoch_consumed:
+            return
+        before = progress.epoch_size
+        loader.update(progress.epoch_size if progress.samples_in_epoch else None)
+        self.sets.check_sizes(loader)
+        progress.epoch_size = loader.size
+        if loader.size != before and self.ranks.is_main:
+            has_steps = hooks.lr_scheduler is not None and hooks.scheduler_interval == "step"
+            logger.info(
+                "%s has %s samples from epoch %d on, and had %s.%s", loader.name[:1].upper() + loader.name[1:],
+                loader.size, progress.epoch + 1, before,
+                " The schedule of the learning rate keeps the steps that it was made for." if has_steps else "",
+            )  # fmt: skip
+
+    def _update_sets(self, loaders: Any) -> None:
+        """Take over how sets to evaluate have changed since they were read."""
+        loaders = [loader for loader in _each(loaders) if isinstance(loader, Loader)]
+        for loader in loaders:
+            loader.update()
+        self.sets.check_sizes(*loaders)
 
     def end_epoch(self, train_loss: Any) -> None:
         """End an epoch, or the part of one in which the run ends."""
@@ -363,7 +388,7 @@ class Loop:
         Raises:
             KeyboardInterrupt: If a signal has interrupted it.
         """
-        self.sets.check_sizes(loader)
+        self._update_sets(loader)
         check_same_data(self.ranks, _each(loader))
         try:
             with (
@@ -384,6 +409,7 @@ class Loop:
         hooks, lifecycle = self.hooks, self.lifecycle
         lifecycle.begin_evaluation()
         self.is_evaluating = True
+        self._update_sets(self.sets.eval)
         self.evaluation.left_out = self._sets_not_due()
         try:
             with lifecycle.clock.during("evaluation"), explaining_memory(hooks, "evaluation"):

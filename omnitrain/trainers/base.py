@@ -796,7 +796,7 @@ class BaseTrainer(Hooks, ABC):
             "optimizer": None if self.train_loader is None and not self._loop.has_own_epoch else self.optimizer,
             "optimizer_groups": self._initial.optimizer,
             "lr_scheduler_options": self._initial.schedule,
-            "samples_per_epoch": None if self.train_loader is None else self.train_loader.size,
+            "samples_per_epoch": self._sets.train_size,
             "total_steps": self.total_steps,
             "unit": self.unit,
         }

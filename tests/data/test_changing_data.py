@@ -1,0 +1,178 @@
+"""Datasets that callbacks change during a run: curricula, active learning, replay buffers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import make_trainer
+from forking import ON_CPU, Case, play
+from recipes import rows, t16
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from omnitrain import Algorithm, Callback, Trainer
+from omnitrain.errors import DataError
+
+BACKENDS = ("native", "accelerate", "hf")
+
+
+class Pool(Dataset[Any]):
+    """As many rows as there are indices, each with its own index as the fourth number."""
+
+    def __init__(self, size: int) -> None:
+        self.indices: list[int] = list(range(size))
+        self.x, self.y = (part.clone() for part in rows(32, torch.float32).tensors)
+        self.x[:, 3] = torch.arange(32)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[self.indices[index]], self.y[self.indices[index]]
+
+
+class Seen(Algorithm):
+    """Records the samples of each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: dict[int, list[int]] = {}
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        self.epochs.setdefault(trainer.progress.epoch, []).extend(map(int, batch[0][:, 3]))
+        return batch
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(samples) for samples in self.epochs.values()]
+
+
+class Resize(Callback):
+    """Gives a dataset another length at the start of each epoch, which its state restores."""
+
+    def __init__(self, data: Any, sizes: Sequence[int]) -> None:
+        self.data, self.sizes = data, sizes
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        if not trainer.progress.samples_in_epoch:
+            self.data.indices = list(range(self.sizes[trainer.progress.epoch]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": len(self.data)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data.indices = list(range(state["size"]))
+
+
+def make(backend: str, data: Any, sizes: Sequence[int], callbacks: Sequence[Callback] = (), **options: Any) -> Any:
+    options = {"batch_size": 4, "epochs": len(sizes), "loss_fn": F.mse_loss, "lr_scheduler": "constant"} | options
+    callbacks = [Resize(data, sizes), *callbacks]
+    return make_trainer(backend, t16(dtype=torch.float32), data, callbacks=callbacks, algorithms=[Seen()], **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_length_is_asked_at_each_epoch(backend: str) -> None:
+    trainer = make(backend, Pool(6), [6, 13, 3], gradient_accumulation_steps=2)
+    trainer.train()
+    assert [sorted(samples) for samples in trainer.algorithms[0].epochs.values()] == [
+        list(range(size)) for size in (6, 13, 3)
+    ]
+    assert (trainer.progress.samples, trainer.progress.step, trainer.progress.epochs) == (22, 4, 3)
+    assert trainer.stop_reason == "epochs"
+
+
+def test_length_of_subset_of_tensors_is_asked() -> None:
+    pool = Pool(0)
+    data = Subset(TensorDataset(pool.x, pool.y), range(6))
+    trainer = make("native", data, [6, 13, 3])
+    trainer.train()
+    assert trainer.algorithms[0].sizes == [6, 13, 3]
+
+
+def test_length_of_evaluation_set_is_asked() -> None:
+    data, evaluation = Pool(6), Pool(4)
+    seen = []
+
+    def count(outputs: Any, labels: Any) -> dict[str, float]:
+        seen.append(len(labels))
+        return {}
+
+    trainer = make("native", data, [6, 6], [Resize(evaluation, [4, 9])], eval_dataset=evaluation, compute_metrics=count)
+    trainer.train()
+    assert seen[-2:] == [4, 9]
+
+
+class StopAfter(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == self.step:
+            trainer.request_save()
+            trainer.stop()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", [2, 4, 6], ids=["between", "within", "at its end"])
+def test_resume_has_length_of_its_epoch(backend: str, step: int, tmp_path: Path) -> None:
+    sizes = [6, 15, 9]
+    whole = make(backend, Pool(6), sizes)
+    whole.train()
+    make(backend, Pool(6), sizes, [StopAfter(step)], save_dir=tmp_path).train()
+    resumed = make(backend, Pool(6), sizes, save_dir=tmp_path)
+    resumed.train(resume_from="last")
+    assert resumed.progress.step == whole.progress.step
+    assert resumed.progress.samples == whole.progress.samples == sum(sizes)
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[key])
+
+
+def test_resume_of_shrunk_data_is_an_error(tmp_path: Path) -> None:
+    class Forgetful(Resize):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    def build(*callbacks: Callback) -> Trainer:
+        data = Pool(6)
+        return make_trainer(
+            "native", t16(dtype=torch.float32), data, callbacks=[Forgetful(data, [6, 15]), *callbacks], epochs=2,
+            batch_size=4, loss_fn=F.mse_loss, save_dir=tmp_path,
+        )  # fmt: skip
+
+    build(StopAfter(4)).train()
+    with pytest.raises(DataError, match="has 6 samples now, and had 15 when the epoch"):
+        build().train(resume_from="last")
+
+
+def test_data_that_become_empty_are_an_error() -> None:
+    with pytest.raises(DataError, match="The training set has 0 samples now"):
+        make("native", Pool(6), [6, 0]).train()
+
+
+# --- two processes
+
+
+def train(backend: str, sizes: list[list[int]]) -> list[int]:
+    trainer = make(backend, Pool(6), sizes[int(os.environ["RANK"])])
+    trainer.train()
+    return [*trainer.algorithms[0].sizes, trainer.progress.samples, trainer.progress.step]
+
+
+@pytest.mark.processes
+def test_lengths_on_two_ranks(tmp_path: Path) -> None:
+    """Of the same data they are shared out; others are an error on all ranks."""
+    alike, other = [[8, 14], [8, 14]], [[8, 14], [8, 13]]
+    cases = [
+        Case(backend, "tests.data.test_changing_data:train", {"backend": backend, "sizes": sizes})
+        for backend, sizes in (("ddp", alike), ("hf2", alike))
+    ]
+    cases.append(Case("other", cases[0].function, {"backend": "ddp", "sizes": other}, environment=ON_CPU))
+    outcomes = play(cases, tmp_path)
+    for backend in ("ddp", "hf2"):
+        assert [outcome.result for outcome in outcomes[backend]] == [[4, 7, 22, 3]] * 2
+    for outcome in outcomes["other"]:
+        assert outcome.code == 1 and "`the training set` is 14 on rank 0 and 13 on rank 1" in outcome.output
