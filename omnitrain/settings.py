@@ -117,12 +117,37 @@ def takes_arguments(constructor: Constructor) -> Constructor:
         for name in fixed & vars(self).keys():
             refuse_assignment(self, name, vars(self)[name])
         vars(self)["config"] = _config_of(self, given)
-        self._construct(given)
-        vars(self)["fixed_settings"] = fixed
+        _construct(self, given, fixed)
 
     shown = [one for one in signature.parameters.values() if one.name != "unknown"]
     declared.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return cast(Constructor, declared)
+
+
+def _construct(trainer: Any, arguments: dict[str, Any], fixed: frozenset[str]) -> None:
+    """Build a trainer from its arguments, and note these and the names of the attributes that are not the user's."""
+    attributes = vars(trainer)
+    names = attributes.keys() - {"config"}
+    trainer._construct(dict(arguments))
+    attributes |= {"fixed_settings": fixed, "_arguments": arguments, "_attributes": frozenset(attributes) - names}
+
+
+def construction_of(trainer: Any) -> dict[str, Any]:
+    """Return what a trainer can be built from again: its arguments, and the attributes that a subclass has set."""
+    attributes = vars(trainer)
+    own = attributes["_attributes"] | {"config", "fixed_settings", "_arguments", "_attributes"}
+    return {
+        "config": trainer.config,
+        "fixed": attributes["fixed_settings"],
+        "arguments": attributes["_arguments"],
+        "attributes": {name: value for name, value in attributes.items() if name not in own},
+    }
+
+
+def construct_again(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Build a trainer from what `construction_of` has returned, or a copy of it."""
+    vars(trainer).update(state["attributes"], config=state["config"])
+    _construct(trainer, state["arguments"], state["fixed"])
 
 
 def _config_of(trainer: Any, given: Mapping[str, Any]) -> Any:

@@ -539,6 +539,22 @@ class Lifecycle:
         self.clock.load_state_dict(state.get("clock"))
         self.saved_at = self.progress.position
 
+    def outcome(self) -> dict[str, Any]:
+        """Return how far the run has come, its history and its best, for a copy of the trainer."""
+        return {
+            "progress": self.progress,
+            "metrics": self.metrics,
+            "objective": self.objective.state_dict(),
+            "evaluated_step": self.evaluated_step,
+            "stop": self.stop,
+        }
+
+    def load_outcome(self, outcome: Mapping[str, Any]) -> None:
+        """Take over what `outcome` has returned."""
+        self.progress, self.metrics, self.stop = outcome["progress"], outcome["metrics"], outcome["stop"]
+        self.objective.load_state_dict(outcome["objective"])
+        self.evaluated_step = outcome["evaluated_step"]
+
     def _is_part(self, callback: Callback) -> bool:
         """Return whether a callback is the model, the optimizer or the schedule, whose state is saved anyway."""
         return any(part is callback for part, _ in self._parts)

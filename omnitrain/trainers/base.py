@@ -71,6 +71,8 @@ from omnitrain.settings import (
     changes_in_size,
     check_same_on_ranks,
     check_settings,
+    construct_again,
+    construction_of,
     describe,
     describe_all,
     local_path,
@@ -392,6 +394,30 @@ class BaseTrainer(Hooks, ABC):
             settings.autocast, self.device, settings.matmul_precision, settings.dtypes
         )
         self._take_model(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for `pickle` and `copy.deepcopy`: how the trainer was made, its weights and its history.
+
+        Raises:
+            TypeError: In a run, and with several processes.
+        """
+        if self.lifecycle.is_running or self.world_size > 1:
+            where = "while it trains" if self.lifecycle.is_running else "that is one of several processes"
+            raise TypeError(
+                f"{type(self).__name__} cannot be pickled or copied {where}. Save a checkpoint instead: "
+                "`save_checkpoint()`, and `train(resume_from=...)` of another trainer."
+            )
+        weights = None if "model" in vars(self)["_arguments"] else self.get_model().state_dict()  # of `model_init`
+        return {**construction_of(self), "weights": weights, "run": self.lifecycle.outcome()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Build the trainer again; the optimizer's state of a run that has ended is not in a copy."""
+        construct_again(self, state)
+        if state["weights"] is not None:
+            self.get_model().load_state_dict(state["weights"])
+        self.lifecycle.load_outcome(state["run"])
+        if self.progress.step:
+            self._checkpointer.ended = "this trainer is a copy, without the optimizer's state"
 
     # --- the parts of a run
 
