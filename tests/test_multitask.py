@@ -183,6 +183,7 @@ def test_multitask_logs_loss_of_each_task(trainer_class: Any) -> None:
         assert row == pytest.approx(other, rel=1e-12)
 
 
+@pytest.mark.parametrize("trainer_class", thinned(TRAINERS.values(), [Trainer]))
 def test_multitask_learns_all_tasks(trainer_class: Any) -> None:
     tasks = MultiTask({"kind": numbers(200, "kind"), "size": numbers(100, "size")}, mixing="uniform")
     sets = tasks.evaluation(
@@ -222,6 +223,7 @@ def test_multitask_split_invariance(trainer_class: Any, mixing: Any) -> None:
     assert distance(*results) <= 1e-12
 
 
+@pytest.mark.parametrize("trainer_class", thinned(TRAINERS.values(), [Trainer, HFTrainer]))
 @pytest.mark.parametrize(
     "mixing", thinned(["proportional", "uniform", "round_robin", {"kind": 1, "size": 2}], ["proportional"])
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import thinned
 from recipes import StopAt, distance, rows, weights
 from tiny import Tokens, bert, gpt, t5
 from torch import nn
@@ -79,6 +80,7 @@ def test_muon_skips_embeddings_and_output_layer() -> None:
         build_optimizer("muon", nn.Linear(4, 2), 1e-3, 0.0)
 
 
+@pytest.mark.parametrize("trainer_class", thinned(TRAINERS.values(), [Trainer, HFTrainer]))
 def test_muon_resumes_on_every_trainer(trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "omnitrain"):
         straight = run(trainer_class)

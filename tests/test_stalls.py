@@ -157,7 +157,7 @@ def check_tree(size: int, posts: Posts, seconds: float = 30.0, levels: int = 2) 
             for ranks in ((0,), (5,), (40,), (700,), (1, 33, 64, 65), tuple(range(100, 120)))
             for is_stopped in (False, True)
         ],
-        [(128, (100,), False), (128, (0,), True)],
+        [(128, (100,), False)],
     ),
     ids=str,
 )
@@ -181,9 +181,7 @@ def check_stopped(size: int, stopped: set[int], behind: set[int]) -> None:
 
 @pytest.mark.parametrize(
     ("stopped", "behind"),
-    thinned(
-        [({0, 1, 2}, {7}), (set(range(7)), set()), ({1, 5}, {11}), (set(), {39})], [({0, 1, 2}, {7}), (set(), {39})]
-    ),
+    thinned([({0, 1, 2}, {7}), (set(range(7)), set()), ({1, 5}, {11}), (set(), {39})], [({0, 1, 2}, {7})]),
     ids=str,
 )
 def test_tree_finds_stalls_below_stopped_ranks(stopped: set[int], behind: set[int]) -> None:

@@ -120,12 +120,12 @@ class RaisesAt(Callback):
 # --- what a search gives
 
 
-@makers("Trainer", "HFTrainer")
+@makers("Trainer")
 def test_search_scores_trials_by_best_evaluation(make: Any, tmp_path: Path) -> None:
     """Each trial is a run in its own folder."""
-    result = search(make, RATES, trials=3, save_dir=tmp_path / "search")
-    assert [trial.number for trial in result.trials] == [0, 1, 2] and states(result) == ["complete"] * 3
-    assert len({trial.params["learning_rate"] for trial in result.trials}) == 3
+    result = search(make, RATES, trials=2, save_dir=tmp_path / "search")
+    assert [trial.number for trial in result.trials] == [0, 1] and states(result) == ["complete"] * 2
+    assert len({trial.params["learning_rate"] for trial in result.trials}) == 2
     for trial in result.trials:
         assert trial.folder == tmp_path / "search" / f"trial-{trial.number:04d}" and trial.step == 15
         assert (trial.folder / "run.json").exists()
@@ -140,7 +140,7 @@ def test_search_depends_on_seed(straight: Any, tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    assert shown(search(native, RATES, trials=2, save_dir=tmp_path / "same", seed=42)) == straight()
+    assert shown(search(native, RATES, trials=1, save_dir=tmp_path / "same", seed=42)) == straight()[:1]
     assert torch.equal(torch.rand(1), expected)  # the generators of the program are left unchanged
     assert shown(search(native, RATES, trials=1, save_dir=tmp_path / "other", seed=2)) != straight()[:1]
 
@@ -199,7 +199,7 @@ def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
 # --- resuming
 
 
-@makers("Trainer", "HFTrainer")
+@makers("HFTrainer")
 def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Path) -> None:
     made: list[tuple[float, str]] = []
 
@@ -217,7 +217,7 @@ def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Pa
     assert len(json.loads((tmp_path / "trial-0001" / "run.json").read_text())["starts"]) == 2
 
 
-@makers("Trainer", "init")
+@makers("Trainer")
 def test_search_records_finished_trial_after_kill(
     make: Any, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,7 +348,7 @@ def test_cut_run_resumes_identically(name: str, folder: Path) -> None:
     ),
 )
 def test_run_killed_at_event_resumes_identically(name: str, order: int, extent: int | str, folder: Path) -> None:
-    """At a sixth of the events, or the middle one of each third kind outside of steps, before or after others."""
+    """At a sixth of the events, or the middle one of each fourth kind outside of steps, before or after others."""
     recorder, options = KillAtEvent(order=order), RECIPES[name]
     if extent == "some":
         options = {"epochs": 2, **options}
@@ -358,7 +358,7 @@ def test_run_killed_at_event_resumes_identically(name: str, order: int, extent: 
     for number, event in enumerate(recorder.names, 1):
         kinds.setdefault(event, []).append(number)
     middle = [numbers[len(numbers) // 2] for event, numbers in kinds.items() if event not in INSIDE_OF_STEPS]
-    for number in middle[1::3] if isinstance(extent, str) else range(extent + 1, recorder.count + 1, 6):
+    for number in middle[1::4] if isinstance(extent, str) else range(extent + 1, recorder.count + 1, 6):
         result = play(folder / str(number), [{"cut": KillAtEvent(number, order)}, {}], **options)
         assert_same(result, expected, f"killed at event {number}, {recorder.names[number - 1]}")
 
@@ -375,7 +375,7 @@ LENGTHENED: dict[str, dict[str, Any]] = {
     ("name", "steps"),
     thinned(
         [(name, steps) for name in LENGTHENED for steps in range(1, 9 if name in ("plain", "async") else 6)],
-        [("async CosineAnnealingLR", 4), ("ReduceLROnPlateau", 4)],
+        [("async CosineAnnealingLR", 4)],
     ),
 )
 def test_lengthened_run_equals_the_long_run(name: str, steps: int, folder: Path) -> None:
@@ -666,7 +666,7 @@ def test_best_by_closing_evaluation_gets_existing_checkpoint(folder: Path) -> No
     assert best_of(folder / "run") == "checkpoint-4"
 
 
-@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("limit", thinned([None, 1], [1]))
 def test_longer_run_selects_from_its_own_evaluations(limit: int | None, folder: Path) -> None:
     """The evaluation after step 4 closed the shorter run; the longer one has none there.
 
@@ -728,7 +728,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        CHANGES,
+        ["model", "optimizer", "optimizer_groups", "lr_scheduler", "global_batch_size", "unit", "samples_per_epoch"],
+    ),
+)
 def test_changed_setting_is_rejected(name: str, stopped_run: Path) -> None:
     """The error has both values, and nothing is restored."""
     trainer = build(stopped_run, **CHANGES[name])
@@ -752,7 +758,7 @@ SAME_NUMBERS = ("autocast", "model", "optimization_direction", "optimization_met
 
 @pytest.mark.parametrize(
     "name",
-    thinned(CHANGES, ["optimizer_groups", "optimizer", "global_batch_size", "samples_per_epoch", "unit"]),
+    thinned(CHANGES, ["optimizer_groups", "optimizer", "samples_per_epoch"]),
 )
 def test_allowed_change_takes_effect(name: str, stopped: Path) -> None:
     trainer = build(stopped, **CHANGES[name])
@@ -809,7 +815,7 @@ RATES: dict[str, tuple[dict[str, Any], str, dict[str, Any], list[float]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RATES)
+@pytest.mark.parametrize("case", thinned(RATES, ["rate", "linear to cosine", "warm-up"]))
 def test_allowed_rate_or_schedule_takes_effect_at_once(case: str, folder: Path) -> None:
     options, name, change, expected = RATES[case]
     rates: list[float] = []
@@ -1159,7 +1165,7 @@ def test_compiled_and_plain_models_resume_each_other(folder: Path) -> None:
         return torch.compile(Net(), backend="eager")
 
     parts = {"model": compiled, "cut": ("stop", 2)}, {"cut": ("stop", 4)}, {"model": compiled}
-    assert_resumes_identically(folder / "run", *parts)
+    assert_resumes_identically(folder / "run", *parts, epochs=2, eval_dataset=None)
     assert sorted(weights_of(folder / "run" / "checkpoint-2")) == sorted(Net().state_dict())
 
 

@@ -81,6 +81,7 @@ def test_native_digits_equals_script(name: str, tmp_path: Path) -> None:
     assert len(trainer.metrics["valid"]) == 1
 
 
+@pytest.mark.slow
 def test_regularized_equals_script() -> None:
     trainer = run_of("regularized", epochs=1)
     tested = script("regularized").main(epochs=1)

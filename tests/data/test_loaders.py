@@ -486,8 +486,15 @@ def user_loader(kind: str) -> GivenLoader:
     return GivenLoader(DataLoader(Rows(), **({} if "batch_sampler" in options else {"batch_size": 4}), **options), 0)
 
 
+QUICK = ("shuffle", "generator in the sampler", "batch_sampler", "sampler in a batch_sampler")
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=PROCESSES if kind == "workers" else []) for kind in USER_LOADERS]
+    "kind",
+    [
+        pytest.param(kind, marks=PROCESSES if kind == "workers" else [] if kind in QUICK else pytest.mark.slow)
+        for kind in USER_LOADERS
+    ],
 )
 def test_user_loader_epochs_follow_from_seed_and_epoch(kind: str) -> None:
     """Every epoch has its order, also in a process without an earlier epoch, and from any batch on."""

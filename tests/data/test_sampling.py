@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -304,10 +305,15 @@ def states() -> list[Any]:
     return [state["torch"].tolist(), repr(state["numpy"]), state["python"]]
 
 
-@every_draw
 @pytest.mark.parametrize(
-    ("kind", "every"), thinned([(Drawing, 1), (Drawing, 5), (DrawingBatches, 1), (DrawingBatches, 5)],
-                               [(Drawing, 5), (DrawingBatches, 1)]),
+    ("kind", "every", "draw"),
+    thinned(
+        itertools.product((Drawing, DrawingBatches), (1, 5), DRAWS),
+        [
+            (DrawingBatches, 1, "one by another"), (DrawingBatches, 1, "seeds after"), (DrawingBatches, 5, "nothing"),
+            (Drawing, 5, "all"), (Drawing, 1, "normal numbers"), (Drawing, 5, "624 words of numpy"),
+        ],
+    ),
 )  # fmt: skip
 def test_fetch_gives_the_same_sample_in_any_batch(kind: type, every: int, draw: str) -> None:
     dataset = kind(DRAWS[draw], every=every)

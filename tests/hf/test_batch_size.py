@@ -102,7 +102,7 @@ def check_equal(trainer: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("data", "start"),
-    thinned(itertools.product(DATA, [0, 1, 4, 8]), [("rows", 8), ("noise", 1), ("stream", 4)]),
+    thinned(itertools.product(DATA, [0, 1, 4, 8]), [("noise", 1), ("stream", 4)]),
 )
 def test_run_has_the_numbers_of_small_batches(run: Any, data: str, start: int) -> None:
     options = {"eval_dataset": rows(5), "eval_steps": 2, "eval_strategy": "steps", "num_train_epochs": 3}
@@ -141,7 +141,7 @@ def test_worker_processes_continue_with_small_batches(run: Any) -> None:
     check_equal(trainer, run(Greedy(), 2, 4, data=Noisy(21), finds=False))
 
 
-@pytest.mark.parametrize(("data", "cut"), thinned(itertools.product(DATA, [1, 3, 5]), [("noise", 1), ("stream", 5)]))
+@pytest.mark.parametrize(("data", "cut"), thinned(itertools.product(DATA, [1, 3, 5]), [("stream", 5)]))
 def test_resume_continues_with_small_batches(build: Any, run: Any, data: str, cut: int) -> None:
     options = {"folder": "cut", "save_strategy": "steps", "save_steps": 50, "max_steps": 6}
     run(Greedy(room=2, start=2), data=DATA[data](), callbacks=[StopAt(cut)], **options)

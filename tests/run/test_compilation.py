@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import thinned
 from recipes import Graphs, Sentences, StopAt, Tagger, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -100,7 +101,7 @@ class Batches(Counter):
         self.at = 0
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader", "shards"])
+@pytest.mark.parametrize("kind", thinned(["stream", "loader", "shards"], ["loader", "shards"]))
 def test_compile_restores_the_state_of_data(kind: str) -> None:
     parts = {"stream": [Counter()], "loader": [Batches()], "shards": [Counter(), Counter()]}[kind]
     data = ShardedStream(parts) if kind == "shards" else parts[0]
