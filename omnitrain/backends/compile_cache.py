@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sys
@@ -72,10 +73,16 @@ class CompileLock:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the current user for operators compiled by these versions of Python, torch and DeepSpeed."""
+    """Return the folder of the current user for operators compiled in this environment.
+
+    It is named after the versions of Python, torch and DeepSpeed, and a digest of where they are installed: of two
+    environments that shared a folder, each would compile anew what the other has compiled.
+    """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"{sys.implementation.cache_tag}-{os.uname().machine}"
-    return root / "omnitrain" / "torch_extensions" / f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}"
+    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{place}"
+    return root / "omnitrain" / "torch_extensions" / name
 
 
 def use_compile_cache() -> None:

@@ -53,6 +53,8 @@ def test_use_compile_cache_sets_folder_and_lock(monkeypatch: pytest.MonkeyPatch,
     use_compile_cache()  # a second trainer of the same process
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     assert folder == cache_folder() and folder.is_dir() and folder.is_relative_to(tmp_path / "cache")
+    monkeypatch.setattr("sys.prefix", "/another/environment")
+    assert cache_folder() != folder and cache_folder().parent == folder.parent
     (folder / "operator").mkdir()
     (folder / "operator" / "lock").touch()  # of torch, which a program without omnitrain may have left
     assert compile_counted(folder / "operator", monkeypatch) == [True]
