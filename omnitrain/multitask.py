@@ -18,7 +18,15 @@ from omnitrain.data.sampling import tensor_columns
 from omnitrain.data.sets import EvalSet
 from omnitrain.errors import ConfigError, DataError, did_you_mean
 from omnitrain.reproducibility import derive_seed
-from omnitrain.units import ModelUnit, StepOutput, check_untrained_loss, count_labels, shifts_labels, without_effect
+from omnitrain.units import (
+    ModelUnit,
+    StepOutput,
+    check_untrained_loss,
+    count_labels,
+    count_tokens,
+    shifts_labels,
+    without_effect,
+)
 
 __all__ = ["MultiTask", "MultiTaskUnit", "TaskBatch"]
 
@@ -39,6 +47,10 @@ class TaskBatch(NamedTuple):
     parts: dict[str, Any]
     counts: dict[str, tuple[int, int]]
     idle: set[str]
+
+    def count_tokens(self) -> int:
+        """Return the tokens of the tasks that have samples here."""
+        return sum(count_tokens(part) for name, part in self.parts.items() if name not in self.idle)
 
 
 class MultiTask(Dataset[tuple[str, Any]]):

@@ -590,7 +590,12 @@ def no_token_counts() -> DataError:
 
 
 def count_tokens(batch: Any) -> int:
-    """Return the tokens of a host batch: the unmasked ones, or all `input_ids`, or the labels that count, or 0."""
+    """Return the tokens of a host batch: the unmasked ones, or all `input_ids`, or the labels that count, or 0.
+
+    A batch that has a method `count_tokens` is asked.
+    """
+    if hasattr(type(batch), "count_tokens"):
+        return batch.count_tokens()
     if isinstance(batch, Mapping):
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type == "cpu":

@@ -258,7 +258,7 @@ def test_multitask_takes_workers_tokens_and_model_losses() -> None:
             rows.append({"ids": (torch.arange(4) + i) % 9, "labels": labels})
         return rows
 
-    results = []
+    results, tokens = [], []
     for batch, workers in [(6, 0), (2, 1)]:
         torch.manual_seed(0)
         model = Tagger().double()
@@ -269,4 +269,6 @@ def test_multitask_takes_workers_tokens_and_model_losses() -> None:
         )  # fmt: skip
         trainer.train()
         results.append(weights(model))
+        tokens.append(trainer.progress.tokens)
     assert distance(*results) <= 1e-12
+    assert tokens[0] == tokens[1] > 2 * 11

@@ -21,6 +21,7 @@ __all__ = [
     "IGNORED_LABEL",
     "LABEL_KEYS",
     "Collator",
+    "PaddedBatch",
     "as_probabilities",
     "copied_ahead",
     "count_samples",
@@ -67,6 +68,25 @@ def padding_collator(processing_class: Any) -> Callable[[Any], Any] | None:
     pads = (transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor)
     padding: Any = transformers.DataCollatorWithPadding
     return padding(processing_class) if isinstance(processing_class, pads) else None
+
+
+class PaddedBatch(dict[str, Any]):
+    """A dict batch with padding that no mask shows, which knows how many of its tokens are none.
+
+    >>> PaddedBatch({"input_ids": torch.tensor([[5, 6], [7, 0]])}, tokens=3).count_tokens()
+    3
+    """
+
+    def __init__(self, batch: Any = (), tokens: int = 0) -> None:  # others copy dicts by type(batch)(entries)
+        super().__init__(batch)
+        self._tokens = tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self), self._tokens)  # worker processes send it
+
+    def count_tokens(self) -> int:
+        """Return how many tokens the samples have."""
+        return self._tokens
 
 
 @dataclass(slots=True)
@@ -128,9 +148,7 @@ class Collator:
                         "Give every sample the same keys, or pass `data_collator`."
                     )
             batch = {key: self._stack([sample[key] for sample in samples], key) for key in first}
-            if self._adds_mask and _MASK not in batch:
-                self._add_mask(batch, samples)
-            return batch
+            return batch if _MASK in batch else self._with_padding_marked(batch, samples)
         if isinstance(first, tuple) or (isinstance(first, list) and _is_record(first)):
             columns = _columns(samples)
             last = len(first) - 1
@@ -144,16 +162,19 @@ class Collator:
         collator._adds_mask = True
         return collator
 
-    def _add_mask(self, batch: dict[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Add to a batch the mask of its inputs, if they were padded."""
+    def _with_padding_marked(self, batch: dict[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a batch whose inputs were padded with a mask of them, or with its number of tokens."""
         key = next((key for key in _MASKED_KEYS if isinstance(batch.get(key), torch.Tensor)), None)
         if key is None or batch[key].ndim < 2:
-            return
+            return batch
         longest = batch[key].shape[1]
         lengths = [min(len(sample[key]), longest) for sample in samples]
-        if min(lengths) < longest:
-            mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-            batch[_MASK] = mask if self.padding_side == "right" else mask.flip(1)
+        if min(lengths) == longest:
+            return batch
+        if not self._adds_mask:
+            return PaddedBatch(batch, sum(lengths))
+        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+        return {**batch, _MASK: mask if self.padding_side == "right" else mask.flip(1)}
 
     def _stack(self, values: Sequence[Any], key: str) -> Any:
         first = values[0]
@@ -482,7 +503,7 @@ class _Cut:
             return value
         if isinstance(value, (dict, UserDict)):
             entries = {key: self.of(entry, f" under {key!r}") for key, entry in value.items()}
-            if type(value) is dict:
+            if type(value) in (dict, PaddedBatch):
                 return entries
             if isinstance(value, UserDict):  # transformers' BatchEncoding, whose further attributes are of all rows
                 return type(value)(entries)
@@ -584,6 +605,8 @@ def pinned(batch: Any) -> Any:
     """Return the batch in page-locked memory, from which copies to a GPU do not block."""
     if isinstance(batch, torch.Tensor):
         return batch.pin_memory()
+    if isinstance(batch, PaddedBatch):
+        return PaddedBatch({key: pinned(value) for key, value in batch.items()}, batch.count_tokens())
     if isinstance(batch, Mapping):
         return {key: pinned(value) for key, value in batch.items()}
     if isinstance(batch, tuple):

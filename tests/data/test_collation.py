@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
+import pickle
 import re
 import warnings
 from typing import Any
@@ -14,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from omnitrain.data.collation import Collator, cast_inputs, count_samples, labels_of, move_to_device, split_batch
+from omnitrain.data.collation import (
+    Collator,
+    PaddedBatch,
+    cast_inputs,
+    count_samples,
+    labels_of,
+    move_to_device,
+    split_batch,
+)
 from omnitrain.data.loaders import make_loader
 from omnitrain.errors import ConfigError, DataError
 
@@ -186,6 +196,17 @@ def test_collator_with_mask_hides_padding(side: str) -> None:
     assert torch.equal(masking(own)["attention_mask"] == 1, batch["attention_mask"] == 1)
     embeds = masking([{"inputs_embeds": torch.ones(2, 5)}, {"inputs_embeds": torch.ones(1, 5)}])
     assert embeds["attention_mask"].sum() == 3
+
+
+def test_padded_batch_keeps_its_tokens() -> None:
+    """Also when worker processes send it, and when it is copied."""
+    batch = Collator()([{"input_ids": [4, 5]}, {"input_ids": [0]}])
+    for one in (batch, copy.copy(batch), pickle.loads(pickle.dumps(batch))):
+        assert (
+            isinstance(one, PaddedBatch) and one.count_tokens() == 3 and one["input_ids"].tolist() == [[4, 5], [0, 0]]
+        )
+    assert type(split_batch(batch, 1)[0]) is type(move_to_device(batch, torch.device("cpu"))) is dict
+    assert type(Collator()([{"input_ids": [4, 5]}, {"input_ids": [0, 1]}])) is dict
 
 
 @pytest.mark.parametrize("field", ["missing", "None"])

@@ -288,19 +288,41 @@ def test_collator_of_the_user_adds_the_mask_too(kind: Any) -> None:
     assert trainer.data_collator is collator
 
 
+class Unmasked(nn.Module):
+    """Classifies the first token; takes no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(VOCABULARY, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        scores = self.out(self.embed(input_ids[:, 0]))
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
 def test_model_without_mask_gets_none(kind: Any) -> None:
-    class Embedding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Embedding(VOCABULARY, 4), nn.Linear(4, 3)
-
-        def forward(self, input_ids: Any, labels: Any) -> Any:
-            scores = self.out(self.embed(input_ids).mean(1))
-            return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
-
     ragged = [{key: value for key, value in one.items() if key != "attention_mask"} for one in sentences()]
-    trainer = make(kind, Embedding(), ragged)
-    assert "attention_mask" not in next(iter(trainer.train_loader))
+    trainer = make(kind, Unmasked(), ragged)
+    assert set(next(iter(trainer.train_loader))) == {"input_ids", "labels"}
+    trainer.train()
+
+
+def test_tokens_of_padded_batches_leave_out_padding(kind: Any) -> None:
+    """Lengths and schedules in tokens do not depend on how a step is split."""
+    ragged = [{key: value for key, value in one.items() if key != "attention_mask"} for one in sentences()]
+    total, found = sum(len(one["input_ids"]) for one in ragged), []
+    for size, accumulation, microbatch in ((4, 1, None), (1, 4, None), (2, 2, None), (4, 1, 1)):
+        model = Unmasked()
+        trainer = make(
+            kind, model, ragged, batch_size=size, gradient_accumulation_steps=accumulation, microbatch_size=microbatch,
+            max_steps=None, max_duration=f"{2 * total}tok", lr_scheduler="linear", learning_rate=0.1,
+        )  # fmt: skip
+        trainer.train()
+        assert (trainer.progress.step, trainer.progress.tokens) == (6, 2 * total)
+        found.append(torch.cat([one.flatten() for one in weights(model)]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
 
 
 # --- losses that are modules
