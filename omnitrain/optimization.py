@@ -256,6 +256,11 @@ def needs_closure(optimizer: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def has_modes(optimizer: Any) -> bool:
+    """Return whether an optimizer has a mode for training and one for evaluations, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 BY_TRANSFORMERS = ("cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
 """Names that transformers itself makes if it is installed, with `lr_scheduler_kwargs`."""
 

@@ -85,6 +85,41 @@ class KeyedModel(nn.Module):
         return {"logits": output} if labels is None else {"loss": F.mse_loss(output, labels), "logits": output}
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule (arXiv:2405.15682), written as the package `schedulefree` writes it."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._move(True)
+
+    def _move(self, trains: bool) -> None:
+        for group in self.param_groups:
+            share = 1 - group["momentum"] if trains else 1 - 1 / group["momentum"]
+            for parameter in group["params"] if group["train_mode"] is not trains else ():
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], share)
+            group["train_mode"] = trains
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("Call optimizer.train() first.")
+            group["k"] += 1
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, 1 / group["k"])
+                parameter.add_(parameter.grad, alpha=group["lr"] * (group["momentum"] * (1 - 1 / group["k"]) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Fixed rows with an augmentation that draws from all three global generators."""
 

@@ -196,6 +196,11 @@ class Backend:
         self._optimizer = optimizer
 
     @property
+    def built_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, as far as they have been built."""
+        return list(self.optimizers.values()) or ([] if self._optimizer is None else [self._optimizer])
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, or of all of them."""
         return [group for one in self.optimizers.values() or [self.optimizer] for group in one.param_groups]

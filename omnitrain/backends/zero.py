@@ -39,7 +39,7 @@ from omnitrain.checkpoint.state import (
 from omnitrain.checkpoint.tensors import Gathered, is_local, read_alone, read_range, spec_of
 from omnitrain.errors import CheckpointError, ConfigError, NonFiniteError
 from omnitrain.muon import Muon
-from omnitrain.optimization import needs_closure
+from omnitrain.optimization import has_modes, needs_closure
 from omnitrain.precision import Dtypes, growth_interval
 from omnitrain.settings import DEFAULTS
 
@@ -200,6 +200,11 @@ class Zero(DDP):
             raise ConfigError(
                 f"`optimizer` ({type(optimizer).__name__}) takes loss and gradients several times in a step, "
                 "which DeepSpeed does not give it. Use DDP or one process, or another optimizer."
+            )
+        if has_modes(optimizer):
+            raise ConfigError(
+                f"`optimizer` ({type(optimizer).__name__}) has train() and eval(), which change the weights for "
+                "evaluations, and DeepSpeed keeps these in buffers of its own. Use DDP or FSDP, or another optimizer."
             )
         named = {id(parameter): bare_name(name) for name, parameter in self.model.named_parameters()}
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]

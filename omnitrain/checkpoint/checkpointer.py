@@ -640,7 +640,7 @@ class Checkpointer:
         elif self._best_progress is not None:
             self._keep_last()
             self._run.backend.put_back_weights(self._best, self._best_extra)
-            self.shown.are_in_place = True
+            self._mark_in_place()
             self.weights_from, self._best = self._best_progress, {}
         if self.weights_from is not None:
             logger.info("The model has the best weights now, those of step %d.", self.weights_from.step)
@@ -679,7 +679,7 @@ class Checkpointer:
         except (CheckpointError, OSError) as error:  # not raised: the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return
-        self.shown.are_in_place = True
+        self._mark_in_place()
         self.weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
 
@@ -691,7 +691,14 @@ class Checkpointer:
     def _put_shown_in_place(self) -> bool:
         if self.shown.are_others:
             self._keep_last()
-        return self.shown.put_in_place()
+        are_others = self.shown.put_in_place()
+        self._mark_in_place()
+        return are_others
+
+    def _mark_in_place(self) -> None:
+        self.shown.mark_in_place()
+        if isinstance(self.ended, Ended):
+            self.ended.groups = group_options(self._run.backend.groups)  # the mode of an optimizer may be in them
 
     def tell_last(self, reason: str) -> None:
         """Log that the model ends with its last weights although there were evaluations."""

@@ -1,4 +1,4 @@
-"""The weights that evaluations and model files have, where an algorithm makes others of those in training."""
+"""Weights for evaluations and model files, where an algorithm or an optimizer makes others of those in training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from omnitrain.backends.backend import Backend
-from omnitrain.checkpoint.state import bare_name, unwrap
+from omnitrain.checkpoint.state import bare_name, parameter_names, unwrap
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, overriding
+from omnitrain.optimization import has_modes
 
 __all__ = ["ShownWeights"]
 
@@ -24,7 +25,10 @@ class Holder(Protocol):
 
 
 class ShownWeights:
-    """The weights of a run as others see them: those in training, or what an algorithm makes of them.
+    """The weights of a run as others see them: those in training, or what an algorithm or the optimizer makes of them.
+
+    A schedule-free optimizer has `train()` and `eval()`, which change the weights in place. Rounding would move those
+    in training each time, so these are copied before `eval()` and copied back after `train()`.
 
     Args:
         run: The trainer.
@@ -59,7 +63,10 @@ class ShownWeights:
             trained: What `Backend.model_tensors` returned; entries that are no others come back as they are.
         """
         shown = dict(trained)
-        for make in [] if self.are_in_place else self._made_by:
+        if self.are_in_place:
+            return shown
+        shown |= self._of_optimizers(shown)
+        for make in self._made_by:
             shown = make(self._run, shown)
         return shown
 
@@ -69,7 +76,7 @@ class ShownWeights:
 
     def _others(self) -> dict[str, Any]:
         """Return those that are others than in training."""
-        if self.are_in_place or not self._made_by:
+        if self.are_in_place or not (self._made_by or self._in_training_mode):
             return {}
         trained = self._run.backend.model_tensors()
         return {name: one for name, one in self.of(trained).items() if one is not trained[name]}
@@ -78,6 +85,59 @@ class ShownWeights:
     def are_others(self) -> bool:
         """Whether they are others than in training."""
         return bool(self._others())
+
+    # --- optimizers with a mode for training and one for evaluations
+
+    @property
+    def _with_modes(self) -> list[Any]:
+        return [optimizer for optimizer in self._run.backend.built_optimizers if has_modes(optimizer)]
+
+    @property
+    def _in_training_mode(self) -> list[Any]:
+        """The optimizers with modes that have stepped, and are in that of training."""
+        return [optimizer for optimizer in self._with_modes if optimizer.state and not _is_in_eval_mode(optimizer)]
+
+    def begin_training(self) -> None:
+        """Put the optimizers into training mode, at the beginning of a run, before and after it is resumed."""
+        for optimizer in self._with_modes:
+            if not optimizer.state or _is_in_eval_mode(optimizer):
+                optimizer.train()
+
+    @contextlib.contextmanager
+    def _keeping_weights(self, optimizers: list[Any]) -> Iterator[None]:
+        """Leave the weights of optimizers unchanged by what is done inside, to the bit."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        weights = [self._run.backend.own_part(parameter) for group in groups for parameter in group["params"]]
+        copies = [weight.clone() for weight in weights]
+        try:
+            yield
+        finally:
+            for weight, copied in zip(weights, copies, strict=True):
+                weight.copy_(copied)
+
+    def _of_optimizers(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+        """Return copies of the weights as optimizers with modes have them in evaluations."""
+        optimizers = self._in_training_mode
+        if not optimizers:
+            return {}
+        known = parameter_names(self._run.backend.model)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        names = {known.get(id(parameter), "") for group in groups for parameter in group["params"]}
+        with torch.no_grad(), self._keeping_weights(optimizers):
+            for optimizer in optimizers:
+                optimizer.eval()
+            shown = {name: trained[name].clone() for name in names & trained.keys()}
+            for optimizer in optimizers:
+                optimizer.train()
+        return shown
+
+    def mark_in_place(self) -> None:
+        """Note that the model has them, as the run has ended; optimizers with modes are in that of evaluations."""
+        optimizers = self._in_training_mode
+        with torch.no_grad(), self._keeping_weights(optimizers):
+            for optimizer in optimizers:
+                optimizer.eval()
+        self.are_in_place = True
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -105,11 +165,10 @@ class ShownWeights:
         if others:
             rest = self._run.backend.model_tensors().keys() - others.keys()
             self._run.backend.load_weights(others, "the weights that are evaluated", {}, rest)
-        self.are_in_place = True
         return bool(others)
 
     def restore(self, names: Mapping[str, Any]) -> None:
-        """Give the algorithm back what it made, which is in the model.
+        """Give algorithms back what it made, which is in the model.
 
         Args:
             names: Which weights are others than in training.
@@ -117,3 +176,9 @@ class ShownWeights:
         weights = self._run.backend.model_tensors()
         for one in overriding(self._run.algorithms, "restore_weights"):
             one(self._run, {name: weights[name] for name in names})
+
+
+def _is_in_eval_mode(optimizer: Any) -> bool:
+    """Return whether an optimizer says that it is in the mode of evaluations, in its groups or its attributes."""
+    modes = [group.get("train_mode") for group in optimizer.param_groups]
+    return any(mode is False for mode in (*modes, getattr(optimizer, "train_mode", None)))

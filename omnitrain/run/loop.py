@@ -103,6 +103,7 @@ class Loop:
         lifecycle = self.lifecycle
         self._recompilations.begin()
         self.checkpointer.shown.check()
+        self.checkpointer.shown.begin_training()
         with lifecycle.aside(), lifecycle.clock.during("setup"):
             lifecycle.begin_train()
         if self.hooks.algorithms:

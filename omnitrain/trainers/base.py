@@ -667,6 +667,8 @@ class BaseTrainer(Hooks, ABC):
                 "nothing. Assign a schedule of the new optimizer too, or pass `optimizer` to the constructor."
             )
         _adopt_parts(self)
+        if not is_live:
+            self._checkpointer.shown.begin_training()
         self._seed()
         self._step.prepare()
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from backends import PROCESSES, Job, asked_for, gap, launch_all, make_trainer, sound
 from forking import joined
 from marks import thinned
-from recipes import Sentences, StopAt, Tagger, Trace, rows
+from recipes import ScheduleFree, Sentences, StopAt, Tagger, Trace, rows
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -95,6 +95,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "tasks": tasks,
     "groups": groups,
     "muon": lambda: regression(model=nn.Sequential(*deep()), optimizer="muon"),
+    "schedule free": lambda: regression(model=nn.Sequential(*deep()), optimizer=ScheduleFree, weight_decay=0.0),
     "initial weights": lambda: regression(model=deep(int(os.environ.get("RANK", "0")) + 7)),
     "in time": in_time,
     "growing steps": lambda: in_time(growing=True),
@@ -150,6 +151,7 @@ STRAIGHT = [
     *(("tasks", backend) for backend in ("ddp", "fsdp", "hf2", "zero3")),
     *(("groups", backend) for backend in ("ddp", "fsdp", "zero2", "hf2", "zero3")),
     *(("muon", backend) for backend in ("fsdp", "ddp", "hf2")),
+    *(("schedule free", backend) for backend in ("fsdp", "ddp", "hf2")),
     *(("initial weights", backend) for backend in ("fsdp", "ddp", "hf2", "zero3")),
     *(("in time", backend) for backend in ("ddp", "hf2", "fsdp", "zero3")),
     *(("growing steps", backend) for backend in ("ddp", "hf2")),
@@ -157,10 +159,12 @@ STRAIGHT = [
 QUICK = [
     *(("tasks", backend) for backend in ("ddp", "fsdp", "hf2")),
     *(("groups", backend) for backend in ("fsdp", "zero2")),
-    ("muon", "fsdp"), ("initial weights", "fsdp"), ("in time", "hf2"), ("growing steps", "ddp"),
+    ("muon", "fsdp"), ("schedule free", "fsdp"), ("initial weights", "fsdp"), ("in time", "hf2"),
+    ("growing steps", "ddp"),
 ]  # fmt: skip
 RESUMED = [
-    ("groups", "fsdp", "native"), ("muon", "ddp", "fsdp"), ("tasks", "ddp", "ddp"), ("in time", "hf2", "hf2"),
+    ("groups", "fsdp", "native"), ("muon", "ddp", "fsdp"), ("schedule free", "ddp", "fsdp"),
+    ("tasks", "ddp", "ddp"), ("in time", "hf2", "hf2"),
     ("growing steps", "ddp", "ddp"), ("groups", "zero2", "ddp"), ("tasks", "zero3", "zero3"),
     ("in time", "fsdp", "fsdp"), ("in time", "zero3", "zero3"), ("growing steps", "hf2", "hf2"),
 ]  # fmt: skip
@@ -209,7 +213,7 @@ def test_kinds_match_one_process(results: Any, kind: str, backend: str) -> None:
         assert all(torch.equal(expected["tensors"][f"0.{name}"], one) for name, one in deep()[0].named_parameters())
 
 
-@pytest.mark.parametrize(("kind", "source", "target"), thinned(RESUMED, RESUMED[:5]))
+@pytest.mark.parametrize(("kind", "source", "target"), thinned(RESUMED, RESUMED[:6]))
 def test_kinds_resume(results: Any, kind: str, source: str, target: str) -> None:
     """To the bit on the same backend."""
     runs = (results[f"{kind}-{name}"] for name in (target, f"cut-{source}", f"{source}-{target}"))
