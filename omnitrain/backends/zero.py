@@ -32,6 +32,7 @@ from omnitrain.checkpoint.state import (
     from_json,
     like,
     load_by_own_way,
+    own_entries,
     state_specs,
     to_json,
     unwrap,
@@ -412,6 +413,8 @@ class Zero(DDP):
         """Return the state of the same optimizer on one device, each tensor gathered from all ranks on reading."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        if isinstance(self.optimizer, torch.optim.Optimizer) and self.optimizer is not self._zero:
+            own_entries(self.optimizer, is_sharded=True)
         tensors: dict[str, Any] = {}
         numbers, vectors = self._entries()
         if vectors:

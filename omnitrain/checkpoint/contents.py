@@ -39,6 +39,7 @@ from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.tensors import host_copy, load_tensors
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
+from omnitrain.data.stateful import check_parts, data_parts, stateful_parts, untouched
 from omnitrain.data.streams import Mark, check_state, has_state
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
@@ -240,7 +241,7 @@ class Contents:
             self.forget_start()
             self.start = Start(device, places, {"step": self._lifecycle.progress.step, "resumed_from": resumed})
         take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
-        with ranks.at("data"):
+        with ranks.at("data"), untouched(data_parts(self._run.settings)):
             self._identity = ranks.on_main("the fingerprints of data and code", take)
 
     def forget_start(self) -> None:
@@ -273,7 +274,7 @@ class Contents:
         if then is None:
             return []
         identity = Identity(self._run.settings, self._sets, self._run.backend.model)
-        with self._run.ranks.at("data"):
+        with self._run.ranks.at("data"), untouched(data_parts(self._run.settings)):
             return self._run.ranks.on_main("a look at data and code", lambda: identity.differences(then))
 
     def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
@@ -372,7 +373,10 @@ class Contents:
         if only_model:
             return
         states = self._tensors_of(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
-        state.check_references([content["callbacks"], content["algorithms"], content.get("stream")], states, where)
+        parts = content.get("parts")
+        state.check_references(
+            [content["callbacks"], content["algorithms"], content.get("stream"), parts], states, where
+        )
         for tensors, rest in self._generators(folder, content):
             state.check_rng_tensors(tensors, rest, self._run.device, where)
         self._check_stream(content, where)
@@ -430,6 +434,7 @@ class Contents:
             # first the states that only the objects' own code can check
             self._lifecycle.load_callbacks(state.from_json(content["callbacks"], states), undo)
             self._restore_algorithms(content, changed, states, undo)
+            self._restore_parts(content, changed, states, undo)
             if scheduler is not None and "lr_scheduler" not in changed:
                 give_back(scheduler, state.from_json(content["scheduler"]), undo)
             self.restore_weights(folder, content)
@@ -739,17 +744,66 @@ class Contents:
             state.to_json(one.state_dict(), f"algorithms/{index}/{type(one).__qualname__}", tensors)
             for index, one in enumerate(self._run.algorithms)
         ]
-        return tensors, {
-            "callbacks": entries,
-            **({} if self._run.settings.save_only_model else {"algorithms": algorithms}),
-        }
+        if self._run.settings.save_only_model:
+            return tensors, {"callbacks": entries}
+        return tensors, {"callbacks": entries, "algorithms": algorithms, **self._capture_parts(tensors)}
+
+    def _capture_parts(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the states of the user's parts, by argument: one for all ranks, or a list where they differ.
+
+        Args:
+            tensors: Filled with the tensors in the states.
+        """
+        settings, ranks = self._run.settings, self._run.ranks
+        parts = stateful_parts(settings, self._run.backend.model)
+        if not parts:
+            return {}
+        own: dict[str, torch.Tensor] = {}
+        place = f"parts/{ranks.data.rank}"
+        states = {name: state.to_json(part.state_dict(), f"{place}/{name}", own) for name, part in parts.items()}
+        own = {name: tensor.detach().cpu() for name, tensor in own.items()}
+        gathered = ranks.gather_on_main("the states of the user's parts", [(states, own)])
+        everywhere = [entry for (entry,) in ranks.by_share(gathered)] or [(states, own)]
+        if all(_is_same_state(everywhere[0], entry) for entry in everywhere[1:]):
+            del everywhere[1:]
+        for _, entry in everywhere:
+            tensors |= entry
+        return {"parts": [entry for entry, _ in everywhere]}
+
+    def _restore_parts(
+        self,
+        content: Mapping[str, Any],
+        changed: Collection[str],
+        tensors: Mapping[str, torch.Tensor],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Restore the states of the user's parts; those that were allowed to change keep theirs."""
+        saved, parts = content.get("parts"), stateful_parts(self._run.settings, self._run.backend.model)
+        if saved is None:  # earlier versions saved none
+            return
+        data = self._run.ranks.data
+        if len(saved) not in (1, data.size):
+            logger.warning(
+                "The states of %s differ between the %d ranks of the checkpoint, and there are %d now: all get those "
+                "of the main one.", ", ".join(f"`{name}`" for name in saved[0]), len(saved), data.size,
+            )  # fmt: skip
+        for name, entry in saved[data.rank if len(saved) == data.size else 0].items():
+            if name.partition(".")[0] in changed:
+                continue
+            if name in parts:
+                give_back(parts[name], state.from_json(entry, tensors), undo)
+            else:
+                logger.warning("The checkpoint has a state of `%s`, which has none in this run.", name)
 
     def check_states(self) -> None:
         """Check before the first step that the states of callbacks and algorithms can be saved.
 
         Raises:
             CheckpointError: As for `capture_states`.
+            ConfigError: If worker processes change a state in copies of their own.
         """
+        if not self._run.settings.save_only_model:
+            check_parts(self._run.settings, stateful_parts(self._run.settings, self._run.backend.model))
         try:
             self.capture_states(self._lifecycle.state_dict()["callbacks"])
         except CheckpointError:
@@ -861,6 +915,19 @@ def _span(settings: Mapping[str, Any]) -> str:
         return f"{settings['total_steps']} steps"
     limits = {name: settings.get(name) for name in ("epochs", "max_steps", "max_duration")}
     return ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None)
+
+
+def _is_same_state(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict[str, torch.Tensor]]) -> bool:
+    """Return whether two ranks have the same states: JSON types, and tensors in the order in which these have them."""
+    if len(one[1]) != len(other[1]) or not all(map(torch.equal, one[1].values(), other[1].values())):
+        return False
+    return _without_names(one[0]) == _without_names(other[0])
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: None if key == "__tensor__" else _without_names(entry) for key, entry in value.items()}
+    return [_without_names(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _absent(content: Mapping[str, Any]) -> dict[str, str]:

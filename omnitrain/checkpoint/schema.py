@@ -360,6 +360,7 @@ _WHOLE: dict[str, Check] = {
 }
 _OPTIONAL: dict[str, Check] = {
     "only_model": flag,
+    "parts": each(table(_anything)),
     "frozen": table(text),
     "for_best": flag,
     "optimizers": table(maybe(_OPTIMIZER)),

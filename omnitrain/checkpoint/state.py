@@ -434,7 +434,39 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
                 else:
                     rest.setdefault(name, {})[key] = to_json(value, f"{name}/{key}", tensors)
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    return tensors, {"groups": groups, "rest": rest, "shared": to_json(shared, "", tensors)}
+    saved = {"groups": groups, "rest": rest, "shared": to_json(shared, "", tensors)}
+    if own := own_entries(optimizer):
+        saved["own"] = to_json(own, "own", tensors)
+    return tensors, saved
+
+
+def own_entries(optimizer: torch.optim.Optimizer, is_sharded: bool = False) -> dict[str, Any]:
+    """Return what the `state_dict()` of an optimizer has beyond PyTorch's two entries.
+
+    Args:
+        optimizer: The optimizer.
+        is_sharded: Whether each rank has a part of its weights.
+
+    Raises:
+        CheckpointError: If it lacks those two, or has more where the weights are sharded.
+    """
+    held = optimizer.state_dict() if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict else {}
+    kind = type(optimizer).__name__
+    if held and not {"state", "param_groups"} <= held.keys():
+        raise CheckpointError(
+            f"`optimizer` ({kind}) has a state_dict() with {', '.join(map(repr, held))}, where checkpoints need "
+            "'state' and 'param_groups', PyTorch's own, and take further entries besides. Write it so, or pass another "
+            "optimizer."
+        )
+    own = {key: value for key, value in held.items() if key not in ("state", "param_groups")}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if own and (is_sharded or any(hasattr(parameter, "to_local") for parameter in parameters)):
+        raise CheckpointError(
+            f"`optimizer` ({kind}) has {next(iter(own))!r} in its state_dict(), beyond PyTorch's entries. Where the "
+            "weights are sharded (FSDP, DeepSpeed) nobody knows to which of them it belongs. Keep it in "
+            "`self.state[parameter]`, or use DDP."
+        )
+    return own
 
 
 def restore_optimizer(
@@ -453,7 +485,8 @@ def restore_optimizer(
     wanted = {names[key]: held.specs for key, held in state_specs(optimizer).items()}
     optimizer.state.clear()  # before reading the new state: there may not be room for both
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
-    for key in tensors:
+    nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
+    for key in tensors.keys() - nested:
         name, _, entry = key.rpartition("/")
         spec = wanted.get(name, {}).get(entry)
         tensor = read_like(tensors, key, parameters.get(name))
@@ -469,7 +502,12 @@ def restore_optimizer(
     # as torch's own loading does, place each tensor on the device of its parameter
     entries = {i: state[name] for i, name in enumerate(order) if name in state}
     shared = from_json(saved["shared"], tensors)
-    optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups})
+    devices = {parameter.device for parameter in parameters.values()}
+    moved = {key: tensors[key] for key in check_references([saved.get("own")], tensors, where)}
+    if len(devices) == 1:  # numbers, such as counts, stay on the host
+        moved = {key: tensor.to(*devices) if tensor.dim() else tensor for key, tensor in moved.items()}
+    own = from_json(saved.get("own", {}), moved)
+    optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **own})
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         held = optimizer.state.get(parameter, {})
         for key, tensor in state.get(names[id(parameter)], {}).items():
@@ -493,7 +531,7 @@ def check_optimizer(
     names = parameter_names(model)
     check_groups(names_by_group(optimizer, model), [group["params"] for group in saved["groups"]], where)
     check_options(optimizer, saved["groups"], where)
-    nested = check_references([saved["rest"], saved["shared"]], tensors, where)
+    nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
     wanted = {names[key]: held for key, held in state_specs(optimizer).items()}
     check_state(wanted, tensors, nested, where)
 

@@ -19,6 +19,7 @@ from torch.utils.data import default_convert
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader
+from omnitrain.data.stateful import data_parts, untouched
 from omnitrain.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
 from omnitrain.events import Event
 from omnitrain.objective import Objective
@@ -293,7 +294,7 @@ class Evaluation:
         kept: list[tuple[Any, ...]] = []
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None else _told_if_long(batches, loader.name)
-        with self.shown.swapped_in(), evaluating(hooks), ranks.at("evaluation"):
+        with self.shown.swapped_in(), evaluating(hooks), ranks.at("evaluation"), untouched(data_parts(hooks.settings)):
             for number, (batch, samples) in enumerate(batches):
                 ranks.moves += 1
                 if is_interrupted(number):

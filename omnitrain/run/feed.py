@@ -21,6 +21,7 @@ from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import copied_ahead, count_samples, labels_of, move_to_device, split_batch
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
 from omnitrain.data.sampling import Counted, Window, windows
+from omnitrain.data.stateful import data_parts
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Stages
@@ -107,6 +108,8 @@ class Feed:
         self._reduction = settings.grad_reduction
         self._label_names = settings.label_names or ()
         self._collate = settings.data_collator
+        self._has_states = bool(data_parts(settings))
+        """Whether the data keep a state, which is then that after the last batch of a step, as it is saved."""
         self._has_compared: bool = ranks.world_size == 1
         """Whether the ranks know that they read the same data, if each takes its share of them."""
         self._groups: Iterator[list[Weighed]] | None = None
@@ -134,7 +137,8 @@ class Feed:
         is_plain = not self._may_split and self._stages is None
         groups = windows(parts, self.accumulation) if is_plain else _in_steps(parts, self._size_of_next)
         # only data by index may be read early: there each sample has random numbers of its own
-        self._groups = groups if self._ranks.world_size > 1 and isinstance(loader, MapLoader) else None
+        reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self._has_states
+        self._groups = groups if reads_ahead else None
         self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
         ranks, progress = self._ranks, self._lifecycle.progress
         while True:
@@ -297,7 +301,7 @@ class Feed:
         """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
         hooks = self._hooks
         pairs = ((one, one) for one in batches)
-        if hooks.device.type == "cuda" and type(hooks)._prepare_batch is Hooks._prepare_batch:
+        if hooks.device.type == "cuda" and not self._has_states and type(hooks)._prepare_batch is Hooks._prepare_batch:
             pairs = copied_ahead(batches, hooks.device)
         for (batch, samples), (ready, _) in pairs:
             self._ranks.moves += 1

@@ -18,6 +18,7 @@ from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.checkpoint.identity import check_same_data
 from omnitrain.data.loaders import Loader, end_workers
 from omnitrain.data.sets import Sets
+from omnitrain.data.stateful import stateful_parts, untouched
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
 from omnitrain.events import Control, overriding
@@ -129,7 +130,8 @@ class Loop:
             self.answer()
             self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
-            with lifecycle.aside(), lifecycle.clock.during("setup"), lifecycle.silent():
+            parts = stateful_parts(self.settings, self.hooks.backend.model)
+            with lifecycle.aside(), lifecycle.clock.during("setup"), lifecycle.silent(), untouched(parts):
                 self.rehearse_evaluation()
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch

@@ -1,4 +1,4 @@
-"""Buffers that forward passes update, on two ranks: those of the main one, on every backend."""
+"""States on two ranks: buffers that forward passes update, which are those of the main one, and states of each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from forking import joined
 from marks import thinned
 from recipes import StopAt, rows
 from torch import nn
+from torch.utils.data import default_collate
 
 from omnitrain import Callback
 from omnitrain.checkpoint.tensors import whole
 
-HERE = "test_buffers"
+HERE = "test_states"
 
 
 # --- what runs on every process
@@ -79,6 +80,37 @@ def drift(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, A
     }
 
 
+class Sums:
+    """A collator whose state is the sum of the labels that this rank has seen."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(1)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        self.total += y.sum()
+        return x * (1 + self.total / 10), y
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"].clone()
+
+
+def collate(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, Any]:
+    """Train for 6 steps; with a folder, stop after a step or resume from there."""
+    torch.manual_seed(0)
+    sums, options = Sums(), {"save_dir": folder, "save_steps": 1} if folder else {}
+    trainer = make_trainer(
+        backend, nn.Linear(4, 1), rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=2,
+        learning_rate=0.05, data_collator=sums, callbacks=[StopAt(stop)] if stop else [], **options,
+    )  # fmt: skip
+    trainer.train(resume_from=folder and "auto")
+    weights = {name: whole(tensor) for name, tensor in sorted(trainer.backend.model_tensors().items())}
+    return {"tensors": {**weights, "total": sums.total}}
+
+
 # --- tests
 
 BACKENDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
@@ -94,6 +126,10 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         first.append(Job(f"straight-{backend}", backend, f"{HERE}:drift"))
         first.append(Job(f"cut-{backend}", backend, f"{HERE}:drift", {**saved, "stop": 4}))
         second.append(Job(f"resumed-{backend}", backend, f"{HERE}:drift", saved))
+    saved = {"folder": str(folder / "collate")}
+    first.append(Job("collate-straight", "ddp", f"{HERE}:collate"))
+    first.append(Job("collate-cut", "ddp", f"{HERE}:collate", {**saved, "stop": 4}))
+    second.append(Job("collate-resumed", "ddp", f"{HERE}:collate", saved))
     return joined(sound(launch_all(first, folder / "first")), sound(launch_all(second, folder / "second")))
 
 
@@ -120,3 +156,10 @@ def test_buffers_survive_a_resume(results: Any, backend: str) -> None:
 def test_buffers_are_those_of_ddp(results: Any, backend: str) -> None:
     for rank, reference in zip(results[f"straight-{backend}"], results["straight-ddp"], strict=True):
         assert gap(rank["tensors"], reference["tensors"]) <= bound("zero2")
+
+
+def test_states_of_each_rank_survive_a_resume(results: Any) -> None:
+    straight, resumed = results["collate-straight"], results["collate-resumed"]
+    assert [gap(one["tensors"], other["tensors"]) for one, other in zip(straight, resumed, strict=True)] == [0, 0]
+    first, second = (rank["tensors"]["total"] for rank in straight)
+    assert first != second

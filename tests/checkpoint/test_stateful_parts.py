@@ -1,0 +1,278 @@
+"""What has `state_dict` and `load_state_dict` and is no callback: optimizers, units, collators, datasets, losses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import StopAt, rows
+from resuming import Killed
+from torch import nn
+from torch.utils.data import Dataset, Subset, default_collate
+
+from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, ConfigError, HFTrainer, Trainer
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+class Counter:
+    """Counts its calls, which change what it returns; the count is its state, one of it a tensor."""
+
+    def __init__(self) -> None:
+        self.calls, self.sums = 0, torch.zeros(2)
+
+    def count(self) -> float:
+        self.calls += 1
+        self.sums += 1
+        return 1.0 + float(self.sums[0]) / 10 + self.calls / 100
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls, self.sums = state["calls"], state["sums"].clone()
+
+
+class Collate(Counter):
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x * self.count(), y
+
+
+class Data(Counter, Dataset[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = rows(24, torch.float32).tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] * self.count(), self.y[index]
+
+
+class Loss(Counter):
+    def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs, labels) * self.count()
+
+
+class Unit(Counter):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return F.mse_loss(self.model(batch[0]), batch[1]) * self.count()
+
+
+class UnitModule(nn.Module):
+    """Has the model, and a buffer of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        self.get_buffer("scale").mul_(1.1)
+        return F.mse_loss(self.model(batch[0]), batch[1]) * self.get_buffer("scale")
+
+
+class Lookahead(torch.optim.SGD):
+    """Every second step goes half of the way from slow weights, which its state has under a key of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.slow = [one.detach().clone() for group in self.param_groups for one in group["params"]]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.count += 1
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        for slow, parameter in zip(self.slow, parameters, strict=True):
+            if self.count % 2 == 0:
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": dict(enumerate(self.slow)), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        self.slow = [tensor.clone() for tensor in state_dict["slow"].values()]
+        self.count = state_dict["count"]
+
+
+class Loose(Lookahead):
+    """With a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": super().state_dict(), "slow": self.slow}
+
+
+PARTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "optimizer": lambda model: {"optimizer": Lookahead},
+    "unit": lambda model: {"unit": Unit(model)},
+    "module": lambda model: {"unit": UnitModule(model)},
+    "loss": lambda model: {"loss_fn": Loss()},
+    "collator": lambda model: {"data_collator": Collate()},
+    "dataset": lambda model: {"train_dataset": Data()},
+    "subset": lambda model: {"train_dataset": Subset(Data(), range(1, 24))},
+}
+
+
+def build(kind: str, part: str, save_dir: Path | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    device = {"device": "cpu"} if kind == "native" else {}
+    defaults: dict[str, Any] = {
+        "train_dataset": rows(24, torch.float32), "batch_size": 4, "max_steps": 8, "learning_rate": 0.05,
+        "loss_fn": F.mse_loss, "progress_bar": False, "optimizer": "torch.optim.SGD",
+        "save_steps": 2 if save_dir else None,
+    }  # fmt: skip
+    options = {**defaults, **device, **PARTS[part](model), **options}
+    if "unit" in options:
+        del options["loss_fn"]
+    return TRAINERS[kind](model, save_dir=save_dir, **options)
+
+
+def end_of(trainer: Any, **arguments: Any) -> list[torch.Tensor]:
+    trainer.train(**arguments)
+    return [weight.detach().clone() for weight in trainer.model.parameters()]
+
+
+class Noting(Counter, Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        self.count()
+
+
+class Scaled(Counter, Algorithm):
+    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.count()
+
+
+class Stopper(Counter):
+    def __call__(self, step: int, score: float) -> bool:
+        return self.count() > 100
+
+
+class Model(nn.Module):
+    """With a buffer that its forward pass updates, and a state besides tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.calls = nn.Linear(4, 1), nn.BatchNorm1d(1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.norm(self.body(x))
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+@dataclass
+class Everything:
+    """A run in which all has a state that the documentation lists."""
+
+    kind: str
+    folder: Path | None = None
+    stop: int = 0
+
+    def train(self, **arguments: Any) -> dict[str, Any]:
+        """Return the states at the end, by the names of the documentation."""
+        torch.manual_seed(0)
+        model = Model()
+        parts = {"unit": Unit(model), "early_stopper": Stopper(), "data_collator": Collate(), "train_dataset": Data()}
+        noting, scaled = Noting(), Scaled()
+        trainer = TRAINERS[self.kind](
+            model, **parts, eval_dataset=rows(8, torch.float32), eval_steps=2, batch_size=4, max_steps=8,
+            optimizer=Lookahead, learning_rate=0.05, lr_scheduler="cosine", progress_bar=False, save_dir=self.folder,
+            save_steps=1 if self.folder else None, algorithms=[scaled], load_best_at_end=False,
+            callbacks=[noting, *([KillAt(self.stop)] if self.stop else [])],
+            **({"device": "cpu"} if self.kind == "native" else {}),
+        )  # fmt: skip
+        trainer.train(**arguments)
+        counters = {**parts, "callbacks": noting, "algorithms": scaled}
+        return {
+            **{name: part.state_dict() for name, part in counters.items()},
+            "model": trainer.get_model().state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
+            "lr_scheduler": {"rates": trainer.lr_scheduler.get_last_lr(), "step": trainer.lr_scheduler.last_epoch},
+            "progress": {**trainer.progress.state_dict(), "seconds": 0, "history": trainer.metrics["valid"]},
+        }
+
+
+class KillAt(Callback):
+    """Ends the run as the end of its process would: after a step, and before it is saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == self.step:
+            raise Killed
+
+
+def plain(value: Any) -> Any:
+    """Return a state with its tensors as lists."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize(("source", "target"), [("native", "hf"), ("hf", "accelerate"), ("accelerate", "native")])
+def test_states_of_the_table_survive_a_kill_and_a_move(source: str, target: str, tmp_path: Path) -> None:
+    """To the bit: all that the documentation lists."""
+    expected = Everything(target).train()
+    with pytest.raises(Killed):
+        Everything(source, tmp_path, stop=5).train()
+    found = Everything(target, tmp_path).train(resume_from="auto")
+    for name, value in expected.items():
+        assert plain(found[name]) == plain(value), name
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    table = text.partition("## What a state is")[2].partition("\n## ")[0]
+    listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert listed == {*expected, "loss_fn"}  # beside a unit there is none: `PARTS` has it
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_state_of_parts_survives_a_resume(kind: str, part: str, tmp_path: Path) -> None:
+    """On the next trainer, too: to the bit, and evaluations leave it alone."""
+    straight = end_of(build(kind, part))
+    folder, data = tmp_path / "run", rows(8, torch.float32)
+    evaluations = {"eval_dataset": data, "eval_steps": 3, "load_best_at_end": False}
+    if part in ("unit", "module", "loss"):  # they run in evaluations, too, and it is for them to tell
+        evaluations = {}
+    end_of(build(kind, part, folder, callbacks=[StopAt(5)], **evaluations))
+    if kind == "native":
+        kind = "hf"
+    resumed = end_of(build(kind, part, folder, **evaluations), resume_from="auto")
+    assert all(map(torch.equal, straight, resumed))
+
+
+def test_state_of_a_collator_with_workers_is_an_error(tmp_path: Path) -> None:
+    """Before the first step, and nothing is written."""
+    with pytest.raises(ConfigError, match=r"`data_collator` \(Collate\) has a state_dict\(\), and num_workers=1"):
+        build("native", "collator", tmp_path / "run", num_workers=1).train()
+    assert not list(tmp_path.glob("run/checkpoint*"))
+
+
+def test_optimizer_state_of_another_form_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"`optimizer` \(Loose\) has a state_dict\(\) with 'base', 'slow'"):
+        build("native", "optimizer", tmp_path, optimizer=Loose).train()
+    assert end_of(build("native", "optimizer", optimizer=Loose))  # without checkpoints it is nobody's business
