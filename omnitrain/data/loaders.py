@@ -36,7 +36,7 @@ from omnitrain.data.sampling import (
     without_padding,
 )
 from omnitrain.data.streams import Mark, Stream, can_seek, has_state
-from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
+from omnitrain.data.workers import outlive_signals, snapshot, start_workers, stop_workers
 from omnitrain.errors import DataError
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
@@ -240,9 +240,10 @@ class MapLoader(Loader):
         self.size: int | None = sampler.size
         self.name = name
         self._subset = subset
-        self._rows = count_rows(dataset)
+        self._snapshot = snapshot(dataset)
         self.fetch: Fetch = Fetch(dataset, collate, seed, name)
         self.pin_memory = pin_memory
+        self._has_warned = False
         self._requests = _Requests()
         self._workers: DataLoader[Any] | None = None
         if num_workers:
@@ -269,11 +270,12 @@ class MapLoader(Loader):
 
     def update(self, size: int | None = None) -> None:
         dataset, sampler = self.dataset, self.sampler
-        rows = count_rows(dataset)
-        if rows != self._rows:
-            self._rows = rows
+        state = snapshot(dataset)
+        if state != self._snapshot:
+            self._snapshot = state
             self.fetch.update_columns()
-            self.close()  # the workers have copies of the dataset
+            self.close()  # the workers have copies of the dataset as it was
+        rows = count_rows(dataset)
         samples = dataset.epoch_size if isinstance(sampler, GivenOrder) else rows
         samples = samples if self._subset is None else min(samples, self._subset)
         if size is not None and sampler.whole == 1 and size <= samples:
@@ -317,6 +319,13 @@ class MapLoader(Loader):
         if self._workers is not None:
             self._requests.pending = ((epoch, indices) for indices in requests)
             yield from start_workers(self._workers)
+            if not self._has_warned and snapshot(self.dataset) != self._snapshot:
+                self._has_warned = True
+                logger.warning(
+                    "%s was changed while worker processes read it. They have copies, and see the change from their "
+                    "next pass on. Change it in on_epoch_start or on_epoch_end, or pass num_workers=0.",
+                    self.name[:1].upper() + self.name[1:],
+                )  # fmt: skip
         else:
             for indices in requests:
                 batch = self.fetch(epoch, indices)

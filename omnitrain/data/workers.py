@@ -1,4 +1,4 @@
-"""Worker processes of loaders: start, signals and shutdown.
+"""Worker processes of loaders: start, signals, changes of what they read, and shutdown.
 
 `loaders.py` decides what they fetch, and in which order. The workers of the user's own loader are left as they are,
 and a signal may kill them.
@@ -11,15 +11,19 @@ import logging
 import os
 import signal
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from omnitrain.events import Control
 
-__all__ = ["outlive_signals", "start_workers", "stop_workers", "until_signal"]
+__all__ = ["outlive_signals", "snapshot", "start_workers", "stop_workers", "until_signal"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -48,6 +52,53 @@ def stop_workers(iterator: Any) -> None:
     """
     if iterator is not None:
         iterator._shutdown_workers()
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, range, type(None))
+_DEPTH = 6
+_VISITED = 1 << 15
+"""The most objects of a dataset that are looked into; of the rest, it is noticed which ones they are."""
+_BYTES = 1 << 24
+"""The largest array whose content is looked at."""
+
+
+def snapshot(value: Any, depth: int = _DEPTH, left: list[int] | None = None) -> Any:
+    """Return what can be compared cheaply of a dataset and its attributes, to notice changes.
+
+    Seen are numbers and text, which objects, tensors and functions there are, writes to tensors and to arrays of up to
+    16 MiB, and the same of nested datasets, lists and dicts. Not seen are writes to larger arrays, and what an object
+    of compiled code holds.
+
+    Args:
+        value: The dataset, or an object in it.
+        depth: The levels of objects to look into.
+        left: How many more objects to look into; counted down.
+
+    >>> data = type("Data", (), {})()
+    >>> data.sizes = [1, 2]
+    >>> before = snapshot(data)
+    >>> data.sizes.append(3)
+    >>> snapshot(data) == before
+    False
+    """
+    left = [_VISITED] if left is None else left
+    left[0] -= 1
+    if isinstance(value, _PLAIN):
+        return type(value).__name__, hash(value)
+    if isinstance(value, torch.Tensor):
+        return id(value), tuple(value.shape), None if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        is_small = value.nbytes <= _BYTES and value.dtype.kind != "O"
+        return id(value), value.shape, zlib.crc32(value.tobytes()) if is_small else None
+    if not depth or isinstance(value, (type, FunctionType, ModuleType, nn.Module)):
+        return id(value)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        entries = [entry for pair in value.items() for entry in pair] if isinstance(value, dict) else value
+        if len(entries) > left[0]:
+            return id(value), len(value), hash(tuple(map(id, entries)))
+        return id(value), tuple(snapshot(entry, depth - 1, left) for entry in entries)
+    attributes = getattr(value, "__dict__", None)
+    return id(value), None if attributes is None else snapshot(dict(attributes), depth, left)[1:]
 
 
 def outlive_signals(worker: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from recipes import rows, t16
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain import Algorithm, Callback, Trainer
+from omnitrain.data.workers import snapshot
 from omnitrain.errors import DataError
 
 BACKENDS = ("native", "accelerate", "hf")
@@ -176,3 +178,96 @@ def test_lengths_on_two_ranks(tmp_path: Path) -> None:
         assert [outcome.result for outcome in outcomes[backend]] == [[4, 7, 22, 3]] * 2
     for outcome in outcomes["other"]:
         assert outcome.code == 1 and "`the training set` is 14 on rank 0 and 13 on rank 1" in outcome.output
+
+
+# --- worker processes
+
+
+class Leveled(Pool):
+    """Rows whose fourth number is the level, which is in one of the places that a callback may change."""
+
+    def __init__(self, size: int, place: str) -> None:
+        super().__init__(size)
+        self.place, self.level, self.options, self.array = place, 0, {"level": 0}, np.zeros(1)
+
+    def set(self, level: int) -> None:
+        if self.place == "attribute":
+            self.level = level
+        elif self.place == "dict":
+            self.options["level"] = level
+        else:
+            self.array[0] = level
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return torch.cat([x[:3], torch.tensor([self.level + self.options["level"] + float(self.array[0])])]), y
+
+
+class Raise(Callback):
+    """Raises the level at the start of each epoch, or in its middle."""
+
+    def __init__(self, data: Leveled, in_the_middle: bool = False) -> None:
+        self.data, self.in_the_middle = data, in_the_middle
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        if not self.in_the_middle:
+            self.data.set(trainer.progress.epoch)
+
+    def on_step_end(self, trainer: Any) -> None:
+        if self.in_the_middle and trainer.progress.step == 2:
+            self.data.set(7)
+
+
+def levels(place: str, num_workers: int, in_the_middle: bool = False) -> dict[int, list[int]]:
+    data = Subset(Leveled(16, place), range(16))
+    trainer = make_trainer(
+        "native", t16(dtype=torch.float32), data, callbacks=[Raise(data.dataset, in_the_middle)], algorithms=[Seen()],
+        epochs=2, batch_size=4, loss_fn=F.mse_loss, num_workers=num_workers,
+    )  # fmt: skip
+    trainer.train()
+    return {epoch: sorted(set(seen)) for epoch, seen in trainer.algorithms[0].epochs.items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("place", ["attribute", pytest.param("dict", marks=pytest.mark.slow), "array"])
+def test_workers_see_changes_at_each_epoch(place: str) -> None:
+    assert levels(place, num_workers=1) == levels(place, num_workers=0) == {0: [0], 1: [1]}
+
+
+@pytest.mark.processes
+def test_change_while_workers_read_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert levels("attribute", num_workers=1, in_the_middle=True)[1] == [7]
+    assert "The training set was changed while worker processes read it." in caplog.text
+
+
+class Item:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "attribute": (Item(1), lambda data: setattr(data, "value", 2)),
+    "new attribute": (Item(1), lambda data: setattr(data, "other", 2)),
+    "tensor": (torch.zeros(3), lambda data: data.add_(1)),
+    "tensors": (TensorDataset(torch.zeros(3)), lambda data: setattr(data, "tensors", (torch.zeros(4),))),
+    "array": (np.zeros((3, 2)), lambda data: data.fill(1)),
+    "subset": (Subset(Item(1), [1, 2]), lambda data: setattr(data.dataset, "value", 2)),  # type: ignore[arg-type]
+    "long list": ([Item(i) for i in range(40000)], lambda data: data.reverse()),
+    "list of lists": ([[1], [2]], lambda data: data[1].append(3)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_snapshot_shows_changes(name: str) -> None:
+    data, change = CHANGES[name]
+    data = Subset(data, [0])
+    before = snapshot(data)
+    assert snapshot(data) == before
+    change(data.dataset)
+    assert snapshot(data) != before
+
+
+def test_snapshot_of_data_that_hold_themselves_ends() -> None:
+    data = Item(1)
+    data.value = [data]  # type: ignore[assignment]
+    assert snapshot(data) == snapshot(data)
