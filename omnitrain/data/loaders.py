@@ -84,6 +84,8 @@ class Loader:
     """The micro-batches of the windows so far of a pass, which the feed counts."""
     is_split: bool = False
     """Whether each rank has a share of its own, whose states differ."""
+    has_ended: bool = False
+    """Whether an evaluation has come to the end of the data, of which the length may be unknown."""
     is_compared: bool = False
     """Whether the ranks know that its samples are the same on all of them."""
     _epoch = 0

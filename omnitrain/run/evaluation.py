@@ -36,8 +36,8 @@ __all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating", "own_direc
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_LONG_S = 60.0
-"""Seconds after which an evaluation of unknown length is reported."""
+_LONG_S = 5.0
+"""Seconds after which the first evaluation of data of unknown length is warned of, and again after twice as many."""
 
 
 class Inconclusive(Exception):
@@ -293,7 +293,7 @@ class Evaluation:
         named = Meters(device)
         kept: list[tuple[Any, ...]] = []
         batches = self.feed.in_step(loader, only_first)
-        batches = batches if loader.size is not None else _told_if_long(batches, loader.name)
+        batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
         with self.shown.swapped_in(), evaluating(hooks), ranks.at("evaluation"), untouched(data_parts(hooks.settings)):
             for number, (batch, samples) in enumerate(batches):
                 ranks.moves += 1
@@ -464,17 +464,19 @@ def _means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, floa
     return {name: sum(weight * metrics[name] for weight, metrics in parts) / whole for name in common}
 
 
-def _told_if_long(batches: Iterable[Any], named: str) -> Iterator[Any]:
-    """Yield the batches of data of unknown length; log once if it takes so long that the data may have no end."""
+def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> Iterator[Any]:
+    """Yield the batches of data of unknown length; warn if they may have no end, until they have had one once."""
     begin, limit = time.monotonic(), _LONG_S
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, 1):
         yield batch
-        if not number % 16 and (passed := time.monotonic() - begin) > limit:
+        if is_main and not loader.has_ended and (passed := time.monotonic() - begin) > limit:
             limit = 2 * passed
             logger.warning(
-                "%s goes on after %d batches and %d seconds, and its length is unknown. If it has no end, cut it, for "
-                "example with itertools.islice.", named[:1].upper() + named[1:] or "The data", number + 1, passed,
+                "The evaluation of %s has taken %d batches and %d seconds, and its length is unknown. If it has no "
+                "end, neither has the evaluation: pass EvalSet(data, subset=1000), which takes the first 1000 samples.",
+                loader.name, number, passed,
             )  # fmt: skip
+    loader.has_ended = True
 
 
 def _nothing_to_evaluate(named: str, has_batches: bool) -> DataError:

@@ -6,7 +6,9 @@ import copy
 import itertools
 import json
 import multiprocessing
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from omnitrain import (
     AccelerateTrainer,
     ConfigError,
     DataError,
+    EvalSet,
     HFTrainer,
     NonFiniteError,
     ObjectiveError,
@@ -466,12 +469,32 @@ def test_eval_on_start_needs_no_rehearsal() -> None:
     assert valid.read == list(range(8)) * 3  # once more, since it was noticed that it draws
 
 
-def test_long_evaluation_of_unknown_length_warns(
+class Endless(IterableDataset[Any]):
+    """Rows until `end()` is true."""
+
+    def __init__(self, end: Callable[[int], bool]) -> None:
+        self.end = end
+
+    def __iter__(self) -> Iterator[Any]:
+        return (rows(1)[0] for _ in itertools.takewhile(lambda number: not self.end(number), itertools.count()))
+
+
+def test_evaluation_without_end_warns_within_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("omnitrain.run.evaluation._LONG_S", 0.0)
-    evaluator(t16(), loss_fn=F.mse_loss).evaluate(Streamed(rows(8)))
-    assert "The dataset goes on after 1 batches and 0 seconds, and its length is unknown" in caplog.text
+    """Data that have ended once are not warned of again."""
+    seconds = itertools.count()
+    monkeypatch.setattr("omnitrain.run.evaluation.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    data = Endless(lambda number: bool(caplog.messages) or number == 30)
+    trainer = evaluator(t16(), loss_fn=F.mse_loss, eval_dataset=data, batch_size=1)
+    trainer.evaluate()
+    (warning,) = caplog.messages
+    assert "has taken 6 batches and 6 seconds, and its length is unknown" in warning
+    assert "EvalSet(data, subset=1000)" in warning
+    caplog.clear()
+    trainer.evaluate()
+    trainer.evaluate(EvalSet(Endless(lambda number: number == 30), subset=3))
+    assert not caplog.messages
 
 
 # --- labels under other keys
