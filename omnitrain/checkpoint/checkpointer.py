@@ -143,7 +143,7 @@ class Checkpointer:
         contents: Contents,
         shown: ShownWeights,
         store: Store | None,
-        write_beside: Callable[[Path], None] = lambda folder: None,
+        write_beside: Callable[[Path], None],
     ) -> None:
         self.store = store
         self.weights_from: Progress | None = None

@@ -494,14 +494,15 @@ class BaseTrainer(Hooks, ABC):
         self,
         evaluation: Callable[..., Evaluation] = Evaluation,
         loop: Callable[..., Loop] = Loop,
-        write_beside: Callable[[Path], None] = lambda folder: None,
+        write_beside: Callable[[Path], None] | None = None,
     ) -> None:
         """Make the parts of a run, which start counting at zero.
 
         Args:
             evaluation: The class of what runs evaluations, or another maker of it.
             loop: The same for the training loop.
-            write_beside: Writes further files into the folder of a checkpoint, on the main process.
+            write_beside: Writes further files into the folder of a checkpoint, on the main process; None writes those
+                of `processing_class`.
         """
         settings, ranks, sets = self.settings, self.ranks, self._sets
         metric = settings.optimization_metric
@@ -531,6 +532,7 @@ class BaseTrainer(Hooks, ABC):
             self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
         )
 
+        write_beside = write_beside or functools.partial(_write_processor, self)
     def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
         """Build the schedule, once `_setup_training_components` has put the model in place.
 
@@ -1062,6 +1064,12 @@ def _adopt_parts(trainer: BaseTrainer) -> None:
 
 
 def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:
+def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
+    """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(str(folder))
+
+
     """Return what the ranks must agree on before they train, as JSON types."""
     described, groups = trainer.resolved_config(), trainer.backend.groups
     del described["samples_per_epoch"]  # with the user's own loaders, it may differ between ranks

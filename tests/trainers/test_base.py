@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
 )
@@ -89,6 +90,17 @@ def test_tokenizer_is_saved_with_the_model(kind: Any, tmp_path: Path) -> None:
     assert trainer.save_model(tmp_path / "model") == tmp_path / "model"
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "model").padding_side == "left"
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["waits", "async_save"])
+def test_tokenizer_is_saved_in_checkpoints(kind: Any, in_background: bool, tmp_path: Path) -> None:
+    options = {"save_dir": tmp_path, "save_steps": 1, "save_total_limit": 1, "async_save": in_background}
+    trainer = make(kind, bert(), sentences(), processing_class=tokenizer(), eval_dataset=sentences(6), **options)
+    trainer.train()
+    for folder in (tmp_path / "best", tmp_path / "last"):
+        saved = AutoTokenizer.from_pretrained(folder.resolve())
+        assert (saved.padding_side, saved.pad_token, saved("w3")["input_ids"]) == ("left", "w1", [3])
+    assert trainer.load_checkpoint("last")
 
 
 def test_processing_class_without_padding_is_only_saved(kind: Any, tmp_path: Path) -> None:
