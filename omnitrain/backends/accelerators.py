@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from omnitrain.backends.backend import Backend
-from omnitrain.backends.ddp import DDP
+from omnitrain.backends.ddp import DDP, syncs_each_batch
 from omnitrain.backends.fsdp import FSDP
 from omnitrain.backends.tensor_parallel import TensorParallel
 from omnitrain.backends.zero import LossScale, Zero
@@ -157,7 +157,7 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
         parts: The arguments of `Backend`.
 
     Raises:
-        ConfigError: If fp8 is asked of DeepSpeed.
+        ConfigError: If fp8, or an exchange of gradients after each micro-batch, is asked of DeepSpeed.
         DistributedError: If the settings for placing the model differ between ranks.
     """
     kind = None if accelerator is None else str(accelerator.distributed_type.value)
@@ -169,6 +169,11 @@ def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     if kind == "FSDP":
         return FSDP(accelerator, *parts)
     if kind == "DEEPSPEED":
+        if syncs_each_batch(accelerator):
+            raise ConfigError(
+                "`accelerator` has sync_each_batch=True, but DeepSpeed has its own way of accumulating gradients; the "
+                "numbers are the same. Leave it out."
+            )
         if computes_in_fp8(settings.autocast):
             raise ConfigError(
                 f"`autocast={settings.autocast!r}` does not work with DeepSpeed ZeRO, which casts and flattens the "
@@ -187,6 +192,7 @@ def _described(accelerator: Any) -> dict[str, Any]:
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     options = {} if fsdp is None else {f"fsdp_plugin.{name}": describe(one) for name, one in vars(fsdp).items()}
     unused = {} if handler is None else {"find_unused_parameters": handler.find_unused_parameters}
+    unused["sync_each_batch"] = syncs_each_batch(accelerator)
     return {**options, **unused, "deepspeed_config": None if zero is None else describe(zero.deepspeed_config)}
 
 

@@ -24,7 +24,7 @@ from omnitrain.errors import ConfigError, DistributedError
 from omnitrain.precision import Dtypes
 from omnitrain.units import StepOutput
 
-__all__ = ["DDP", "Runner", "run_through"]
+__all__ = ["DDP", "Runner", "run_through", "syncs_each_batch"]
 
 Output = TypeVar("Output")
 
@@ -78,6 +78,12 @@ class _Nothing(torch.autograd.Function):
         return tuple(one.new_zeros(()).expand_as(one) for one in ctx.saved_tensors)
 
 
+def syncs_each_batch(accelerator: Any) -> bool:
+    """Return whether an `Accelerator` averages gradients after each micro-batch, and not once in a step."""
+    state = getattr(accelerator, "gradient_state", None)
+    return bool(state is not None and state.plugin_kwargs.get("sync_each_batch"))
+
+
 class DDP(Backend):
     """accelerate puts the model on its device; with several ranks, PyTorch's DistributedDataParallel wraps it.
 
@@ -98,6 +104,7 @@ class DDP(Backend):
     def __init__(self, accelerator: Any, *parts: Any) -> None:
         super().__init__(*parts)
         self.accelerator = accelerator
+        self._syncs_each_batch: bool = syncs_each_batch(accelerator)
 
     def take_dtypes(self, dtypes: Dtypes) -> None:
         self._reductions = dtypes.reductions
@@ -184,7 +191,7 @@ class DDP(Backend):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        return _NOTHING if last or self._ddp is None else self._ddp.no_sync()
+        return _NOTHING if last or self._syncs_each_batch or self._ddp is None else self._ddp.no_sync()
 
     def check_reduces_apart(self) -> None:
         if self.sharding is not None:
@@ -192,6 +199,11 @@ class DDP(Backend):
                 "`microbatch_size='auto'` cannot be used where the weights are sharded (FSDP, DeepSpeed): each forward "
                 "pass gathers them, and a rank that runs out of memory in the middle of one leaves the others waiting. "
                 "Pass a number, such as microbatch_size=4."
+            )
+        if self._syncs_each_batch and self.ranks.world_size > 1:
+            raise ConfigError(
+                "`microbatch_size='auto'` cannot be used with sync_each_batch=True of an `Accelerator`, which "
+                "exchanges gradients in each backward pass. Leave that out, or pass a number of rows."
             )
         if self._ddp is not None and self._ddp.static_graph:
             raise ConfigError(

@@ -134,6 +134,7 @@ class FSDP(DDP):
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        last = last or self._syncs_each_batch
         if not isinstance(self.model, FSDPModule):
             return _NOTHING if last else self.accelerator.no_sync(self.model)
         # on a CPU accelerate's no_sync does nothing, because its state there has no FSDP

@@ -156,7 +156,7 @@ def counted(counter: Reductions) -> Iterator[None]:
 def count_reductions(backend: str, is_eager: bool = False) -> dict[str, Any]:
     """Count the reductions in 6 windows of 4 micro-batches and one shorter one.
 
-    If it is eager, transformers' arguments have gradients reduced after each micro-batch.
+    If it is eager, transformers' arguments or the `Accelerator` have gradients reduced after each micro-batch.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -165,10 +165,17 @@ def count_reductions(backend: str, is_eager: bool = False) -> dict[str, Any]:
         "callbacks": [counter], "loss_fn": F.mse_loss, "batch_size": 1, "gradient_accumulation_steps": 4, "epochs": 1,
         "lr_scheduler": "linear",
     }  # fmt: skip
-    if is_eager:
+    if is_eager and backend == "ddp":
+        from accelerate import Accelerator
+        from accelerate.utils import GradientAccumulationPlugin
+
+        plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=True)
+        options["accelerator"] = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        trainer: Any = make_trainer(backend, t16(dtype=dtype), rows(52, dtype), **options)
+    elif is_eager:
         config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         args = TrainingArguments(tempfile.mkdtemp(), accelerator_config=config, save_strategy="no", use_cpu=True)
-        trainer: Any = HFTrainer(t16(), args, rows(52), progress_bar=False, **options)
+        trainer = HFTrainer(t16(), args, rows(52), progress_bar=False, **options)
     else:
         trainer = make_trainer(backend, t16(dtype=dtype), rows(52, dtype), **options)
     if backend in ("ddp", "hf2"):
@@ -313,10 +320,13 @@ def test_unit_targets_are_weighed_over_all_processes(results: Any, backend: str,
     assert_native(results, backend, f"targets-{reduction}")
 
 
-@pytest.mark.parametrize("backend", thinned(["ddp", "fsdp", "zero1", "hf2", "hf2 eager"], ["ddp", "fsdp", "hf2 eager"]))
+@pytest.mark.parametrize(
+    "backend",
+    thinned(["ddp", "ddp eager", "fsdp", "zero1", "hf2", "hf2 eager"], ["ddp", "ddp eager", "fsdp", "hf2 eager"]),
+)
 def test_gradients_are_reduced_once_a_step(results: Any, backend: str) -> None:
     """And the schedule is stepped once."""
-    expected = [[4, 1]] * 6 + [[2, 1]] if backend == "hf2 eager" else [[1, 1]] * 7
+    expected = [[4, 1]] * 6 + [[2, 1]] if "eager" in backend else [[1, 1]] * 7
     for rank in results[f"{backend}-reductions"]:
         assert rank["seen"] == expected, rank
 
