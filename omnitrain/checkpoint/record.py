@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -35,7 +35,16 @@ from omnitrain.masking import is_secret_name, masked, masked_command
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIG_FILE", "RUN_FILE", "Start", "append_start", "device_of", "read_starts", "write_config"]
+__all__ = [
+    "CONFIG_FILE",
+    "RUN_FILE",
+    "Start",
+    "append_start",
+    "code_in",
+    "device_of",
+    "read_starts",
+    "write_config",
+]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -135,6 +144,25 @@ def _script() -> Path | None:
     return Path(file).absolute() if isinstance(file, str) and os.path.isfile(file) else None
 
 
+_code_folder: Path | None = None
+"""The folder of the code that runs, where that is not the one of the script."""
+
+
+@contextlib.contextmanager
+def code_in(folder: Path) -> Iterator[None]:
+    """Record the commit of this folder for runs that start inside, rather than that of the script's folder.
+
+    Args:
+        folder: The folder, of a configuration for instance, whose script is omnitrain's command.
+    """
+    global _code_folder
+    before, _code_folder = _code_folder, folder.absolute()
+    try:
+        yield
+    finally:
+        _code_folder = before
+
+
 class Git:
     """Asks git for the commit of a folder, in a process that runs beside this one.
 
@@ -206,7 +234,7 @@ class Start:
     def __init__(self, device: torch.device, ranks: Iterable[tuple[str, str]], where: Mapping[str, Any]) -> None:
         script = _script()
         folder = _folder()
-        self._git = Git(Path(folder) if script is None else script.parent)
+        self._git = Git(_code_folder or (Path(folder) if script is None else script.parent))
         hosts: dict[str, Counter[str]] = {}
         for host, name in ranks:
             hosts.setdefault(host, Counter())[name] += 1

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omnitrain.checkpoint.record import CONFIG_FILE
+from omnitrain.checkpoint.record import CONFIG_FILE, code_in
 from omnitrain.config.configuration import SECTIONS, TRAINERS, Config, merged, raise_all
 from omnitrain.config.reading import Place, Tree, parse_value, read
 from omnitrain.errors import CheckpointError, ConfigError
@@ -45,7 +45,8 @@ def train(words: Sequence[str], resume: str | None, trust: bool, only_print: boo
     if only_print:
         print(write(config.tree.values), end="")
         return
-    config.train()
+    with code_in(_folder_of(words)):
+        config.train()
 
 
 def check(words: Sequence[str], trust: bool) -> None:
@@ -135,6 +136,12 @@ def _divided(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | No
     return files, pairs_of(options)
 
 
+def _folder_of(words: Sequence[str]) -> Path:
+    """Return the folder of the first file of a command line; the current one if a run is resumed without any."""
+    files, _ = _divided(words)
+    return files[0].parent if files else Path()
+
+
 def _folder_key(tree: Tree) -> str:
     """Return the name of the folder of the run: HFTrainer's can be in its training arguments."""
     for name in ("training_args", "args"):
@@ -196,7 +203,8 @@ def sweep(
     count = math.prod(len(one) if isinstance(one, list) else math.inf for one in space.values())
     if sampler is None and count < math.inf and (trials is None or count <= trials):
         sampler = "grid"  # all of them
-    found = search(make_trainer, space, trials=trials, save_dir=save_dir, sampler=sampler, pruner=pruner)
+    with code_in(files[0].parent):
+        found = search(make_trainer, space, trials=trials, save_dir=save_dir, sampler=sampler, pruner=pruner)
     if os.environ.get("RANK", "0") == "0":
         print(f"{found}\nThe best is in {found.best.folder}.")
 

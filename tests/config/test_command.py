@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from stores import shelf_of, watching
 
 from omnitrain import ConfigError, Trainer, cli
+from omnitrain.checkpoint import record
 from omnitrain.config.command import help_of_trainers, pairs_of
 from omnitrain.config.reading import read
 from omnitrain.plain_yaml import write
@@ -117,6 +118,27 @@ def test_train_finds_files_anywhere(folder: Path, capsys: pytest.CaptureFixture[
         assert cli.main(["train", "--trainer.epochs", "7", "--print_config", *words, "--trainer.delta", "-1"]) == 0
         found.add(capsys.readouterr().out)
     assert len(found) == 1 and "epochs: 7" in found.pop()
+
+
+def test_train_records_git_of_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script is omnitrain's command, whose folder is the environment."""
+    asked: list[Path] = []
+
+    class Noted(programs.AnsweredGit):
+        def __init__(self, folder: Path) -> None:
+            asked.append(folder)
+
+    monkeypatch.setattr(record, "Git", Noted)
+    (folder / "conf").mkdir()
+    (folder / "a.yaml").rename(folder / "conf" / "a.yaml")
+    short = ["--trainer.epochs", "1"]
+    assert cli.main(["train", "conf/a.yaml", *short]) == 0
+    assert cli.main(["train", "--resume", "runs/a", "--trainer.epochs", "2"]) == 0
+    assert cli.main(["sweep", "conf/a.yaml", *short, "--trainer.learning_rate", "1e-3,1e-2", "--save_dir", "s"]) == 0
+    assert set(asked[:1] + asked[2:]) == {folder / "conf"} and asked[1] == folder and len(asked) >= 4
+    monkeypatch.setattr(record, "_script", lambda: folder / "other" / "train.py")
+    Trainer(named.Net(4), named.rows(), loss_fn=named.loss, epochs=1, progress_bar=False, save_dir="b").train()
+    assert asked[-1] == folder / "other"
 
 
 def test_train_resumes_without_file(folder: Path) -> None:
