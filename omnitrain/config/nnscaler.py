@@ -744,32 +744,51 @@ class _Conversion:
                 trainer[ours] = run.shown(theirs)
         if "seed" in run:
             trainer["seed"] = run.shown("seed")
-        has_eval = "eval_dataset" in trainer or "eval_loader" in trainer
-        steps, epochs = run.get("val_every_n_train_steps"), run.get("val_every_n_epochs", 1)
-        if not has_eval:
+        if "eval_dataset" not in trainer and "eval_loader" not in trainer:
             return
-        if steps:
-            trainer["eval_steps"] = run.shown("val_every_n_train_steps")
-            if epochs:
-                self.note(
-                    "val_every_n_epochs",
-                    f"evaluations have one interval, here {steps} steps by `val_every_n_train_steps`. A callback may "
-                    "ask for others: trainer.request_evaluate().",
-                )
-        elif epochs and epochs != 1:
-            trainer["eval_steps"] = f"{epochs}ep"
-        elif not epochs:
-            trainer["eval_steps"] = self._save_interval()
+        interval = self._evaluation_interval()
+        if interval != "1ep":
+            trainer["eval_steps"] = interval
         if run.get("max_val_steps"):
             self.note("max_val_steps", "every evaluation is over the whole set. Wrap the dataset into "
                       "omnitrain.EvalSet(data, subset=...), which counts samples.")  # fmt: skip
 
-    # --- files
+    def _evaluation_interval(self) -> int | str:
+        """Return the one interval of evaluations: nnScaler evaluates before each save too, and scores what it saves."""
+        run, checkpoint = self.run, self.checkpoint
+        steps, epochs = run.get("val_every_n_train_steps"), run.get("val_every_n_epochs", 1)
+        save_steps, save_epochs = checkpoint.get("every_n_train_steps"), checkpoint.get("every_n_epochs")
+        if checkpoint.get("no_save"):
+            save_steps = save_epochs = None
+        elif not save_steps:
+            save_epochs = save_epochs or 1
+        moments = [
+            (save_steps, "steps", "checkpoint.every_n_train_steps", checkpoint),
+            (steps, "steps", "val_every_n_train_steps", run),
+            (save_epochs, "epochs", "checkpoint.every_n_epochs", checkpoint),
+            (epochs, "epochs", "val_every_n_epochs", run),
+        ]
+        moments = [moment for moment in moments if moment[0]]
+        if not moments:
+            return "1ep"
+        unit = moments[0][1]
+        alike = [moment for moment in moments if moment[1] == unit]
+        # the shortest if it meets all others, else that of the saves
+        chosen = min(alike, key=lambda moment: moment[0])
+        if any(moment[0] % chosen[0] for moment in alike):
+            chosen = alike[0]
+        missed = [moment for moment in moments if moment[1] != unit or moment[0] % chosen[0]]
+        for number, its_unit, key, _ in missed:
+            self.note(
+                key,
+                f"nnScaler evaluates every {number} {its_unit} as well. Evaluations have one interval, here "
+                f"{chosen[0]} {unit} by `{chosen[2]}`. A callback may ask for others: trainer.request_evaluate().",
+            )
+        if unit == "epochs":
+            return f"{chosen[0]}ep"
+        return chosen[3].shown(chosen[2].rpartition(".")[2])
 
-    def _save_interval(self) -> int | str:
-        """Return how often nnScaler saves, and evaluates before."""
-        steps, epochs = (self.checkpoint.get(one) for one in ("every_n_train_steps", "every_n_epochs"))
-        return steps or f"{epochs or 1}ep"
+    # --- files
 
     def _checkpoints(self) -> None:
         checkpoint, trainer = self.checkpoint, self.trainer

@@ -287,15 +287,34 @@ def test_convert_accumulation_of_custom_loader() -> None:
     ("given", "expected"),
     [
         ({}, None),
-        ({"val_every_n_epochs": 2}, "2ep"),
         ({"val_every_n_train_steps": 5}, 5),
-        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_train_steps": "7"}}, 7),  # where it saves, it evaluates
+        ({"val_every_n_epochs": 2, "checkpoint": {"no_save": True}}, "2ep"),
+        # where it saves, it evaluates
+        ({"val_every_n_epochs": 2}, None),
+        ({"checkpoint": {"every_n_train_steps": 7}}, 7),
+        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_train_steps": "7"}}, 7),
+        ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 7}}, 7),
+        ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 10}}, 5),
+        ({"val_every_n_train_steps": 20, "checkpoint": {"every_n_train_steps": 10}}, 10),
         ({"val_every_n_epochs": 0, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
+        ({"checkpoint": {"every_n_epochs": 3}}, None),
+        ({"val_every_n_epochs": 6, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
+        ({"val_every_n_epochs": 0, "checkpoint": {"no_save": True}}, None),
     ],
 )
 def test_convert_evaluation_intervals(given: dict[str, Any], expected: Any) -> None:
+    """A converted run evaluates what it saves, so that it has the same best."""
     assert trainer_of(**given, dataset={"type": "my.Rows", "val_args": {"size": 1}}).get("eval_steps") == expected
     assert "eval_steps" not in trainer_of(**given)  # there is nothing to evaluate
+
+
+def test_convert_reports_missed_evaluations() -> None:
+    given = {**PLAIN, "dataset": {"type": "my.Rows", "val_args": {"size": 1}}, "val_every_n_epochs": 1}
+    _, notes = convert({**given, "checkpoint": {"every_n_train_steps": 7}, "val_every_n_train_steps": 5})
+    for missed in ("every 5 steps as well", "every 1 epochs as well"):
+        assert any(f"{missed}. Evaluations have one interval, here 7 steps" in note for note in notes)
+    _, notes = convert({**given, "checkpoint": {"every_n_epochs": 2}})
+    assert not any("as well" in note for note in notes)
 
 
 def test_convert_checkpoints() -> None:
