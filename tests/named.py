@@ -74,6 +74,28 @@ class Typed(nn.Module):
         self.given, self.layer = given, nn.Linear(4, 2)
 
 
+class Texts(nn.Linear):
+    """Keeps arguments that may be texts."""
+
+    def __init__(
+        self,
+        untyped=None,  # type: ignore[no-untyped-def]
+        anything: Any = None,
+        maybe: str | None = None,
+        either: int | str = 0,
+        choice: Literal["7", "true"] = "7",
+        listed: list[Any] | None = None,
+        bare: list = [],  # type: ignore[type-arg]  # noqa: B006
+        pair: tuple[int, str] = (0, ""),
+        mapped: dict[str, int | str] | None = None,
+        nested: Any = None,
+        number: int | None = None,
+        switch: bool = False,
+    ) -> None:
+        super().__init__(4, 2)
+        self.given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+
+
 class Own(nn.Module):
     """Computes its own loss."""
 

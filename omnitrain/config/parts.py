@@ -7,15 +7,17 @@ and converts its arguments by the annotations of the class or function.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
 import inspect
 import re
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from omnitrain.config import names
 from omnitrain.config.reading import OF_A_PART, Key, Tree, read
@@ -383,7 +385,14 @@ def _checked(
     left = {name: value for name, value in made.items() if name in known}
     while left:
         try:
-            return made | dict(parser.parse_object(left, defaults=False).as_dict())
+            parsed = dict(
+                parser.parse_object(copy.deepcopy(left), defaults=False).as_dict()
+            )  # it changes lists in place
+            annotations = {**dict.fromkeys(parameters, Any), **_annotations(function, parameters)}
+            own = {
+                name: _with_texts(left[name], parsed[name], annotations[name]) for name in parsed if name in annotations
+            }
+            return made | parsed | own
         except Exception as error:
             found = re.search(r'Parser key "([^".]+)', str(error))
             if found is None or found[1] not in left:
@@ -393,6 +402,54 @@ def _checked(
             expected = _expected(str(error)) or f"does not fit {inspect.formatannotation(annotation)}"
             building.fail((*key, name), f"`{name}` of {full} {expected}, got {value!r:.100}.", error)
     return made
+
+
+def _with_texts(plain: Any, parsed: Any, annotation: Any) -> Any:
+    """Return a parsed value with those texts as they were that its annotation admits.
+
+    jsonargparse reads a text as YAML before it tries whether it fits as it is, so "007" would become 7.
+
+    Args:
+        plain: The value as it was written.
+        parsed: What jsonargparse has made of it.
+        annotation: The type of both.
+    """
+    members = _members(annotation)
+    takes_all = any(one in (Any, object) or isinstance(one, TypeVar) for one in members)
+    if isinstance(plain, str):
+        choices = [choice for one in members if typing.get_origin(one) is Literal for choice in typing.get_args(one)]
+        is_converted = type(parsed) in (bool, int, float, complex, type(None), list, dict)
+        return plain if is_converted and (takes_all or str in members or plain in choices) else parsed
+    if isinstance(plain, list) and type(parsed) in (list, tuple) and len(plain) == len(parsed):
+        inner = _types_inside(members, Sequence, Iterable)
+        if len(inner) != len(plain) or Ellipsis in inner:
+            inner = (inner[:1] or (Any,)) * len(plain)
+        return type(parsed)(_with_texts(*each) for each in zip(plain, parsed, inner, strict=True))
+    if isinstance(plain, Mapping) and type(parsed) is dict and plain.keys() == parsed.keys():
+        inner = _types_inside(members, Mapping)
+        return {name: _with_texts(plain[name], one, inner[-1] if inner else Any) for name, one in parsed.items()}
+    return parsed
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the members of a union; of a text that cannot be evaluated, the plain ones."""
+    if isinstance(annotation, str):
+        words = [one.rpartition(".")[2] for one in _alternatives(annotation)]
+        return [kind for name, kind in (("Any", Any), ("object", object), ("str", str)) if name in words]
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [member for one in typing.get_args(annotation) for member in _members(one)]
+    return [annotation]
+
+
+def _types_inside(members: Sequence[Any], *kinds: type) -> tuple[Any, ...]:
+    """Return the types in the brackets of the first member of one of these kinds."""
+    for one in members:
+        origin = typing.get_origin(one)
+        if isinstance(origin, type) and any(issubclass(origin, kind) for kind in kinds):
+            return typing.get_args(one)
+    return ()
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from omnitrain import AccelerateTrainer, ConfigError, EarlyStopping, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, ConfigError, EarlyStopping, HFTrainer, Trainer, instantiate
 from omnitrain.config import Config
 from omnitrain.config.configuration import merged
 from omnitrain.plain_yaml import write
@@ -84,6 +84,27 @@ def test_arguments_are_converted_to_annotations(folder: Path) -> None:
     assert isinstance(given(folder, modules={"a": "Tanh"})["modules"]["a"], nn.Tanh)
     assert given(folder, kind="torch.nn.Tanh")["kind"] is nn.Tanh
     assert given(folder, weight=part("torch.tensor", data=[1, 2]))["weight"].tolist() == [1, 2]
+
+
+TEXTS: dict[str, Any] = {
+    "untyped": "007", "anything": "true", "maybe": "null", "either": "1e3", "choice": "true", "listed": ["007", 7],
+    "bare": ["no", "~"], "pair": [7, "08"], "mapped": {"a": "1", "b": 2}, "nested": {"a": ["off", {"b": "2024-01-01"}]},
+    "number": 7, "switch": True,
+}  # fmt: skip
+"""Quoted texts that would be something else without the quotes."""
+
+
+def test_texts_stay_texts_where_admitted(folder: Path) -> None:
+    expected = {**TEXTS, "pair": (7, "08")}
+    trainer = made(folder, model=part("named.Texts", **TEXTS), save_dir="a")
+    assert trainer.model.given == expected
+    trainer.train()
+    assert Config.read("a/config.yaml").make_trainer().model.given == expected
+    model, data = instantiate("named.Texts", expected), instantiate("named.rows")
+    Trainer(model, data, loss_fn=named.loss, epochs=1, progress_bar=False, save_dir="b").train()
+    assert Config.read("b/config.yaml").make_trainer().model.given == expected
+    converted = made(folder, model=part("named.Texts", number="7", switch="true", either="x")).model.given
+    assert (converted["number"], converted["switch"], converted["either"]) == (7, True, "x")
 
 
 @pytest.mark.parametrize(
