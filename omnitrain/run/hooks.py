@@ -24,7 +24,15 @@ from omnitrain.reproducibility import derive_seed, seed_everything
 from omnitrain.settings import Settings
 from omnitrain.units import StepOutput, run_unit, without_effect
 
-__all__ = ["NEVER_CALLED", "SEE_BATCHES", "Hooks", "members_of_user", "refuse_dead_methods"]
+__all__ = [
+    "METHODS_OF_MODELS",
+    "NEVER_CALLED",
+    "SEE_BATCHES",
+    "Hooks",
+    "members_of_user",
+    "refuse_dead_methods",
+    "reject_uncalled_methods",
+]
 
 _LOSS = "`loss_fn`, a `unit`, or `_forward(model, batch)`"
 _DATA = "`train_dataset` or `train_loader`"
@@ -57,9 +65,46 @@ NEVER_CALLED = {
     "_leave_evaluation": "a backend's `end_evaluation()`",
     "_capture_state": "a callback's `state_dict()`",
     "_restore_state": "a callback's `load_state_dict(state)`",
+    # of EasyDeL
+    "start_training_hook": "the callback's `on_train_start(trainer)`",
+    "start_evaluation_hook": "the callback's `on_eval_start(trainer)`",
+    "apply_training_hooks": "`transform_metrics` of an `Algorithm`, or `on_nonfinite` and `max_duration`",
+    "_preprocess_batch_input": "`_prepare_batch(batch)`",
+    "configure_functions": f"{_LOSS}, and `compile`",
+    "configure_dataloaders": f"{_DATA}, and `eval_dataset` or `eval_loader`",
+    "configure_model": "`model`, `optimizer` and `lr_scheduler`",
+    "create_collect_function": "`data_collator`",
+    "create_grain_collect_function": "`data_collator`",
+    "create_tfds_collect_function": "`data_collator`",
+    "_get_next_batch": f"{_DATA}, or `_train_epoch(epoch)`",
+    "_should_run_evaluation": "`eval_steps`, or a callback that requests evaluations",
+    "_should_save_checkpoint": "`save_steps`, or a callback that requests checkpoints",
+    "maybe_generate": "`Preview` in `callbacks`",
+    "log_weight_distribution": "`Distributions` in `callbacks`",
 }
 """Methods of other trainers and of earlier versions of ours that nothing calls, and what to use instead."""
 
+_UNIT = "`loss_fn`, or a `unit`, which is called with the batch,"
+_EVALUATION = "`compute_metrics`, or a `unit` with `evaluate(batch)`,"
+_UPDATE = "an `Algorithm`, or `_apply_update()` of a subclass of the trainer,"
+METHODS_OF_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "training_step": (_UNIT, ("unit",)),
+    "train_step": (_UNIT, ("unit",)),
+    "validation_step": (_EVALUATION, ("unit",)),
+    "test_step": (_EVALUATION, ("unit",)),
+    "predict_step": (_EVALUATION, ("unit",)),
+    "eval_forward": (_EVALUATION, ("unit",)),
+    "update_metric": (_EVALUATION, ("unit", "compute_metrics")),
+    "get_metrics": (_EVALUATION, ("unit", "compute_metrics")),
+    "configure_optimizers": ("`optimizer` and `lr_scheduler`", ("optimizer",)),
+    "val_dataloader": ("`eval_dataset` or `eval_loader`", ("eval_dataset", "eval_loader")),
+    "optimizer_step": (_UPDATE, ()),
+    "optimizer_zero_grad": (_UPDATE, ()),
+    "lr_scheduler_step": ("a `Schedule` as `lr_scheduler`", ()),
+    "configure_gradient_clipping": ("`max_grad_norm` or `GradientClipping`", ()),
+}
+"""Methods that Lightning, Composer and Keras call on models: what to use instead, and the arguments by which a user may
+have passed on what they return."""
 
 SEE_BATCHES = ("_train_epoch", "_train_step", "_weigh", "_prepare_batch", "_forward")
 """The hooks that get batches or read them."""
@@ -109,6 +154,28 @@ def refuse_dead_methods(**parts: Any) -> None:
                     f"`{argument}` ({kind.__name__}) has a method {name}(), which nothing calls. Put it into a "
                     f"callback, a subclass of omnitrain.Callback with {event}(trainer, ...), and pass that in "
                     "`callbacks`; or rename it, if you call it yourself."
+                )
+
+
+def reject_uncalled_methods(model: nn.Module, settings: Settings, trainer_class: type) -> None:
+    """Raise ConfigError for a method of the model that another library's trainer calls, and none of ours.
+
+    Args:
+        model: The model.
+        settings: The arguments of the trainer, by which the user may call it.
+        trainer_class: The class of the trainer, whose own hooks may call it.
+    """
+    if members_of_user(trainer_class).keys() & {*SEE_BATCHES, "compute_loss", "training_step", "prediction_step"}:
+        return
+    for kind in type(model).__mro__:
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for name in [name for name in METHODS_OF_MODELS if callable(vars(kind).get(name))]:
+            instead, arguments = METHODS_OF_MODELS[name]
+            if all(getattr(settings, argument) in (None, (), []) for argument in arguments):
+                raise ConfigError(
+                    f"`model` ({type(model).__name__}) has a method {name}(), which nothing calls. Use {instead} "
+                    "instead; or rename it, if you call it yourself."
                 )
 
 

@@ -55,7 +55,14 @@ from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.compilation import Compiled, check_compilable, compile_ahead
 from omnitrain.run.evaluation import Evaluation, Predictions, own_direction
 from omnitrain.run.feed import Feed
-from omnitrain.run.hooks import NEVER_CALLED, SEE_BATCHES, Hooks, members_of_user, refuse_dead_methods
+from omnitrain.run.hooks import (
+    NEVER_CALLED,
+    SEE_BATCHES,
+    Hooks,
+    members_of_user,
+    refuse_dead_methods,
+    reject_uncalled_methods,
+)
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loop import Loop
 from omnitrain.run.nonfinite import nonfinite_error
@@ -354,6 +361,7 @@ class BaseTrainer(Hooks, ABC):
         self.settings: Settings = settings
         parts = {name: getattr(settings, name) for name in ("optimizer", "lr_scheduler", "unit", "loss_fn")}
         refuse_dead_methods(model=model, **parts)
+        reject_uncalled_methods(model, settings, type(self))
         self.ranks: Ranks = ranks or Ranks()
         self.mesh = self.ranks.mesh
         check_same_on_ranks(self.ranks, {"trainer": describe(type(self)), **describe_all(settings.to_dict())})
@@ -524,6 +532,7 @@ class BaseTrainer(Hooks, ABC):
         )  # fmt: skip
         shown = ShownWeights(self)
         contents = Contents(self, lifecycle, self._step, sets, self._initial, shown)
+        write_beside = write_beside or functools.partial(_write_processor, self)
         self._checkpointer = Checkpointer(self, lifecycle, contents, shown, self.store, write_beside)
         self._evaluation = evaluation(self, self._feed, self.scorer, shown, lifecycle)
         if self._evaluates:
@@ -532,7 +541,6 @@ class BaseTrainer(Hooks, ABC):
             self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
         )
 
-        write_beside = write_beside or functools.partial(_write_processor, self)
     def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
         """Build the schedule, once `_setup_training_components` has put the model in place.
 
@@ -1056,6 +1064,12 @@ def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Coll
         logger.info("Early stopping has ended the run before: `patience` begins anew.")
 
 
+def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
+    """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(str(folder))
+
+
 def _adopt_parts(trainer: BaseTrainer) -> None:
     """Have the model, the optimizer and the schedule called, if they are callbacks or hooks."""
     optimizer = trainer.backend.optimizer if trainer.train_loader is not None or trainer._loop.has_own_epoch else None
@@ -1064,12 +1078,6 @@ def _adopt_parts(trainer: BaseTrainer) -> None:
 
 
 def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:
-def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
-    """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
-    if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(str(folder))
-
-
     """Return what the ranks must agree on before they train, as JSON types."""
     described, groups = trainer.resolved_config(), trainer.backend.groups
     del described["samples_per_epoch"]  # with the user's own loaders, it may differ between ranks

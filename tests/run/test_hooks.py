@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.functional import mse_loss
 from omnitrain import AccelerateTrainer, BaseTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.events import Algorithm, Event
 from omnitrain.hf.calls import CALLED
-from omnitrain.run.hooks import EVENTS_OF_TRAINERS, NEVER_CALLED, members_of_user
+from omnitrain.run.hooks import EVENTS_OF_TRAINERS, METHODS_OF_MODELS, NEVER_CALLED, members_of_user
 
 TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 HOOKS = ["_prepare_batch", "_forward", "_weigh", "_backward", "_clip_gradients", "_gradient_norm", "_apply_update"]
@@ -74,7 +75,7 @@ def test_hooks_are_called_on_every_trainer(kind: type[BaseTrainer]) -> None:
 
 def build(kind: Any, **options: Any) -> Any:
     options = {"model": t16(), "loss_fn": mse_loss, "progress_bar": False, **options}
-    return kind(train_dataset=rows(8), **({"device": "cpu"} if kind is Trainer else {}), **options)
+    return kind(train_dataset=rows(8), **({"device": "cpu"} if issubclass(kind, Trainer) else {}), **options)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,31 @@ def test_event_methods_of_models_and_optimizers_are_rejected(kind: Any, name: st
         message = rf"`{argument}` \(\w+\) has a method {name}\(\).*Callback with {event}\("
         with pytest.raises(ConfigError, match=message):
             build(kind, **without_loss, **{argument: part})
+
+
+def model_with(name: str, base: type = nn.Sequential) -> nn.Module:
+    return type("Net", (base,), {name: lambda self, *args: None})(nn.Linear(4, 1, dtype=torch.float64))
+
+
+@every_trainer
+def test_uncalled_methods_of_models_are_rejected(kind: Any) -> None:
+    for name, (instead, _) in METHODS_OF_MODELS.items():
+        message = rf"`model` \(Net\) has a method {name}\(\), which nothing calls. Use {re.escape(instead)}"
+        with pytest.raises(ConfigError, match=message):
+            build(kind, model=model_with(name))
+
+
+@every_trainer
+def test_methods_of_models_that_users_call_are_allowed(kind: Any) -> None:
+    model = model_with("configure_optimizers")
+    build(kind, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # as nanoGPT does
+    build(kind, model=model_with("training_step"), unit=lambda batch: 0, loss_fn=None)
+    build(kind, model=model_with("val_dataloader"), eval_dataset=rows(8))
+    build(kind, model=model_with("get_metrics"), eval_dataset=rows(8), compute_metrics="mae")
+    mine = type("Mine", (kind,), {"_forward": lambda self, model, batch: model.training_step(batch)})
+    build(mine, model=model_with("training_step"))
+    members = {"training_step": nothing, "optimizer_step": nothing, "__module__": "lightning.pytorch.core.module"}
+    build(kind, model=model_with("helper", type("LightningModule", (nn.Sequential,), members)))
 
 
 def test_event_methods_of_library_base_classes_are_allowed() -> None:
