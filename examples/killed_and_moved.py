@@ -6,7 +6,8 @@
 `Trainer` begins the run. It is killed, and `AccelerateTrainer` goes on, on two processes with DDP, then with FSDP 2,
 then with DeepSpeed ZeRO 2. `HFTrainer` takes the next part, and `Trainer` finishes. Each kill is a SIGKILL between two
 checkpoints, in the middle of an epoch: no handler runs, and the steps since the last checkpoint are trained again.
-Needs the extras `hf` and `deepspeed`; `--picture` needs `plot`. Takes about a minute, most of it to start Python.
+Needs the extra `metrics`. Without `hf` and `deepspeed`, their parts are left out, and the others take the run on.
+`--picture` needs `plot`. Takes about a minute, most of it to start Python.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ LEGS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "Trainer again": ("Trainer", (), 0),
 }
 """For each part of the run: the trainer, what `omnitrain launch` is given, and the step after which it is killed."""
+EXTRAS = {"ZeRO 2, 2 processes": "deepspeed", "HFTrainer": "transformers"}
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of a process that SIGKILL has ended, and of its launcher."""
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
@@ -104,7 +109,7 @@ def start(folder: Path, name: str, kill_after: int = 0) -> dict[int, float]:
     begin = [sys.executable, "-m", "omnitrain.cli", "launch", *how] if how else [sys.executable]
     command = [*begin, str(Path(__file__).resolve()), "--part", trainer_class, str(folder), str(kill_after)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    if (done.returncode == 0) is bool(kill_after):
+    if done.returncode not in (KILLED if kill_after else (0,)):
         raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
@@ -141,6 +146,9 @@ def main(picture: Path | None = None) -> float:
         alone = start(Path(place) / "alone", "Trainer")
         begin = 0
         for name, (_, _, end) in LEGS.items():
+            if name in EXTRAS and find_spec(EXTRAS[name]) is None:
+                print(f"{name:<20} is left out: {EXTRAS[name]} is not installed", flush=True)
+                continue
             losses = start(Path(place) / "moved", name, end)
             parts[name] = {step: loss for step, loss in losses.items() if step >= begin}
             begin = max(losses)
