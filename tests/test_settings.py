@@ -295,6 +295,16 @@ def test_settings_reject_conflict_with_accelerator(options: dict[str, Any]) -> N
         quiet(AccelerateTrainer, accelerator=accelerate.Accelerator(cpu=True), **options)
 
 
+def test_settings_take_accumulation_of_accelerator() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert quiet(AccelerateTrainer, accelerator=accelerator).gradient_accumulation_steps == 2
+    assert quiet(AccelerateTrainer, accelerator=accelerator, global_batch_size=24).gradient_accumulation_steps == 3
+    with pytest.raises(
+        ConfigError, match=r"`gradient_accumulation_steps=4` contradicts that of `accelerator`.* is 2\."
+    ):
+        quiet(AccelerateTrainer, accelerator=accelerator, gradient_accumulation_steps=4)
+
+
 def test_parallelism_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = getattr(accelerate.utils, "ParallelismConfig", None)
     if kind is not None:

@@ -272,6 +272,8 @@ class AccelerateTrainer(BaseTrainer):
                 f"`dtypes` sets 'reductions' to {str(sums)!r}, and `fsdp_plugin` has a mixed_precision_policy with a "
                 "reduce_dtype of its own. Leave one of them out."
             )
+        if accelerator is not None:
+            _adopt_accumulation(accelerator, given)
         if accelerator is None:
             plugin = deepspeed_plugin(ways["deepspeed_config"])
             if plugin is not None:
@@ -318,6 +320,22 @@ def _adopt_launcher(given: dict[str, Any]) -> None:
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps.isdigit() and int(steps) > 1 and not {"gradient_accumulation_steps", "global_batch_size"} & given.keys():
         given["gradient_accumulation_steps"] = int(steps)
+
+
+def _adopt_accumulation(accelerator: Any, given: dict[str, Any]) -> None:
+    """Take over the number of micro-batches in a step that the user's `Accelerator` was made with.
+
+    Raises:
+        ConfigError: If the trainer's own is another one.
+    """
+    steps = getattr(accelerator, "gradient_accumulation_steps", 1)
+    if steps == 1 or "global_batch_size" in given:
+        return
+    if given.setdefault("gradient_accumulation_steps", steps) != steps:
+        raise ConfigError(
+            f"`gradient_accumulation_steps={given['gradient_accumulation_steps']}` contradicts that of `accelerator`, "
+            f"which is {steps}. Leave one of them out."
+        )
 
 
 def _refuse_two_ways(given: Mapping[str, Any], plugin: Any) -> None:
