@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -13,10 +14,12 @@ from typing import Any, overload
 
 from omnitrain.descriptors import descriptor_of, in_order
 from omnitrain.errors import ConfigError, ObjectiveError
-from omnitrain.metrics import MetricsDict, new_figure, save_figure
+from omnitrain.metrics import MetricsDict, new_figure, read_row, save_figure
 from omnitrain.objective import infer_direction
 
 __all__ = ["RunComparison", "compare_runs"]
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _NO_CURVE = ("kind", "step", "epoch", "final", "learning_rate", "grad_norm", "skipped_steps", "loss_scale")
 
@@ -164,18 +167,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
             f"{str(path)!r} has no metrics.jsonl, which each run writes into its `save_dir`. Give the folder of a run, "
             "not of a checkpoint."
         )
-    text = file.read_text(encoding="utf-8")
-    try:
-        if file.suffix == ".json":
-            return _rows_of_history(MetricsDict.from_dict(json.loads(text)))
-        lines = text.splitlines()
-        if text and not text.endswith("\n"):
-            lines.pop()  # a killed run has written half of it
-        rows = [json.loads(line) for line in lines]
-        if not all(isinstance(row, dict) and {"kind", "step"} <= row.keys() for row in rows):
-            raise ValueError("a row has no 'kind' and 'step'")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(file)!r} has no rows of a run: {error}.") from error
+    if not file.is_file():
+        raise ConfigError(f"{str(file)!r} is not a file. Give the folder of a run.")
+    if file.suffix == ".json":
+        try:
+            return _rows_of_history(MetricsDict.from_dict(json.loads(file.read_bytes())))
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+            raise ConfigError(f"{str(file)!r} has no rows of a run: {error}.") from error
+    lines = file.read_bytes().split(b"\n")
+    read = [read_row(line) for line in lines[:-1]]  # of the last one, a killed run has written half
+    rows = [row for row in read if row is not None]
+    if len(rows) < len(read):
+        if not rows:
+            raise ConfigError(f"{str(file)!r} has no rows of a run: each line is a JSON object with 'kind' and 'step'.")
+        logger.warning("%s has %d damaged lines, which are left out.", str(file), len(read) - len(rows))
     return rows
 
 

@@ -21,7 +21,7 @@ from omnitrain.descriptors import bare_name, descriptor_of, in_order, is_describ
 from omnitrain.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 from omnitrain.files import replace_file
 
-__all__ = ["TABLES", "MetricRow", "MetricsDict", "WeightedMean", "new_figure", "save_figure"]
+__all__ = ["TABLES", "MetricRow", "MetricsDict", "WeightedMean", "is_position", "new_figure", "read_row", "save_figure"]
 
 _PREFIXES = ("eval_", "test_", "train_")
 _POSITION = ("epoch", "step")
@@ -29,6 +29,31 @@ TABLES = ("train_metrics_history", "valid", "test")
 _FACTS = ("best_step", "best_checkpoint", "stop_reason")
 _TRAIN_COLUMNS = {"train_loss": "train_loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
 _FIRST_ROWS, _LAST_ROWS = 5, 15
+
+
+def is_position(step: object, epoch: object) -> bool:
+    """Return whether a row of a file can have this step and epoch.
+
+    >>> is_position(10, 0.5), is_position(-1, 0.5), is_position(10, math.nan), is_position("10", 0.5)
+    (True, False, False, False)
+    """
+    are_numbers = type(step) is int and type(epoch) in (int, float)
+    return are_numbers and 0 <= step < 2**63 and 0 <= epoch < 2**63  # type: ignore[operator]
+
+
+def read_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row in a line of `metrics.jsonl`, or None if it holds none, as where the file is damaged.
+
+    >>> read_row(b'{"kind": "eval", "step": 10, "epoch": 0.5}'), read_row(b'[1, 2'), read_row(b'{"step": 10}')
+    ({'kind': 'eval', 'step': 10, 'epoch': 0.5}, None, None)
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return None
+    return row if is_position(row.get("step"), row.get("epoch", 0.0)) else None
 
 
 class MetricRow(dict[str, Any]):

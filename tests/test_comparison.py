@@ -77,6 +77,19 @@ def test_compare_uses_metric_descriptions_and_skips_torn_line(runs: Path) -> Non
     assert len(next(iter(compare_runs("torn").runs.values()))) == 2
 
 
+def test_compare_skips_damaged_lines(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = compare_runs("a").runs["a"]
+    damage = [b"\0" * 40, b"\xff\xfe{", b"[" * 5000, b'{"kind": [], "step": 1}', b'{"kind": "eval", "step": "x"}', b"7"]
+    path = runs / "a" / "metrics.jsonl"
+    path.write_bytes(b"\n".join([*damage, path.read_bytes()]))
+    assert compare_runs("a").runs["a"] == rows
+    assert "metrics.jsonl has 6 damaged lines, which are left out." in caplog.text
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="is not a file"):
+        compare_runs("a")
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -85,7 +98,7 @@ def test_compare_uses_metric_descriptions_and_skips_torn_line(runs: Path) -> Non
         (["."], "'.' has no metrics.jsonl, which each run writes"),
         (["empty"], "The run 'empty' has no rows"),
         (["odd.json"], "'odd.json' has no rows of a run"),
-        (["odd.jsonl"], "'odd.jsonl' has no rows of a run: a row has no 'kind'"),
+        (["odd.jsonl"], "'odd.jsonl' has no rows of a run: each line is a JSON object"),
     ],
 )
 def test_compare_rejects_other_paths(

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omnitrain.callbacks.rows import Row, RowFile
+from omnitrain.callbacks.rows import DAMAGED, Row, RowFile
 from omnitrain.descriptors import in_order
 from omnitrain.duration import Duration
 from omnitrain.events import Histogram, TrainerLike
 from omnitrain.files import replace_file
+from omnitrain.metrics import is_position
 
 __all__ = ["CsvLogger"]
 
@@ -58,19 +59,21 @@ class CsvLogger(RowFile):
         with path.open("rb") as file:
             for line in file:
                 start += len(line)
-                cells = _cells(line)
-                if not columns:
+                cells, is_whole = _cells(line), line.endswith(b"\n")
+                if not columns and {*_FIRST} <= {*cells}:
                     columns = cells
-                    if until >= 0 and line.endswith(b"\n"):
+                    if until >= 0 and is_whole:
                         yield 0, line, "", (0, 0.0)
                     continue
                 row = dict(zip(columns, cells, strict=False))
                 try:
                     position = (int(row["step"]), round(float(row["epoch"]), 6))
                 except (ValueError, KeyError):
-                    continue
-                is_whole = len(cells) == len(columns) and line.endswith(b"\n")
-                if is_whole and position[0] <= until and not (row.get("final") and until < math.inf):
+                    position = (-1, 0.0)
+                if len(cells) != len(columns) or not row.get("kind") or not is_position(*position):
+                    if is_whole and until >= 0:  # else a killed run has written half of it
+                        yield start - len(line), line, DAMAGED, (0, 0.0)
+                elif is_whole and position[0] <= until and not (row.get("final") and until < math.inf):
                     yield start - len(line), line, row["kind"], position
 
     def _open(self) -> io.FileIO:
@@ -109,7 +112,10 @@ def _one_line(name: str) -> str:
 
 
 def _cells(line: bytes) -> list[str]:
-    return next(csv.reader([line.decode(errors="replace").rstrip("\r\n")]), [])
+    try:
+        return next(csv.reader([line.decode(errors="replace").rstrip("\r\n")]), [])
+    except csv.Error:  # such as a cell of more than 128 KiB
+        return []
 
 
 def _encoded(cells: list[str]) -> bytes:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omnitrain.callbacks.rows import Row, RowFile, cut_back
+from omnitrain.callbacks.rows import DAMAGED, Row, RowFile, cut_back
 from omnitrain.duration import Duration
+from omnitrain.metrics import read_row
 
 __all__ = ["JsonlLogger"]
 
@@ -55,19 +56,19 @@ def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
 
 
 def _rows_of(path: Path, until: float) -> Iterator[Row]:
-    """Yield each whole row up to the step `until`."""
+    """Yield each whole row up to the step `until`, and the lines that are no rows."""
     start = 0
     with path.open("rb") as file:
         for line in file:
             start += len(line)
-            try:
-                row = json.loads(line)
-                kind, step, epoch = row["kind"], row["step"], row["epoch"]
-            except (ValueError, TypeError, KeyError):
+            row = read_row(line)
+            if row is None or "epoch" not in row:
+                if line.endswith(b"\n") and until >= 0:  # else a killed run has written half of it
+                    yield start - len(line), line, DAMAGED, (0, 0.0)
                 continue
             # The rows that close a run fall on no interval; a longer run would not have had them.
-            if step <= until and not (row.get("final") and until < math.inf):
-                yield start - len(line), line, kind, (step, round(float(epoch), 6))
+            if row["step"] <= until and not (row.get("final") and until < math.inf):
+                yield start - len(line), line, row["kind"], (row["step"], round(float(row["epoch"]), 6))
 
 
 def _finite(value: float | str) -> float | str | None:

@@ -24,7 +24,7 @@ from omnitrain.events import Callback, Histogram, TrainerLike
 from omnitrain.files import check_not_link, open_file, open_to_append, replace_file
 from omnitrain.settings import local_path
 
-__all__ = ["MAX_WAITING", "Pace", "Row", "RowFile", "cut_back", "numbers_of", "row_kind"]
+__all__ = ["DAMAGED", "MAX_WAITING", "Pace", "Row", "RowFile", "cut_back", "numbers_of", "row_kind"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -32,7 +32,10 @@ MAX_WAITING = 10_000
 """Rows kept in memory while a disk fails; beyond that the oldest are lost, with a warning."""
 
 Row = tuple[int, bytes, str, tuple[int, float]]
-"""Offset, line, kind and (step, epoch) of a row in a file; a line that is no row, such as a header, has no kind."""
+"""Offset, line, kind and (step, epoch) of a row in a file; the header of a table has no kind."""
+
+DAMAGED = "damaged"
+"""The kind of a line that should be a row, and is none."""
 
 
 def row_kind(logs: Mapping[str, float]) -> Literal["train", "test"]:
@@ -129,7 +132,7 @@ class RowFile(Callback, ABC):
 
     @abstractmethod
     def _rows_of(self, path: Path, until: float) -> Iterator[Row]:
-        """Yield each whole row up to the step `until`."""
+        """Yield each whole row up to the step `until`, and the lines that are no rows, of the kind `DAMAGED`."""
 
     def _make_room(self, row: Mapping[str, Any]) -> None:
         """Change the open file so that a row fits in, if it does not."""
@@ -261,7 +264,8 @@ def cut_back(path: Path, rows_of: Callable[[Path], Iterator[Row]]) -> dict[str, 
     """Drop all of a file but the rows that `rows_of` finds in it.
 
     A killed process may leave half a row at the end. Usually the end of the file is cut off, which works on a full
-    disk. Otherwise the file is replaced, so a kill leaves the old one.
+    disk. Otherwise the file is replaced, so a kill leaves the old one. A file with damaged lines is kept under another
+    name, which is logged.
 
     Returns:
         The last (step, epoch) kept of each kind.
@@ -270,16 +274,25 @@ def cut_back(path: Path, rows_of: Callable[[Path], Iterator[Row]]) -> dict[str, 
     check_not_link(path)
     if not path.is_file():
         return last
-    end, is_beginning = 0, True
+    end, is_beginning, damaged = 0, True, 0
     for start, line, kind, position in rows_of(path):
+        if kind == DAMAGED:
+            damaged += 1
+            continue
         if kind:
             last[kind] = position
         is_beginning = is_beginning and start == end and line.endswith(b"\n")
         end = start + len(line)
+    if damaged:
+        copy = path.with_name(f"{path.name}.damaged")
+        with path.open("rb") as file:
+            replace_file(copy, iter(lambda: file.read(1 << 20), b""))
+        logger.warning("%s has %d damaged lines, which are left out now. %r has them.", str(path), damaged, copy.name)
     if is_beginning:
         with open(path, "r+b", opener=open_file) as file:
             if end < os.fstat(file.fileno()).st_size:
                 file.truncate(end)
         return last
-    replace_file(path, (line.rstrip(b"\r\n") + b"\n" for _, line, _, _ in rows_of(path)))
+    rows = (line for _, line, kind, _ in rows_of(path) if kind != DAMAGED)
+    replace_file(path, (line.rstrip(b"\r\n") + b"\n" for line in rows))
     return last

@@ -229,6 +229,35 @@ def test_full_disk_does_not_end_the_run(tmp_path, caplog):
     assert "No space left on device" in caplog.text and "lacks 6 rows" in caplog.text
 
 
+DAMAGE: list[bytes] = [
+    b"\0" * 40, b"\xff\xfe\xfd", b"[" * 5000, b"7", b'{"kind": [], "step": 1, "epoch": 0.1}',
+    b'"' + b"x" * 200_000 + b'"',
+    b'{"kind": "train", "step": "two", "epoch": 0.1}', b'{"kind": "train", "step": null, "epoch": null}', b"1" * 5000,
+    b'{"kind": "train", "step": 1, "epoch": 1e999}', b"train,1,nan,,,", b"train,1,inf,0.5,0.5,", b"," * 9, b"",
+    b"train," + b"1" * 5000 + b",0.1,,,",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "end", "everywhere"])
+def test_damaged_lines_are_set_aside(logger_class, place, tmp_path, caplog):
+    """A run resumes with what is whole in the file, and the damaged one is kept, which is logged once."""
+    train(logger_class(), make_trainer(tmp_path), last=12)
+    path = path_in(tmp_path)
+    lines = path.read_bytes().splitlines()
+    number = {"start": 0, "middle": 3, "end": len(lines), "everywhere": 0}[place]
+    rest = [] if place == "everywhere" else lines[number:]
+    damaged = b"\n".join([*lines[:number], *DAMAGE, *rest, b""])
+    path.write_bytes(damaged)
+    for _ in range(2):
+        train(logger_class(), make_trainer(tmp_path, step=10), last=20)
+    assert [path.name for path in tmp_path.glob("*.damaged")] == [f"{path.name}.damaged"]
+    assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
+    assert caplog.text.count("damaged lines, which are left out now") == 1
+    path.with_name(f"{path.name}.damaged").unlink()
+    begin = 12 if place == "everywhere" else 2
+    assert steps(tmp_path) == list(range(begin, 21, 2))
+
+
 def test_kill_while_the_file_is_rewritten_leaves_the_old_one(logger_class, tmp_path, monkeypatch):
     """CSV is rewritten for a new column, JSON lines for a step that was repeated."""
     trainer = make_trainer(tmp_path)
