@@ -232,6 +232,8 @@ class TrainerLike(Protocol):
     ranks: Any
     """The ranks of the run; `ranks.data.size` of them have samples of their own."""
     device: torch.device
+    loss_mean: Any
+    """What the loss of a batch is a mean over: an `omnitrain.losses.LossMean`."""
     limits: Limits
     seed: int
     batch_size: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,15 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from omnitrain.data.collation import IGNORED_LABEL, labels_of
 from omnitrain.errors import ConfigError, DataError, did_you_mean
 
 __all__ = [
     "CrossEntropy",
+    "LossMean",
     "WeightedLosses",
     "chunked_cross_entropy",
+    "count_labels",
     "count_of",
     "divisor_of",
     "parts_of",
+    "shift_of",
+    "shifts_by_default",
     "total_of",
 ]
 
@@ -279,6 +285,11 @@ class WeightedLosses(nn.Module):
             total = total + self.weights[name] * found[name]
         return {**found, "total": total}
 
+    @property
+    def shift(self) -> bool | None:
+        """Whether the losses compare scores with the labels one place after them; None if none of them says so."""
+        return next((shift for loss in self.losses.values() if (shift := shift_of(loss)) is not None), None)
+
     def mean_over(self, labels: Any) -> float | None:
         """Return what the losses divide the sum over these labels by.
 
@@ -334,6 +345,157 @@ def parts_of(losses: Any) -> dict[str, Any]:
 
 
 # --- what the mean of a loss is over
+
+
+@dataclass(slots=True)
+class LossMean:
+    """What the loss of a batch is a mean over, and which labels scores are compared with.
+
+    The only answer to this question: weights of micro-batches, metrics by name and algorithms read it here. It begins
+    with what the loss, the unit or the model's configuration says. Where they do not, `run/loss_probe.py` asks the loss
+    by means of the first batch.
+
+    Attributes:
+        loss_fn: The loss function, or a unit that has `mean_over`; None if the model computes the loss.
+        shift: Whether scores are compared with the labels one place after them, and the first label of a row with none.
+        ignore_index: The label that does not count.
+        counts_labels: Whether the mean is over labels that are integers of more than one dimension; otherwise it is
+            over rows, as it is for all other labels.
+        is_sum: Whether what the model returns is a sum over rows, which `ModelUnit` divides by their number.
+        is_shift_known: Whether `shift` was said, or found out; otherwise it is a guess.
+        is_checked: Whether the loss was asked.
+        tasks: The same for the loss of each task, where a unit has several.
+
+    >>> mean = LossMean(shift=True)
+    >>> mean.divisor({"labels": torch.tensor([[1, 2, -100]])})
+    1
+    """
+
+    loss_fn: Any = None
+    shift: bool = False
+    ignore_index: int = IGNORED_LABEL
+    counts_labels: bool = True
+    is_sum: bool = False
+    is_shift_known: bool = False
+    is_checked: bool = False
+    tasks: dict[str, LossMean] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Any, model: Any) -> LossMean:
+        """Return what is said about a loss.
+
+        Args:
+            source: The loss function, or a unit; None if the model computes the loss.
+            model: The bare module.
+        """
+        config, shift = getattr(model, "config", None), shift_of(source)
+        mean = cls(source, shifts_by_default(model) if shift is None else shift, is_shift_known=shift is not None)
+        ignore_index = getattr(source, "ignore_index", None)
+        if type(ignore_index) is int:
+            mean.ignore_index = ignore_index
+        elif source is None and type(getattr(config, "semantic_loss_ignore_index", None)) is int:
+            mean.ignore_index = config.semantic_loss_ignore_index  # type: ignore[union-attr]
+        if source is None and getattr(model, "loss_type", None) == "ForCTC":
+            mean.counts_labels, mean.shift, mean.is_shift_known = False, False, True
+            mean.is_sum = getattr(config, "ctc_loss_reduction", "mean") == "sum"
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out about the loss, as JSON types; nothing if it was not asked."""
+        if not self.is_checked:
+            return {}
+        names = ("shift", "ignore_index", "counts_labels", "is_sum", "is_shift_known")
+        tasks = {name: mean.state_dict() for name, mean in self.tasks.items()}
+        return {**{name: getattr(self, name) for name in names}, **({"tasks": tasks} if tasks else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, so that a resumed run need not ask again; a loss that says more wins."""
+        for name, of_task in state.get("tasks", {}).items():
+            self.tasks.setdefault(name, LossMean()).load_state_dict(of_task)
+        if not self.is_shift_known:
+            for name in state.keys() - {"tasks"}:
+                setattr(self, name, state[name])
+            self.is_checked = bool(state)
+
+    def divisor(self, batch: Any, names: Sequence[str] = (), of_labels: bool = False) -> float | None:
+        """Return what the loss divides its sum over a batch by; None if that is the number of rows.
+
+        Args:
+            batch: A batch on the host: counting on a device would wait for it.
+            names: The keys of the labels, if they are not the usual ones.
+            of_labels: Whether to count labels even if the loss function says that its mean is over something else.
+        """
+        if not of_labels and self.loss_fn is not None:
+            divisor = divisor_of(self.loss_fn, labels_of(batch, names))
+            if divisor is not None:
+                return divisor
+        if not self.counts_labels and not of_labels:
+            return None
+        return count_labels(batch, self.shift, names, self.ignore_index)
+
+    def compared(self, scores: Any, labels: Any, has_classes: bool = False) -> tuple[Any, Any]:
+        """Return scores and labels such that each score is at the place of the label that it is compared with.
+
+        Args:
+            scores: Scores of (rows, places, classes), or anything else, which is returned unchanged.
+            labels: The labels of (rows, places).
+            has_classes: Whether there can be classes of (rows, places) instead of scores.
+        """
+        if not self.shift or not isinstance(scores, Tensor) or not isinstance(labels, Tensor) or labels.ndim < 2:
+            return scores, labels
+        fits = scores.ndim == labels.ndim + 1 or (has_classes and scores.shape == labels.shape)
+        return (scores[:, :-1], labels[:, 1:]) if fits else (scores, labels)
+
+    def counted(self, labels: Tensor) -> Tensor:
+        """Return which of the labels of a batch count, as booleans of their shape; those of no score do not."""
+        counts = labels != self.ignore_index
+        if self.shift:
+            counts = counts.clone()
+            counts[:, :1] = False
+        return counts
+
+
+def shift_of(source: Any) -> bool | None:
+    """Return whether a loss function or a unit says that it shifts labels: by an attribute `shift`, True or False."""
+    shift = getattr(source, "shift", None)
+    if type(shift) is bool:
+        return shift
+    return False if type(source) in (nn.CrossEntropyLoss, nn.NLLLoss) else None
+
+
+def shifts_by_default(model: Any) -> bool:
+    """Return whether a model of transformers computes the loss of causal language models, as far as its class shows.
+
+    Many classes compute another loss than the one that transformers chooses for their name, so this is a guess.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "loss_function"):
+        return False
+    # transformers chooses the loss by the name of the class, and the causal one if that says nothing (GPT2LMHead)
+    kind = getattr(model, "loss_type", None)
+    return kind in ("ForCausalLM", "ForConditionalGeneration") or (
+        kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
+    )
+
+
+def count_labels(
+    batch: Any, shift: bool = False, names: Sequence[str] = (), ignore_index: int = IGNORED_LABEL
+) -> int | None:
+    """Return how many labels count, if labels are integers of more than one dimension; otherwise None.
+
+    Args:
+        batch: A batch on the host: counting on a device would wait for it.
+        shift: Leave out each first label, as causal language models do: nothing comes before it to predict it from.
+        names: The keys of the labels, if they are not the usual ones.
+        ignore_index: The label that does not count.
+    """
+    labels = labels_of(batch, names)
+    if isinstance(batch, Mapping) and "shift_labels" in batch:
+        labels, shift = batch["shift_labels"], False
+    if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point() or labels.is_complex():
+        return None
+    if shift:
+        labels = labels[..., 1:]
+    return count_of(labels, ignore_index)
 
 
 def divisor_of(loss_fn: Any, labels: Any) -> float | None:

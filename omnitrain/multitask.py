@@ -17,16 +17,9 @@ from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import tensor_columns
 from omnitrain.data.sets import EvalSet
 from omnitrain.errors import ConfigError, DataError, did_you_mean
+from omnitrain.losses import LossMean, count_labels
 from omnitrain.reproducibility import derive_seed
-from omnitrain.units import (
-    ModelUnit,
-    StepOutput,
-    check_untrained_loss,
-    count_labels,
-    count_tokens,
-    shifts_labels,
-    without_effect,
-)
+from omnitrain.units import ModelUnit, StepOutput, check_untrained_loss, count_tokens, without_effect
 
 __all__ = ["MultiTask", "MultiTaskUnit", "TaskBatch"]
 
@@ -268,7 +261,8 @@ class MultiTaskUnit:
         self.losses: dict[str, Callable[[Any, Any], torch.Tensor]] = dict(losses or {})
         self.weights: dict[str, float] = dict(weights or {})
         self._units: dict[str, ModelUnit] = {}
-        self._shifts = shifts_labels(unwrap(model))
+        self.loss_mean: LossMean = LossMean(is_shift_known=True)
+        """What the loss of each task is a mean over, in its `tasks`."""
 
     def __call__(self, batch: TaskBatch) -> StepOutput:
         """Return the sum of the losses of all targets, each times the weight of its task; logs show each task's."""
@@ -287,8 +281,8 @@ class MultiTaskUnit:
         total: Any = 0.0
         targets, output, metrics = 0, StepOutput(None), dict[str, Any]()
         for name, part in batch.parts.items():
-            output = self._unit(name)(lambda *args, task=name, **kwargs: self.model(*args, task=task, **kwargs), part)
-            found = batch.counts[name][self._shifts]
+            output = self.run_task(name, part)
+            found = batch.counts[name][self.loss_mean.tasks[name].shift]
             count = 0 if name in batch.idle else found
             loss = output.required_loss()
             weighted = loss * (count * self.weights.get(name, 1.0)) if found else without_effect(output, loss)
@@ -298,11 +292,23 @@ class MultiTaskUnit:
             metrics |= {f"{name}_{key}": (value, count) for key, value in (output.metrics or {}).items()}
         is_one = len(batch.parts) == 1
         outputs, labels = (output.outputs, output.labels) if is_one else (None, None)
-        return StepOutput(total, outputs, labels, targets, metrics=None if is_one else metrics)
+        mean = self.loss_mean.tasks[name] if is_one else None
+        return StepOutput(total, outputs, labels, targets, metrics=None if is_one else metrics, _loss_mean=mean)
+
+    def mean_of(self, name: str) -> LossMean:
+        """Return what the loss of a task is a mean over."""
+        return self._unit(name).loss_mean
+
+    def run_task(self, name: str, batch: Any) -> StepOutput:
+        """Return the mean loss of a batch of one task, with its outputs and labels."""
+        return self._unit(name)(lambda *args, **kwargs: self.model(*args, task=name, **kwargs), batch)
 
     def _unit(self, name: str) -> ModelUnit:
         if name not in self._units:
-            self._units[name] = ModelUnit(self.model, self.losses.get(name))
+            self._units[name] = unit = ModelUnit(self.model, self.losses.get(name))
+            if name in self.loss_mean.tasks:  # of a checkpoint
+                unit.loss_mean.load_state_dict(self.loss_mean.tasks[name].state_dict())
+            self.loss_mean.tasks[name] = unit.loss_mean
         return self._units[name]
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, labels_of, tensors_in, where_labels_are
+from omnitrain.data.collation import LABEL_KEYS, count_samples, labels_of, tensors_in, where_labels_are
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.losses import CrossEntropy, count_of, parts_of, total_of
+from omnitrain.losses import CrossEntropy, LossMean, count_labels, parts_of, shifts_by_default, total_of
 
 __all__ = [
     "EvalUnit",
@@ -30,7 +30,6 @@ __all__ = [
     "TrainUnit",
     "WholeBatchUnit",
     "check_untrained_loss",
-    "count_labels",
     "count_tokens",
     "forward_names",
     "generated",
@@ -39,7 +38,6 @@ __all__ = [
     "no_token_counts",
     "own_modules",
     "run_unit",
-    "shifts_labels",
     "without_effect",
 ]
 
@@ -75,6 +73,8 @@ class StepOutput:
     metrics: Mapping[str, Any] | None = None
     _returned: Any = field(default=None, repr=False, compare=False)
     """All that the model returned, of which `outputs` may be a part; None if nothing needs it."""
+    _loss_mean: LossMean | None = field(default=None, repr=False, compare=False)
+    """What this loss is a mean over, where a unit has several losses."""
 
     def __post_init__(self) -> None:
         """Cut the metrics off from the graph, which DDP would else look for gradients in."""
@@ -152,6 +152,7 @@ class ModelUnit:
         self._label_keys = (*label_names, *LABEL_KEYS)
         self.model_loss: Callable[..., Any] | None = None
         model = unwrap(model)
+        self.loss_mean: LossMean = LossMean.of(loss_fn, model)
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -224,6 +225,8 @@ class ModelUnit:
                     "taken of, or a dict of such losses."
                 )
             loss = self._checked(loss, outputs, batch)
+            if self.loss_mean.is_sum:
+                loss = loss / count_samples(batch)
         return loss, outputs, metrics
 
     def missing_loss(self, outputs: Any, batch: Any) -> DataError:
@@ -380,6 +383,8 @@ def without_effect(output: StepOutput, loss: Tensor) -> Tensor:
     the loss was computed from. To ask which it is waits for the device, but only micro-batches that count nothing
     come here.
     """
+    if not loss.requires_grad:  # in an evaluation
+        return torch.zeros_like(loss)
     if loss.isfinite():
         return loss * 0
     used = _computed_from(loss)
@@ -455,39 +460,10 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"[:80]
 
 
-def count_labels(batch: Any, shifted: bool = False, names: Sequence[str] = ()) -> int | None:
-    """Return how many labels are not -100, if labels are integers of more than one dimension; otherwise None.
-
-    Args:
-        batch: A batch on the host: counting on a device would wait for it.
-        shifted: Leave out each first label, as causal language models do: nothing comes before it to predict it from.
-        names: The keys of the labels, if they are not the usual ones.
-    """
-    labels = labels_of(batch, names)
-    if isinstance(batch, Mapping) and "shift_labels" in batch:
-        labels, shifted = batch["shift_labels"], False
-    if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point() or labels.is_complex():
-        return None
-    if shifted:
-        labels = labels[..., 1:]
-    return count_of(labels, IGNORED_LABEL)
-
-
-def shifts_labels(model: Any) -> bool:
-    """Return whether this is a causal language model of transformers: its loss is a mean over `labels[:, 1:]`."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "loss_function"):
-        return False
-    # transformers chooses the loss by the name of the class, and the causal one if that says nothing (GPT2LMHead)
-    kind = getattr(model, "loss_type", None)
-    return kind == "ForCausalLM" or (
-        kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
-    )
-
-
 def _check_shift(loss_fn: Any, model: Any) -> None:
     """Refuse a loss that compares each score with its own token where the model predicts the next one."""
     modules = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
-    if any(isinstance(one, CrossEntropy) and not one.shift for one in modules) and shifts_labels(unwrap(model)):
+    if any(isinstance(one, CrossEntropy) and not one.shift for one in modules) and shifts_by_default(unwrap(model)):
         raise ConfigError(
             f"`loss_fn` compares scores with the labels at the same place, and {type(unwrap(model)).__name__} predicts "
             "each label one place before it. Pass CrossEntropy(shift=True)."

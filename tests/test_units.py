@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from transformers import BatchEncoding, BertForMaskedLM, BertForTokenClassification, TrainingArguments
 
 from omnitrain.errors import DataError
+from omnitrain.losses import count_labels, shifts_by_default
 from omnitrain.units import (
     EvalUnit,
     ModelUnit,
     StepOutput,
     TrainUnit,
     WholeBatchUnit,
-    count_labels,
     count_tokens,
     move_loss,
     run_unit,
-    shifts_labels,
     without_effect,
 )
 
@@ -441,7 +440,7 @@ COUNTED: list[tuple[Any, int | None, int | None]] = [
 
 def test_count_labels() -> None:
     for batch, count, shifted in COUNTED:
-        assert (count_labels(batch), count_labels(batch, shifted=True)) == (count, shifted), batch
+        assert (count_labels(batch), count_labels(batch, shift=True)) == (count, shifted), batch
 
 
 def test_count_tokens() -> None:
@@ -483,8 +482,8 @@ def test_causal_loss_counts_shifted_labels(make: Any) -> None:
     labels[0, :3] = -100
     labels[1, 4] = -100
     batch = {"input_ids": IDS, "labels": labels}
-    assert shifts_labels(model) and not shifts_labels(Scores())
-    output, count = ModelUnit(model)(model, batch), count_labels(batch, shifts_labels(model))
+    assert shifts_by_default(model) and not shifts_by_default(Scores())
+    output, count = ModelUnit(model)(model, batch), count_labels(batch, shifts_by_default(model))
     assert count == 5
     total = model(**batch, num_items_in_batch=1).loss
     assert torch.allclose(output.required_loss() * count, total)
@@ -499,7 +498,7 @@ def test_causal_loss_counts_as_transformers(tmp_path: Any) -> None:
             pytest.skip("this transformers does not count shifted labels yet")
         trainer.model_accepts_loss_kwargs = True
         expected = trainer._get_num_items_in_batch([{"labels": labels}], torch.device("cpu"))
-        assert count_labels({"labels": labels}, shifts_labels(model)) == int(expected), type(model)
+        assert count_labels({"labels": labels}, shifts_by_default(model)) == int(expected), type(model)
 
 
 # Errors

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.collation import IGNORED_LABEL, as_probabilities, required_labels, with_labels
+from omnitrain.data.collation import as_probabilities, required_labels, with_labels
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Algorithm, TrainerLike
-from omnitrain.units import shifts_labels
 
 __all__ = ["LabelSmoothing"]
 
@@ -57,10 +56,11 @@ class LabelSmoothing(Algorithm):
         labels, scores = output.labels, output.outputs
         if not isinstance(labels, torch.Tensor) or not _is_of_many(labels):
             return output
+        counts = trainer.loss_mean.counted(labels)
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else ()
         if shape == (*labels.shape, self.num_classes):
-            if shifts_labels(trainer.model):
-                scores, labels = scores[..., :-1, :], labels[..., 1:]
+            if trainer.loss_mean.shift:
+                scores, counts = scores[:, :-1], counts[:, 1:]
         elif shape == (labels.shape[0], self.num_classes, *labels.shape[1:]):
             scores = scores.movedim(1, -1)
         else:
@@ -69,7 +69,6 @@ class LabelSmoothing(Algorithm):
                 f"LabelSmoothing needs scores of {self.num_classes} classes for labels of shape {tuple(labels.shape)}, "
                 f"and the outputs are {found}. Correct `num_classes`, or smooth in your own loss."
             )
-        counts = labels != IGNORED_LABEL
         spread = -torch.log_softmax(scores.float() if scores.dtype.itemsize < 4 else scores, dim=-1).mean(dim=-1)
         total = torch.where(counts, spread, 0.0).sum()
         if output.num_targets is None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.collation import IGNORED_LABEL, required_labels
+from omnitrain.data.collation import required_labels
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Algorithm, TrainerLike, share_of_run
-from omnitrain.units import shifts_labels
 
 __all__ = ["SeqLengthWarmup"]
 
@@ -83,10 +82,9 @@ class SeqLengthWarmup(Algorithm):
 
     def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
         """Return the output with the sum of losses over the labels that are left, and their number."""
-        labels = output.labels
-        if self._present(trainer) >= self.max_length or output.num_targets is not None:
+        labels, mean = output.labels, trainer.loss_mean
+        if self._present(trainer) >= self.max_length or output.num_targets is not None or not mean.counts_labels:
             return output
-        counted = labels[:, 1:] if shifts_labels(trainer.model) else labels
-        output.num_targets = (counted != IGNORED_LABEL).sum()
+        output.num_targets = mean.counted(labels).sum()
         output.loss = output.required_loss() * output.num_targets
         return output

@@ -285,6 +285,14 @@ _generators = record(
     {"python": record({"version": whole(3, 3), "gauss": maybe(number())})},
     {"numpy": record({"pos": whole(0, 624), "has_gauss": whole(0, 1), "gauss": number()})},
 )
+_LOSS_MEAN = record(
+    {},
+    {
+        **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_shift_known"), flag),
+        "ignore_index": whole(-LARGEST),
+        "tasks": table(_anything),
+    },
+)
 _LOOP = record(
     {
         "loss": _one_or_each(_sums),
@@ -294,6 +302,7 @@ _LOOP = record(
     {
         "learning_rates": each(number()),
         "microbatch_size": maybe(whole(1)),
+        "loss_mean": _LOSS_MEAN,
         "metrics": each(each(_row(text, number(odd=True), number(odd=True), number(), number()))),
     },
 )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from omnitrain.data.collation import IGNORED_LABEL
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.units import shifts_labels
+from omnitrain.losses import shifts_by_default
 
 __all__ = ["SmoothedLoss", "smooth_labels"]
 
@@ -26,15 +26,15 @@ class SmoothedLoss:
 
     Args:
         factor: The share.
-        shifted: Whether scores are compared with the labels one position later, as in causal language models.
+        shift: Whether scores are compared with the labels one position later, as in causal language models.
 
     >>> round(float(SmoothedLoss(0.1)(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))), 4)
     0.2269
     """
 
-    def __init__(self, factor: float, shifted: bool = False) -> None:
+    def __init__(self, factor: float, shift: bool = False) -> None:
         self.factor = factor
-        self.shifted = shifted
+        self.shift = shift
         self.__qualname__ = f"{type(self).__name__}({factor:g})"  # so that a resume with another factor is reported
 
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ class SmoothedLoss:
         scores = scores[0] if isinstance(scores, (tuple, list)) else scores
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()  # as transformers' models do for their own loss
-        if self.shifted:
+        if self.shift:
             scores, labels = scores[..., :-1, :], labels[..., 1:]
         return F.cross_entropy(
             scores.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, label_smoothing=self.factor
@@ -81,4 +81,4 @@ def smooth_labels(args: Any, model: Any, given: dict[str, Any]) -> None:
     if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
         logger.warning("`label_smoothing_factor=%s` has no effect: a sample may have several of the labels.", factor)
         return
-    given["loss_fn"] = SmoothedLoss(factor, shifts_labels(model))
+    given["loss_fn"] = SmoothedLoss(factor, shifts_by_default(model))

@@ -22,17 +22,18 @@ from omnitrain.data.loaders import Loader
 from omnitrain.data.stateful import data_parts, untouched
 from omnitrain.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
 from omnitrain.events import Event
+from omnitrain.losses import LossMean
 from omnitrain.objective import Objective
-from omnitrain.reproducibility import isolated_rng
 from omnitrain.run.feed import Feed
-from omnitrain.run.hooks import Hooks
+from omnitrain.run.hooks import Hooks, evaluating
 from omnitrain.run.lifecycle import Lifecycle, is_of_callback
+from omnitrain.run.loss_probe import ask_loss
 from omnitrain.run.meters import Meters, means_of
 from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.scoring import Scorer, make_scorer, scores_for, to_numpy
 from omnitrain.units import ModelUnit, StepOutput, run_unit
 
-__all__ = ["Evaluation", "Inconclusive", "Predictions", "evaluating", "own_direction"]
+__all__ = ["Evaluation", "Inconclusive", "Predictions", "own_direction"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -65,24 +66,6 @@ class Predictions(NamedTuple):
     def label_ids(self) -> Any:
         """The labels, by their name in transformers."""
         return self.labels
-
-
-@contextlib.contextmanager
-def evaluating(hooks: Hooks) -> Iterator[None]:
-    """Put the model into evaluation mode without gradients; modes and random numbers are restored afterwards.
-
-    Random numbers inside start from the seed every time, so a repeated evaluation gives the same result.
-    """
-    training = [module for module in hooks.backend.wrapped.modules() if module.training]
-    hooks.backend.wrapped.eval()
-    try:
-        # no_grad, not inference_mode: tensors that a model caches here must be usable in training
-        with isolated_rng(hooks.device, seed=hooks.settings.seed), torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        hooks.backend.end_evaluation()
 
 
 def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
@@ -132,6 +115,7 @@ class Evaluation:
         """The named sets that this evaluation leaves out."""
         self._scorers: dict[int, Scorer] = {}
         """The scorers of sets with their own metrics, by the `id` of their rules."""
+        self._has_checked_perplexity = False
         self._unit: Any = None
         """The unit of the set being evaluated, if it has its own."""
 
@@ -299,6 +283,8 @@ class Evaluation:
                 ranks.moves += 1
                 if is_interrupted(number):
                     return None
+                if not number and needs_loss and self._unit is None and not hooks.loss_mean.is_checked:
+                    ask_loss(hooks, [batch], splits=False)
                 counts = samples > 0  # otherwise it is a stand-in
                 self.feed.samples = samples or None
                 weight = hooks._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
@@ -342,7 +328,23 @@ class Evaluation:
             if has_labels:
                 scores |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
             metrics = _with_loss(scores, loss / weights) if weights else scores
+            if weights and not only_first and ranks.is_main:
+                self._check_perplexity(metrics)
         return Predictions(predictions, labels, metrics)
+
+    def _check_perplexity(self, metrics: Mapping[str, float]) -> None:
+        """Warn once about a perplexity that is not the exponential of the loss."""
+        perplexity, loss = metrics.get("perplexity"), metrics["loss"]
+        if self._has_checked_perplexity or not perplexity or not math.isfinite(perplexity + loss):
+            return
+        self._has_checked_perplexity = True
+        if not math.isclose(math.log(perplexity), loss, rel_tol=1e-2, abs_tol=1e-2):
+            logger.warning(
+                "The perplexity is %.5g, and exp(loss) is %.5g. Either the loss has other parts than the cross entropy "
+                "(smoothed labels, a router), or the metric compares other scores and labels than the loss: a loss or "
+                "a unit that shifts labels says so by an attribute `shift = True`.",
+                perplexity, math.exp(min(loss, 700.0)),
+            )  # fmt: skip
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         """Return the loss and outputs of a batch; an error names its samples."""
@@ -432,7 +434,10 @@ class Evaluation:
         if self.scorer.takes_whole_batches:  # a metric function for transformers, which shifts labels itself
             return output.outputs, output.labels
         has_classes = self.hooks.settings.preprocess_logits_for_metrics is not None
-        return _aligned(output, self.feed.shifts_labels, has_classes)
+        mean = output._loss_mean
+        if mean is None:
+            mean = self.hooks.loss_mean if self._unit is None else LossMean.of(self._unit, self.hooks.backend.model)
+        return mean.compared(output.outputs, output.labels, has_classes)
 
     def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
@@ -548,21 +553,6 @@ def _in_order(shares: list[list[Any]]) -> list[Any]:
     """Return the items of all ranks in the order of the data, which were dealt to the ranks in turns."""
     dealt = itertools.zip_longest(*shares, fillvalue=None)
     return [batch for turn in dealt for batch in turn if batch is not None]
-
-
-def _aligned(output: StepOutput, shifted: bool, has_classes: bool) -> tuple[Any, Any]:
-    """Return scores and the labels they predict; a causal language model predicts each label one position earlier.
-
-    Args:
-        output: The result of the batch.
-        shifted: Whether it is a causal language model.
-        has_classes: Whether there can be classes instead of scores.
-    """
-    scores, labels = output.outputs, output.labels
-    tensors = isinstance(scores, torch.Tensor) and isinstance(labels, torch.Tensor)
-    if shifted and tensors and (scores.ndim == labels.ndim + 1 or (has_classes and scores.shape == labels.shape)):
-        return scores[:, :-1], labels[:, 1:]
-    return scores, labels
 
 
 def _join(parts: list[Any], filler: Callable[[], int] = lambda: IGNORED_LABEL) -> Any:

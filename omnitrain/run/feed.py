@@ -6,19 +6,18 @@ Batches come from `data/loaders.py`; windows go to `step.py`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from omnitrain.checkpoint.identity import content_of
-from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.collation import copied_ahead, count_samples, labels_of, move_to_device, split_batch
+from omnitrain.data.collation import copied_ahead, count_samples, move_to_device, split_batch
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
 from omnitrain.data.sampling import Counted, Window, windows
 from omnitrain.data.stateful import data_parts
@@ -27,12 +26,12 @@ from omnitrain.distributed import Ranks
 from omnitrain.duration import Stages
 from omnitrain.errors import DataError, DistributedError, add_place
 from omnitrain.events import Ranges, within
-from omnitrain.losses import divisor_of
 from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
+from omnitrain.run.loss_probe import ask_loss
 from omnitrain.settings import Settings
-from omnitrain.units import ModelUnit, count_labels, count_tokens, no_token_counts, shifts_labels
+from omnitrain.units import ModelUnit, count_tokens, no_token_counts
 
 __all__ = ["Feed"]
 
@@ -156,6 +155,8 @@ class Feed:
             last = group[-1] if group else last
             if not self._has_compared:
                 self._compare_first(loader)
+            if not self._hooks.loss_mean.is_checked:
+                group = self._ask_loss(group)
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
             ranks.place = "step"
@@ -169,6 +170,21 @@ class Feed:
                 done += window.samples
                 self._given = progress.samples, window
                 yield window
+
+    def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
+        """Find out what the loss is a mean over, and return the first micro-batches, weighed accordingly."""
+        mean, splits = self._hooks.loss_mean, self.accumulation > 1 or self._may_split or self._ranks.data.size > 1
+        before = copy.copy(mean)
+        ask_loss(self._hooks, [batch for batch, *_ in group], splits or self._stages is not None)
+        if dataclasses.replace(before, is_checked=True, is_shift_known=mean.is_shift_known) == mean:
+            return group
+        weighed = list[Weighed]()
+        for batch, weight, samples, tokens, ends in group:
+            if weight or samples or not ends:  # otherwise it is a stand-in
+                self.samples = samples or None
+                weight = self._hooks._weigh(move_to_device(batch, torch.device("cpu")))
+            weighed.append((batch, weight, samples, tokens, ends))
+        return weighed
 
     def _size_of_next(self) -> int:
         """Return the batches on each rank of the window that is read next, which may be read during the one before."""
@@ -345,13 +361,10 @@ class Feed:
         if self._reduction == "sum":
             return 1
         if isinstance(self._hooks.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
-            loss_fn = self._hooks.unit.loss_fn
-            divisor = None if loss_fn is None else divisor_of(loss_fn, labels_of(batch, self._label_names))
-            if divisor is None or self._reduction == "per-token-mean":
-                labels = count_labels(batch, self.shifts_labels, self._label_names)
-                if labels is None and self._reduction == "per-token-mean":
-                    raise no_token_counts()
-                divisor = labels if divisor is None else divisor
+            mean, names = self._hooks.loss_mean, self._label_names
+            if self._reduction == "per-token-mean" and mean.divisor(batch, names, of_labels=True) is None:
+                raise no_token_counts()
+            divisor = mean.divisor(batch, names)
             if divisor is not None:
                 return divisor
         return self.rows_of(batch)
@@ -364,11 +377,6 @@ class Feed:
             return count_samples(batch)
         except DataError:
             return self.samples
-
-    @cached_property
-    def shifts_labels(self) -> bool:
-        """Whether the model predicts each label one position earlier, as causal language models of transformers do."""
-        return shifts_labels(unwrap(self._hooks.backend.model))
 
     # --- evaluations
 

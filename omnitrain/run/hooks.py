@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,8 +21,9 @@ from omnitrain.data.sampling import Window
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, Callback, Event
+from omnitrain.losses import LossMean
 from omnitrain.precision import Precision, choose_device
-from omnitrain.reproducibility import derive_seed, seed_everything
+from omnitrain.reproducibility import derive_seed, isolated_rng, seed_everything
 from omnitrain.settings import Settings
 from omnitrain.units import StepOutput, run_unit, without_effect
 
@@ -29,6 +32,7 @@ __all__ = [
     "NEVER_CALLED",
     "SEE_BATCHES",
     "Hooks",
+    "evaluating",
     "members_of_user",
     "refuse_dead_methods",
     "reject_uncalled_methods",
@@ -197,6 +201,7 @@ class Hooks:
     device: torch.device
     precision: Precision
     unit: Any
+    loss_mean: LossMean
     algorithms: list[Algorithm]
     lr_scheduler: Any
     scheduler_interval: str
@@ -294,3 +299,21 @@ class Hooks:
         """Return the values that the backend adds to each row of logs."""
         scaler = self.backend.scaler
         return {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+
+
+@contextlib.contextmanager
+def evaluating(hooks: Hooks) -> Iterator[None]:
+    """Put the model into evaluation mode without gradients; modes and random numbers are restored afterwards.
+
+    Random numbers inside start from the seed every time, so a repeated evaluation gives the same result.
+    """
+    training = [module for module in hooks.backend.wrapped.modules() if module.training]
+    hooks.backend.wrapped.eval()
+    try:
+        # no_grad, not inference_mode: tensors that a model caches here must be usable in training
+        with isolated_rng(hooks.device, seed=hooks.settings.seed), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        hooks.backend.end_evaluation()

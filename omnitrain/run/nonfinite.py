@@ -13,8 +13,8 @@ import torch
 
 from omnitrain.errors import NonFiniteError, Tolerance, listed
 from omnitrain.files import replace_file
-from omnitrain.run.evaluation import Evaluation, evaluating
-from omnitrain.run.hooks import Hooks
+from omnitrain.run.evaluation import Evaluation
+from omnitrain.run.hooks import Hooks, evaluating
 
 __all__ = ["Place", "evaluation_error", "nonfinite_error"]
 

@@ -22,10 +22,9 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
 from omnitrain.events import Event, overriding
 from omnitrain.optimization import ScheduleLR, needs_closure
-from omnitrain.run.evaluation import evaluating
 from omnitrain.run.feed import Feed
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
-from omnitrain.run.hooks import Hooks
+from omnitrain.run.hooks import Hooks, evaluating
 from omnitrain.run.lifecycle import Lifecycle, is_of_callback
 from omnitrain.run.memory import Buffers, Memory
 from omnitrain.run.meters import Meters
@@ -790,6 +789,7 @@ class Step:
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
             "learning_rates": [float(rate) for rate in self.rates],
             **({} if self._memory is None else {"microbatch_size": self._feed.microbatch_size}),
+            "loss_mean": self._hooks.loss_mean.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -799,5 +799,6 @@ class Step:
         self.metrics.load_state_dict(state.get("metrics", []))
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them
+        self._hooks.loss_mean.load_state_dict(state.get("loss_mean", {}))
         if self._memory is not None:
             self._feed.microbatch_size = state.get("microbatch_size")

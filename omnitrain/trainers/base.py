@@ -35,6 +35,7 @@ from omnitrain.duration import Duration, Limits
 from omnitrain.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
 from omnitrain.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, overriding
 from omnitrain.instantiation import TrainerConfig
+from omnitrain.losses import LossMean
 from omnitrain.masking import masked, without_secrets
 from omnitrain.metrics import MetricsDict, write_results
 from omnitrain.objective import Objective
@@ -448,6 +449,8 @@ class BaseTrainer(Hooks, ABC):
         check_untrained_loss("`unit`", own, model)
         move_loss(settings.loss_fn, model, self.device)
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
+        mean = getattr(self.unit, "loss_mean", None)
+        self.loss_mean: LossMean = mean if isinstance(mean, LossMean) else LossMean.of(self.unit, state.unwrap(model))
         self.backend: Backend = self._make_backend(model)
         self.backend.initial = initial
         self.backend.take_dtypes(dtypes)

@@ -13,13 +13,16 @@ import torch.nn.functional as F
 from tiny import VOCABULARY, Tokens, gpt
 
 from omnitrain import ConfigError, CutMix, DataError, LabelSmoothing, MixUp, Progress, StepOutput
+from omnitrain.losses import LossMean
 from omnitrain.settings import Settings
+from omnitrain.units import ModelUnit
 
 
 def trainer(step: int = 0, seed: int = 42, **settings: Any) -> Any:
     return SimpleNamespace(
-        settings=Settings(**settings), progress=Progress(step=step), seed=seed, batch_size=4, model=torch.nn.Identity()
-    )
+        settings=Settings(**settings), progress=Progress(step=step), seed=seed, batch_size=4, model=torch.nn.Identity(),
+        loss_mean=LossMean(),
+    )  # fmt: skip
 
 
 TRAINER = trainer()
@@ -135,7 +138,9 @@ def test_label_smoothing_shifts_labels_of_causal_models() -> None:
     ids, labels = (torch.stack([samples[i][key] for i in range(4)]) for key in ("input_ids", "labels"))
     outputs = model(input_ids=ids, labels=labels)
     output = StepOutput(outputs.loss, outputs.logits, labels)
-    smooth = LabelSmoothing(VOCABULARY, 0.3).transform_output(SimpleNamespace(model=model), output)
+    smooth = LabelSmoothing(VOCABULARY, 0.3).transform_output(
+        SimpleNamespace(loss_mean=ModelUnit(model).loss_mean), output
+    )
     scores, counted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     torch.testing.assert_close(smooth.loss, F.cross_entropy(scores, counted, label_smoothing=0.3), check_dtype=False)
 

@@ -108,7 +108,8 @@ def test_sequence_warmup_is_the_mean_over_remaining_labels() -> None:
 
     class Look(Tagger):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-            lengths.append(ids.shape[1])
+            if self.training:
+                lengths.append(ids.shape[1])
             return super().forward(ids, labels)
 
     def cut(batch: Any) -> Any:
