@@ -104,7 +104,7 @@ class Config:
 
         Modules that the file names are imported only if nothing else is wrong.
         """
-        return self._check_plain() or self._check_parts()
+        return self._check_plain() or self._check_parts() or self._check_data()
 
     def make_trainer(self) -> BaseTrainer:
         """Return the trainer.
@@ -112,7 +112,7 @@ class Config:
         Raises:
             ConfigError: With file and line, for everything that is wrong.
         """
-        raise_all(self.check())
+        raise_all(self._check_plain() or self._check_parts())
         building = Parts(self.tree, self.trust, self._seed, makes=True)
         trainer_class = self._trainer_class()
         arguments = building.arguments_of_trainer(trainer_class, self.arguments)
@@ -224,8 +224,38 @@ class Config:
             errors += self._unknown(trainer_class.__name__, [one for one in unknown if one not in refused], known)
             if errors:
                 return errors
+        if errors := self._missing_arguments(trainer_class):
+            return errors
         building.arguments_of_trainer(trainer_class, self.arguments)
         return building.errors
+
+    def _missing_arguments(self, trainer_class: Any) -> list[ConfigError]:
+        """Return the errors for arguments that the trainer requires."""
+        parameters = inspect.signature(trainer_class).parameters
+        required = [name for name, one in parameters.items() if one.default is one.empty and one.kind in _BY_NAME]
+        missing = [name for name in required if self.arguments.get(name) is None]
+        if "model_init" in parameters and self.arguments.get("model") is self.arguments.get("model_init") is None:
+            missing.append("model")
+        remedies = {"model": "Write the path of its class and its arguments."}
+        return [
+            self.tree.error(
+                ("trainer", name), f"{trainer_class.__name__} needs `{name}`. {remedies.get(name, '')}".strip()
+            )
+            for name in missing
+        ]
+
+    def _check_data(self) -> list[ConfigError]:
+        """Return the error for a file with nothing to train on, unless the trainer has its own constructor or loop."""
+        from omnitrain.run.hooks import Hooks
+
+        trainer_class = self._trainer_class()
+        is_ours = {"train_dataset", "train_loader"} <= inspect.signature(trainer_class).parameters.keys()
+        has_data = any(self.arguments.get(name) is not None for name in ("train_dataset", "train_loader"))
+        if has_data or not is_ours or trainer_class._train_epoch is not Hooks._train_epoch:
+            return []
+        return [
+            self.tree.error(("trainer",), "there is nothing to train on. Write `train_dataset` or `train_loader` here.")
+        ]
 
     def _place_of(self, error: Exception) -> Place:
         """Return the place of the first argument that a message names."""
@@ -235,6 +265,7 @@ class Config:
         return self.tree.place(("trainer",))
 
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _OF_TRAIN = ("resume_from", "allow_change", "more")
 _WRITE_IT = "the run that wrote this file was made in Python, and its part has no name. Write one here."
 

@@ -6,6 +6,7 @@ of them, is decided in `building.py`. Nothing that a file names is imported here
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,11 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 OF_A_PART = ("class_path", "init_args", "import_path")
 """The keys of a mapping that stands for an object."""
 _MOST_VALUES = 100_000
-"""Values in one file; more of them are a file whose aliases multiply."""
+"""Values in one file, and after its references are resolved; more of them are aliases or references that multiply."""
+_LONGEST_TEXT = 1_000_000
+"""Characters of a text with references."""
+_DEEPEST = 100
+"""Values inside of one another, and references by way of one another."""
 
 
 class _Nothing:
@@ -156,26 +161,30 @@ class Tree:
         Raises:
             ConfigError: If one refers to nothing, or to itself.
         """
-        self.values = self._resolved(self.values, (), ())
+        self.values = self._resolved(self.values, (), (), itertools.count())
 
-    def _resolved(self, value: Any, key: Key, within: tuple[str, ...]) -> Any:
+    def _resolved(self, value: Any, key: Key, within: tuple[str, ...], counter: Iterator[int]) -> Any:
+        if next(counter) > _MOST_VALUES or len(within) > _DEEPEST:
+            raise self.error(key, "references lead to too many values. Write the values out.")
         if isinstance(value, dict):
-            return {name: self._resolved(one, (*key, name), within) for name, one in value.items()}
+            return {name: self._resolved(one, (*key, name), within, counter) for name, one in value.items()}
         if isinstance(value, list):
-            return [self._resolved(one, (*key, number), within) for number, one in enumerate(value)]
+            return [self._resolved(one, (*key, number), within, counter) for number, one in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
             return value
         whole = _REFERENCE.fullmatch(value)
         if whole:
-            return self._referred(whole[1].strip(), key, within)
-        parts = [self._referred(name.strip(), key, within) for name in _REFERENCE.findall(value)]
+            return self._referred(whole[1].strip(), key, within, counter)
+        parts = [self._referred(name.strip(), key, within, counter) for name in _REFERENCE.findall(value)]
+        if sum(len(str(part)) for part in parts) > _LONGEST_TEXT:
+            raise self.error(key, f"references make a text of more than {_LONGEST_TEXT:,} characters. Write it out.")
         values, references = iter(parts), iter(parts)
         text = _REFERENCE.sub(lambda _: str(next(values)), value)
         if not any(isinstance(part, FromEnvironment) for part in parts):
             return text
         return FromEnvironment(text, _REFERENCE.sub(lambda _: _written(next(references)), value))
 
-    def _referred(self, name: str, key: Key, within: tuple[str, ...]) -> Any:
+    def _referred(self, name: str, key: Key, within: tuple[str, ...], counter: Iterator[int]) -> Any:
         if name in within:
             circle = " -> ".join((*within[within.index(name) :], name))
             raise self.error(key, f"the reference {circle} leads back to itself. Write the value out in one of them.")
@@ -193,7 +202,7 @@ class Tree:
         if value is missing:
             names = [spelled(one) for one in self.every_key()]
             raise self.error(key, f"${{{name}}} refers to nothing.{did_you_mean(name, names)}")
-        return self._resolved(value, target, (*within, name))
+        return self._resolved(value, target, (*within, name), counter)
 
     def every_key(self) -> Iterator[Key]:
         """Yield the key of every value, those of mappings and lists too."""
@@ -253,6 +262,8 @@ def _parse(text: str, source: str) -> Tree:
         raise MissingExtraError("A configuration file", "pyyaml", "config") from error
     try:
         node = yaml.compose(text, loader())
+    except RecursionError as error:
+        raise ConfigError(f"{source}: {_TOO_DEEP}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = Place(source, mark.line + 1 if mark else 1)
@@ -269,6 +280,9 @@ def _parse(text: str, source: str) -> Tree:
     return tree
 
 
+_TOO_DEEP = f"brackets or indentation are nested too deep. At most {_DEEPEST} values can be inside of one another."
+
+
 class _Reading:
     """Turns nodes of PyYAML into values, and notes where each stands."""
 
@@ -281,6 +295,8 @@ class _Reading:
         """Return the value of a node."""
         here = Place(self._source, node.start_mark.line + 1)
         self._places.setdefault(key, here)
+        if len(key) > _DEEPEST:
+            raise ConfigError(f"{here}: {_TOO_DEEP}")
         if len(self._places) > _MOST_VALUES or any(node is one for one in self._open):
             raise ConfigError(f"{here}: an alias (*name) contains itself, or too many. Write the values out.")
         if node.id != "scalar" and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
@@ -324,7 +340,10 @@ class _Reading:
         if kind == "bool":
             return text.lower() == "true"
         if kind == "int":
-            return int(text.replace("_", ""))
+            digits = text.replace("_", "")
+            if len(digits) > 20 or abs(int(digits)) >= 2**64:
+                raise ConfigError(f"{here}: {digits[:20]}... is too large: integers have at most 64 bits.")
+            return int(digits)
         if kind == "float":
             return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()).replace("_", ""))
         raise _unknown_tag(node, here)

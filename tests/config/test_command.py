@@ -281,6 +281,17 @@ def test_check_lists_all_errors_with_lines(folder: Path, capsys: pytest.CaptureF
     assert all(re.match(r"  b\.yaml:\d+: ", line) for line in lines[1:])
 
 
+@pytest.mark.parametrize("trainer", ["Trainer", "AccelerateTrainer", "HFTrainer"])
+def test_check_finds_missing_model_and_data(trainer: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `train` would reject, `check` has found; `train` of it has no traceback."""
+    given = {"class_path": trainer, **TRAINER}
+    for missing, words in (("model", f"{trainer} needs `model`"), ("train_dataset", "there is nothing to train on")):
+        (folder / "b.yaml").write_text(write({"trainer": {key: one for key, one in given.items() if key != missing}}))
+        for command in (["config", "check"], ["train"]):
+            assert cli.main([*command, "b.yaml"]) == 2
+            assert words in capsys.readouterr().err.replace("There is nothing", "there is nothing")
+
+
 def test_help_lists_all_arguments() -> None:
     import inspect
 

@@ -104,7 +104,28 @@ def test_yaml_rejects_multiplying_aliases(tmp_path: Path) -> None:
         read(written(tmp_path, "\n".join(lines)))
 
 
+def test_yaml_rejects_deep_nesting_and_huge_integers(tmp_path: Path) -> None:
+    nested = "".join(f"{' ' * number}a:\n" for number in range(150))
+    for text in (f"a: {'[' * 5000}{']' * 5000}\n", f"a: {'[' * 200}{']' * 200}\n", nested):
+        with pytest.raises(ConfigError, match="nested too deep"):
+            read(written(tmp_path, text))
+    for number in ("1" * 5000, str(2**64)):
+        with pytest.raises(ConfigError, match=r"a.yaml:1: 1\d+\.\.\. is too large"):
+            read(written(tmp_path, f"a: {number}\n"))
+    with pytest.raises(ConfigError, match="nested too deep"):
+        parse_value("[" * 5000, Place("--a"))
+    assert read(written(tmp_path, f"a: {2**64 - 1}\n")).values == {"a": 2**64 - 1}
+
+
 # References
+
+
+@pytest.mark.parametrize("kind", ["list", "text", "chain"])
+def test_references_that_multiply_are_rejected(kind: str, tmp_path: Path) -> None:
+    form = {"list": "['${{a{0}}}', '${{a{0}}}']", "text": "'${{a{0}}}${{a{0}}}'", "chain": "'${{a{0}}}'"}[kind]
+    lines = ["a0: some text", *(f"a{number}: {form.format(number - 1)}" for number in range(1, 400))]
+    with pytest.raises(ConfigError, match=r"a.yaml:\d+: references (lead to too many|make a text of more)"):
+        resolved(tmp_path, "\n".join(lines if kind == "chain" else lines[:44]))
 
 
 def test_references_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
