@@ -75,7 +75,7 @@ def test_lengths_are_found_passed_or_computed() -> None:
 def test_groups_of_tables_and_of_packed_rows_are_trained_on() -> None:
     table = Table.from_list([{**sample, "text": "?"} for sample in texts([3, 1, 2, 5])])
     trainer = quiet(GroupByLength(table))
-    assert set(next(iter(trainer.train_loader))) == {"input_ids", "labels"}
+    assert set(next(iter(trainer.train_loader))) == {"input_ids", "attention_mask", "labels"}
     trainer.train()
     packed = PackedDataset(texts(range(1, 9)), 9, borders=("position_ids", "cu_seq_lens"))
     assert "cu_seq_lens_q" in next(iter(quiet(GroupByLength(packed, 2), batch_size=2).train_loader))

@@ -108,6 +108,7 @@ def hold(backend: str, call: str, by_states: bool = False) -> dict[str, Any]:
     """Return by how many MiB a process grows in an evaluation, or prediction, that needs all outputs."""
     metric = Keeps() if by_states else mean_of
     trainer = make_trainer(backend, Wide(), rows(4), loss_fn=mean_loss, compute_metrics=metric, eval_batch_size=1)
+    torch.manual_seed(0)
     data = TensorDataset(torch.randn(SAMPLES, 1), torch.randn(SAMPLES, 1))
     getattr(trainer, call)(TensorDataset(*(one[:2] for one in data.tensors)))
     gc.collect()

@@ -73,7 +73,7 @@ def deep(width: int) -> nn.Module:
 def make(backend: str, width: int, empty: bool = False, **options: Any) -> Any:
     with torch.device("meta" if empty else "cpu"):
         model = deep(width)
-    x = torch.randn(8, width)
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
     return make_trainer(backend, model, TensorDataset(x, x), loss_fn=F.mse_loss, batch_size=4, epochs=1, **options)
 
 

@@ -169,7 +169,7 @@ def test_length_column_is_used_and_need_not_be_an_input(arguments: Any) -> None:
     table = Table.from_list([{**row, "n": 30 - i} for i, row in enumerate(ragged())])
     trainer = HFTrainer(gpt(), grouping(arguments, length_column_name="n"), train_dataset=table)
     assert order_of(trainer) == GroupByLength(table, 4, [30 - i for i in range(30)]).epoch_order(0, 42).tolist()
-    assert set(next(iter(trainer.train_loader))) == {"input_ids", "labels"}
+    assert set(next(iter(trainer.train_loader))) == {"input_ids", "attention_mask", "labels"}
 
 
 def test_group_by_length_needs_a_dataset_with_a_length(arguments: Any) -> None:
