@@ -41,23 +41,27 @@ class EarlyStopping(Callback):
             raise ConfigError(f"`stopper` must be callable as stopper(step, score) -> bool, got {stopper!r}.")
         self.patience = patience
         self.stopper = stopper
+        self.stopped_at: int | None = None
+        """The step at which the stopper has ended the run; None before."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """End a resumed run at once if its patience has already run out."""
+        """End a resumed run at once if its patience has run out, or if its stopper has ended it."""
         has_attributes = bool(getattr(self.stopper, "__dict__", None)) and not inspect.isroutine(self.stopper)
         if trainer.save_dir is not None and has_attributes and not self._keeps_state:
             logger.warning(
                 "The early stopper %s has attributes, but no `state_dict()` and `load_state_dict(state)`: what it has "
                 "counted starts over if the run is resumed.", type(self.stopper).__name__,
             )  # fmt: skip
-        if self._has_run_out(trainer) and not trainer.control.stop:
+        if self.stopped_at != trainer.progress.step:  # of another run, or of a later step than is resumed
+            self.stopped_at = None
+        if (self._has_run_out(trainer) or self.stopped_at is not None) and not trainer.control.stop:
             trainer.stop("early_stopping")
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         """Request the end of the run if this evaluation calls for it."""
-        stops = self._has_run_out(trainer)
-        if self.stopper is not None:
-            stops = self.stopper(trainer.progress.step, metrics[trainer.objective.key(metrics)]) or stops
+        stops, step = self._has_run_out(trainer), trainer.progress.step
+        if self.stopper is not None and self.stopper(step, metrics[trainer.objective.key(metrics)]):
+            stops, self.stopped_at = True, step
         if stops:
             trainer.stop("early_stopping")
 
@@ -66,12 +70,14 @@ class EarlyStopping(Callback):
         return all(callable(getattr(self.stopper, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stopper, if it keeps one."""
-        return {"stopper": self.stopper.state_dict()} if self._keeps_state else {}  # type: ignore[union-attr]
+        """Return the state of the stopper, if it keeps one, and the step at which it has ended the run."""
+        state: dict[str, Any] = {"stopper": self.stopper.state_dict()} if self._keeps_state else {}  # type: ignore[union-attr]
+        return state if self.stopped_at is None else {**state, "stopped_at": self.stopped_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the stopper."""
-        if self._keeps_state:
+        """Restore the state of the stopper; without one, nothing has ended the run."""
+        self.stopped_at = None if self.stopper is None else state.get("stopped_at")
+        if self._keeps_state and "stopper" in state:
             self.stopper.load_state_dict(state["stopper"])  # type: ignore[union-attr]
 
     def _has_run_out(self, trainer: TrainerLike) -> bool:

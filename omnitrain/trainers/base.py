@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.defaults import default_callbacks, make_loggers
+from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.callbacks.notebook import show_in_notebooks, trainer_html
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.adapters import save_model
@@ -1064,6 +1065,9 @@ def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Coll
     trainer.metrics["test"] = tests
     if reason == "early_stopping":
         trainer.objective.evaluations_without_gain = 0
+        for callback in trainer.lifecycle.callbacks:
+            if isinstance(callback, EarlyStopping):
+                callback.stopped_at = None
         logger.info("Early stopping has ended the run before: `patience` begins anew.")
 
 

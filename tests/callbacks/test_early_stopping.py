@@ -74,6 +74,34 @@ def test_stopper_state_is_restored_by_a_resume(
     assert "early stopper" not in caplog.text
 
 
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+def test_stopper_has_ended_the_run_for_each_resume(trainer_class: Any, tmp_path: Path) -> None:
+    """Until it is left out, or the run is made longer in this process."""
+
+    def make(**options: Any) -> Any:
+        device = {"device": "cpu"} if trainer_class is Trainer else {}
+        return trainer_class(
+            t16(), rows(8), rows(4), loss_fn=F.mse_loss, progress_bar=False, epochs=5, save_dir=tmp_path, **device,
+            **options,
+        )  # fmt: skip
+
+    trainer = make(early_stopper=lambda step, score: True)
+    trainer.train()
+    for _ in range(2):
+        resumed = make(early_stopper=lambda step, score: True)
+        resumed.train(resume_from="auto")
+        assert (resumed.progress.epoch, resumed.metrics["stop_reason"]) == (1, "early_stopping")
+        assert len(resumed.metrics["valid"]) == 1
+    trainer.train(more=1)
+    assert trainer.progress.epoch == 2
+    free = make()
+    free.train(resume_from="auto")
+    assert free.progress.epoch == 5
+    fresh = make(early_stopper=lambda step, score: True, overwrite=True)
+    fresh.train()
+    assert fresh.progress.epoch == 1
+
+
 def test_stopper_without_state_dict_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(early_stopper=Third(), save_dir=tmp_path / "run")
     assert "The early stopper Third has attributes, but no `state_dict()`" in caplog.text
