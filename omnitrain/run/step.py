@@ -135,6 +135,8 @@ class Step:
         """Whether a step can turn out to be skipped, so that its loss has to be subtracted again."""
         self._before: Any = None
         """The means at the beginning of the present step, from `mark`, if it can turn out to be skipped."""
+        self._buffers: Buffers | None = None
+        """Copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them."""
         self._is_first = True
         """Whether this is the first step of a run, which checks that anything is trained at all."""
         self._is_in_training = False
@@ -176,6 +178,7 @@ class Step:
         if self._needs_closure or self._transforms["before_second_pass"]:
             self._check_second_pass()
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip or self._needs_closure
+        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.may_skip else None
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
@@ -221,6 +224,8 @@ class Step:
         """Prepare for an epoch: a callback may have frozen or unfrozen layers since the last one."""
         self._put_into_training()
         self._backend.collect_parameters()
+        if self._buffers is not None:
+            self._buffers.collect(self._backend.model)
         self._tell_of_left_out()
         if self._memory is not None:
             self._memory.begin_epoch()
@@ -324,6 +329,8 @@ class Step:
         """Start on a window."""
         if self._may_undo:
             self._before = self.mark()
+        if self._buffers is not None:
+            self._buffers.keep()
         if self._needs_closure:
             self.loss.go_back((0.0, 0.0))  # so that it is that of the window alone
         if self._tell_unit is not None:
@@ -511,6 +518,8 @@ class Step:
             self._check_loss_scale()
             if self._may_undo:
                 self.go_back(self._before)
+            if self._buffers is not None:
+                self._buffers.put_back()
         if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
             self.move_schedule(hooks.lr_scheduler, applied)
         if tell is not None:

@@ -13,9 +13,13 @@ from torch.utils.data import TensorDataset
 
 from omnitrain import (
     SAM,
+    AccelerateTrainer,
+    Algorithm,
+    Callback,
     DataError,
     GradientClipping,
     GradualUnfreezing,
+    HFTrainer,
     HookCallback,
     LayerFreezing,
     ProgressiveResizing,
@@ -203,3 +207,44 @@ def test_sam_restores_weights_if_the_second_pass_fails() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         build(SAM(0.5), model=model).train()
     assert distance(weights(model), weights(t16())) == 0
+
+
+class Overflowing(Algorithm):
+    """Makes the third step bad: with NaN in the batch, or with an infinite loss of finite activations."""
+
+    def __init__(self, in_data: bool) -> None:
+        self.in_data = in_data
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        return (batch[0] * float("nan"), batch[1]) if self.in_data and self.is_bad(trainer) else batch
+
+    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * float("inf") if self.is_bad(trainer) else loss
+
+    @staticmethod
+    def is_bad(trainer: Any) -> bool:
+        return trainer.progress.step == 2 and not trainer.progress.skipped_steps
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+@pytest.mark.parametrize("algorithms", [[SAM(0.1)], []], ids=["second pass", "first pass"])
+def test_skipped_step_leaves_buffers_unchanged(trainer_class: Any, algorithms: list[Algorithm]) -> None:
+    """NaN of its passes would stay in the statistics of BatchNorm for ever."""
+    buffers: list[dict[str, torch.Tensor]] = []
+
+    class Note(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            buffers.append({name: buffer.clone() for name, buffer in trainer.model.named_buffers()})
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    trainer = trainer_class(
+        model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=2, on_nonfinite="skip",
+        algorithms=[Overflowing(not algorithms), *algorithms], callbacks=[Note()], progress_bar=False,
+        **({"device": "cpu"} if trainer_class is Trainer else {}),
+    )  # fmt: skip
+    trainer.train()
+    assert (trainer.progress.step, trainer.progress.skipped_steps) == (7, 1)
+    assert all(torch.equal(before, buffers[2][name]) for name, before in buffers[1].items())
+    assert all(bool(buffer.isfinite().all()) for noted in buffers for buffer in noted.values())
+    assert not torch.equal(buffers[3]["1.running_mean"], buffers[2]["1.running_mean"])
