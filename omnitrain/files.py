@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-__all__ = ["check_not_link", "is_inside", "new_file", "open_file", "open_to_append", "replace_file"]
+__all__ = ["check_not_link", "is_inside", "make_folder", "new_file", "open_file", "open_to_append", "replace_file"]
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -46,6 +46,17 @@ def check_not_link(path: Path) -> None:
         raise OSError(errno.ELOOP, f"It is a link to {os.readlink(path)!r}: delete it", str(path))
     if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
         raise OSError(errno.EINVAL, "It is not a file: delete it", str(path))
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder in the folder of a run, if it does not exist.
+
+    Raises:
+        OSError: It is a link, through which a run would write elsewhere, or it cannot be made.
+    """
+    if path.is_symlink():
+        check_not_link(path)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def open_file(path: str | Path, flags: int) -> int:

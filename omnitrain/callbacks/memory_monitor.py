@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, TrainerLike
-from omnitrain.files import check_not_link
+from omnitrain.files import check_not_link, make_folder
 from omnitrain.precision import is_out_of_memory
 from omnitrain.settings import folder_path
 
@@ -211,6 +211,8 @@ class MemoryMonitor(Callback):
 
         path = folder / f"rank{trainer.rank}-step{trainer.progress.step}.pickle"
         with Tolerance("The snapshot of the memory", "The run ends without it."):
+            if self.folder is None:
+                make_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
             check_not_link(path)
             torch.cuda.memory._dump_snapshot(str(path))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omnitrain.errors import ConfigError, Tolerance
 from omnitrain.events import Callback, TrainerLike
-from omnitrain.files import check_not_link
+from omnitrain.files import check_not_link, make_folder
 from omnitrain.settings import folder_path
 
 if TYPE_CHECKING:
@@ -225,6 +225,8 @@ class Profiler(Callback):
         folder = self.folder or Path(trainer.save_dir or "") / "profile"
         path = folder / f"rank{trainer.rank}-step{trainer.progress.step}.json.gz"
         with self._tolerance:
+            if self.folder is None:
+                make_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
             check_not_link(path)
             made.export_chrome_trace(str(path))

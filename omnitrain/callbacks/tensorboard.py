@@ -20,6 +20,7 @@ from omnitrain.callbacks.rows import MAX_WAITING, Pace, row_kind
 from omnitrain.duration import Duration
 from omnitrain.errors import MissingExtraError, Tolerance
 from omnitrain.events import Callback, Histogram, TrainerLike
+from omnitrain.files import make_folder
 from omnitrain.settings import folder_path
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ class TensorBoardLogger(Callback):
         except ImportError as error:
             raise MissingExtraError("TensorBoardLogger", "tensorboard", "tensorboard") from error
         log_dir = self.log_dir or Path(trainer.save_dir or "runs") / "tensorboard"
+        if self.log_dir is None and trainer.save_dir is not None:
+            make_folder(Path(log_dir))
         self._writer, self._given = SummaryWriter(str(log_dir), purge_step=self._purge_step), 0
         return self._writer
 

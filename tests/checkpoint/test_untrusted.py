@@ -14,18 +14,21 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from recipes import rows, t16
 from torch.nn import functional as F
 
-from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Profiler, Trainer
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.cli import main
 from omnitrain.files import is_inside
 from omnitrain.masking import masked
 
 ADDRESS = "memory://bucket/run"
+FOLDERS = ("tensorboard", "profile")
 LINKS = ("run.lock", "metrics.jsonl", "metrics.csv", "run.json", "run.json.tmp", "metrics.csv.tmp", "last", "best")
 
 
-def run(trainer_class: type[Any], folder: str | Path, resume_from: str | None = None, epochs: int = 1) -> None:
-    options = {"save_steps": 2, "log_steps": 1, "loggers": ["csv"], "progress_bar": False}
+def run(
+    trainer_class: type[Any], folder: str | Path, resume_from: str | None = None, epochs: int = 1, **given: Any
+) -> None:
+    options = {"save_steps": 2, "log_steps": 1, "loggers": ["csv"], "progress_bar": False, **given}
     trainer = trainer_class(
         t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, epochs=epochs, batch_size=4,
         save_dir=folder, **options,
@@ -115,6 +118,20 @@ def test_run_writes_nothing_through_a_link(name: str, trainer_class: type[Any], 
         run(trainer_class, folder)
         assert (folder / "last" / "model.safetensors").is_file()
     assert victim.read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, HFTrainer])
+def test_run_writes_nothing_through_a_linked_folder(
+    trainer_class: type[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir(), outside.mkdir()
+    for name in FOLDERS:
+        (folder / name).symlink_to(outside, target_is_directory=True)
+    profiler = Profiler(skip=0, wait=0, warmup=1, active=1)
+    run(trainer_class, folder, loggers=["csv", "tensorboard"], callbacks=[profiler])
+    assert list(outside.iterdir()) == []
+    assert caplog.text.count("is a link to") >= 2
 
 
 def test_resume_writes_nothing_through_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
