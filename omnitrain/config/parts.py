@@ -385,14 +385,13 @@ def _checked(
     left = {name: value for name, value in made.items() if name in known}
     while left:
         try:
-            parsed = dict(
-                parser.parse_object(copy.deepcopy(left), defaults=False).as_dict()
-            )  # it changes lists in place
+            # a copy, as it changes lists in place
+            parsed = dict(parser.parse_object(copy.deepcopy(left), defaults=False).as_dict())
             annotations = {**dict.fromkeys(parameters, Any), **_annotations(function, parameters)}
-            own = {
+            texts = {
                 name: _with_texts(left[name], parsed[name], annotations[name]) for name in parsed if name in annotations
             }
-            return made | parsed | own
+            return made | parsed | texts
         except Exception as error:
             found = re.search(r'Parser key "([^".]+)', str(error))
             if found is None or found[1] not in left:
@@ -419,7 +418,8 @@ def _with_texts(plain: Any, parsed: Any, annotation: Any) -> Any:
     if isinstance(plain, str):
         choices = [choice for one in members if typing.get_origin(one) is Literal for choice in typing.get_args(one)]
         is_converted = type(parsed) in (bool, int, float, complex, type(None), list, dict)
-        return plain if is_converted and (takes_all or str in members or plain in choices) else parsed
+        keeps_text = is_converted and (takes_all or str in members or plain in choices)
+        return plain if keeps_text or parsed == plain else parsed  # equal, but perhaps without its reference
     if isinstance(plain, list) and type(parsed) in (list, tuple) and len(plain) == len(parsed):
         inner = _types_inside(members, Sequence, Iterable)
         if len(inner) != len(plain) or Ellipsis in inner:

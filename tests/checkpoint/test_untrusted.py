@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,96 @@ def test_run_does_not_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run" / name)
     run(Trainer, tmp_path / "run")
     assert (tmp_path / "run" / "last" / "model.safetensors").is_file()
+
+
+# --- damaged and replaced files
+
+
+def as_pipe(path: Path, victim: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_link(path: Path, victim: Path) -> None:
+    path.unlink()
+    path.symlink_to(victim)
+
+
+def as_folder(path: Path, victim: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def filled_with(content: bytes) -> Any:
+    def fill(path: Path, victim: Path) -> None:
+        path.unlink()  # it may be a link to a folder
+        path.write_bytes(content)
+
+    return fill
+
+
+DAMAGES: dict[str, Any] = {
+    "pipe": as_pipe, "link": as_link, "folder": as_folder, "noise": filled_with(bytes(range(256)) * 12),
+    "nested list": filled_with(b"[" * 100_000), "nested dict": filled_with(b'{"a":' * 50_000),
+    "number": filled_with(b"9" * 10_000), "other type": filled_with(b"[1, 2]"),
+}  # fmt: skip
+DAMAGED = (
+    "config.yaml", "run.json", "metrics.jsonl", "metrics.csv", "last", "checkpoint-4/omnitrain.json",
+    "checkpoint-4/history.jsonl", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer/state.safetensors",
+    "checkpoint-4/rng/state.safetensors",
+)  # fmt: skip
+COMMANDS: dict[str, list[str]] = {
+    "checkpoint ls": ["RUN"], "checkpoint show": ["RUN/last"], "checkpoint verify": ["RUN"],
+    "checkpoint diff": ["RUN/last", "RUN/checkpoint-2"], "checkpoint export": ["RUN/last", "RUN/out"],
+    "show run": ["RUN"], "compare": ["RUN"], "train": ["--resume", "RUN", "--trainer.epochs", "2"],
+    "config check": ["RUN/config.yaml"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def configured_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `omnitrain train` in a folder "run", in whose files RUN stands for its place."""
+    folder = tmp_path_factory.mktemp("configured") / "run"
+    config = folder.with_name("config.yaml")
+    options = {"epochs": 1, "batch_size": 4, "save_steps": 2, "log_steps": 1, "loggers": ["csv"], "progress_bar": False}
+    data, loss = {"class_path": "recipes.rows", "init_args": {"size": 16}}, {"class_path": "torch.nn.MSELoss"}
+    parts = {"class_path": "Trainer", "model": {"class_path": "recipes.t16"}, "train_dataset": data, "loss_fn": loss}
+    config.write_text(json.dumps({"trainer": {**parts, **options, "save_dir": str(folder)}}))
+    assert main(["train", str(config)]) == 0
+    path = folder / "config.yaml"
+    path.write_text(path.read_text().replace(str(folder), "RUN"))
+    return folder
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 8))])
+def test_command_survives_a_hostile_run(command: str, number: int, configured_run: Path, tmp_path: Path) -> None:
+    """It ends with a code and no error of Python's, and neither waits nor writes elsewhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for place, name in enumerate(DAMAGED, number):
+        damage, run = list(DAMAGES)[place % len(DAMAGES)], tmp_path / f"run-{place}"
+        if (command, damage, name) == ("config check", "pipe", "config.yaml"):
+            continue  # a pipe that the user names is read
+        shutil.copytree(configured_run, run, symlinks=True)
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("RUN", str(run)))
+        DAMAGES[damage](run / name, victim)
+        signal.alarm(60)
+        try:
+            code = main([*command.split(), *(word.replace("RUN", str(run)) for word in COMMANDS[command])])
+        except SystemExit as error:
+            code = error.code
+        finally:
+            signal.alarm(0)
+        assert code in (0, 1, 2), (damage, name)
+        assert victim.read_text() == "precious", (damage, name)
+        assert {path.name for path in tmp_path.iterdir()} == {"victim", run.name}, (damage, name)
+        shutil.rmtree(run)
+
+
+# --- secrets
 
 
 @pytest.mark.parametrize(
