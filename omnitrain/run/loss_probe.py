@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,9 @@ def ask_loss(hooks: Hooks, batches: Sequence[Any], splits: bool) -> None:
     batch = _first_of(batches)
     parts = stateful_parts(hooks.settings, hooks.backend.model)
     forwards = {name: parts[name] for name in ("unit", "loss_fn") if name in parts}
-    with _same_buffers(hooks.backend.model), untouched(forwards):
+    is_compiled = "torch._dynamo" in sys.modules  # which takes seconds to import
+    stance = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+    with _same_buffers(hooks.backend.model), untouched(forwards), stance:  # nothing is compiled for these few rows
         if isinstance(hooks.unit, MultiTaskUnit):
             for name, part in batch.parts.items() if isinstance(batch, TaskBatch) else ():
                 forward = functools.partial(_run_task, hooks.unit, name)
@@ -69,7 +72,8 @@ def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in copies:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _first_of(batches: Sequence[Any]) -> Any:
