@@ -30,6 +30,7 @@ __all__ = [
     "TrainUnit",
     "WholeBatchUnit",
     "check_untrained_loss",
+    "count_as_sum",
     "count_tokens",
     "forward_names",
     "generated",
@@ -373,6 +374,18 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
         )
     loss = loss.reshape(()) if loss.ndim else loss
     return StepOutput(loss, labels=labels_of(batch), num_targets=num_targets, metrics=metrics)
+
+
+def count_as_sum(output: StepOutput, count: int) -> None:
+    """Take a loss without a number of targets for the sum over so many, and so each part of it."""
+    if output.num_targets is not None:
+        return
+    output.num_targets = count
+    if output.metrics is not None and count:
+        output.metrics = {
+            name: value / count if name.startswith("loss_") and type(value) is not tuple else value
+            for name, value in output.metrics.items()
+        }
 
 
 def without_effect(output: StepOutput, loss: Tensor) -> Tensor:

@@ -658,6 +658,7 @@ class Calls(BaseTrainer):
         if "compute_loss" not in self._overridden:
             return super()._forward(model, batch)
         labels, weight = labels_of(batch, self.settings.label_names or ()), self._step.weight
+        weight = min(weight, 1) if self.grad_reduction == "sum" else weight  # then it returns a sum
         count = int(weight) if weight == int(weight) else weight
         loss, _, metrics = self._own_loss(model, batch, num_items_in_batch=count or None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -289,6 +289,7 @@ class Evaluation:
                 self.feed.samples = samples or None
                 weight = hooks._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
                 output = self._run_batch(batch, loader, number)
+                self.feed.count_targets(output, weight)
                 if counts:
                     if output.loss is None and needs_loss:
                         raise self._missing_loss(output, batch)

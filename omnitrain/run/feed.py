@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -31,7 +32,7 @@ from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 from omnitrain.run.loss_probe import ask_loss
 from omnitrain.settings import Settings
-from omnitrain.units import ModelUnit, count_tokens, no_token_counts
+from omnitrain.units import ModelUnit, StepOutput, count_as_sum, count_tokens, no_token_counts
 
 __all__ = ["Feed"]
 
@@ -356,10 +357,9 @@ class Feed:
     def weigh(self, batch: Any) -> float:
         """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
 
-        The loss is a mean over these. There are as many rows as samples, unless a collator makes other rows.
+        The loss is a mean over these, or, with `grad_reduction="sum"`, a sum. There are as many rows as samples, unless
+        a collator makes other rows.
         """
-        if self._reduction == "sum":
-            return 1
         if isinstance(self._hooks.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
             mean, names = self._hooks.loss_mean, self._label_names
             if self._reduction == "per-token-mean" and mean.divisor(batch, names, of_labels=True) is None:
@@ -368,6 +368,11 @@ class Feed:
             if divisor is not None:
                 return divisor
         return self.rows_of(batch)
+
+    def count_targets(self, output: StepOutput, weight: float) -> None:
+        """Take a loss that has no number of targets for the sum over `weight` of them, if losses are sums."""
+        if self._reduction == "sum":
+            count_as_sum(output, math.ceil(weight))
 
     def rows_of(self, batch: Any) -> int:
         """Return the rows of a batch; of an object that has no length, the samples that it was made of."""

@@ -412,6 +412,7 @@ class Step:
             output = self._backend.forward(hooks._forward, batch)
             if tell is not None:
                 tell(Event.AFTER_FORWARD, batch, output)
+            self._feed.count_targets(output, weight)
             for transform in self._transforms["transform_output"]:
                 output = transform(hooks, output)
             loss = output.required_loss()

@@ -337,6 +337,33 @@ def test_tokens_of_padded_batches_leave_out_padding(kind: Any) -> None:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
 
 
+# --- losses that are sums
+
+
+def sum_of_parts(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    gaps = outputs - labels
+    return {"squared": gaps.square().sum(), "absolute": 0.5 * gaps.abs().sum()}
+
+
+def test_loss_of_sums_is_a_mean_over_samples(kind: Any) -> None:
+    """Whatever the split of a step and of an evaluation, and so are the parts of the loss."""
+    x, y = rows(24).tensors
+    gaps = (t16()(x) - y).detach()
+    parts = {"loss_squared": float(gaps.square().mean()), "loss_absolute": float(0.5 * gaps.abs().mean())}
+    expected = {**parts, "loss": sum(parts.values())}
+    for size, accumulation, eval_size in ((8, 1, 3), (2, 4, 24), (3, 3, 5)):
+        trainer = make(
+            kind, t16(), rows(24), eval_dataset=rows(24), loss_fn=sum_of_parts, grad_reduction="sum", epochs=1,
+            batch_size=size, gradient_accumulation_steps=accumulation, eval_batch_size=eval_size, max_steps=None,
+            learning_rate=0.0, optimizer="sgd", compute_metrics=None,
+        )  # fmt: skip
+        history = trainer.train()
+        train, valid = history["train_metrics_history"][0], history["valid"][0]
+        for name, value in expected.items():
+            assert train[f"train_{name}"] == pytest.approx(value, rel=1e-12), (size, name)
+            assert valid[f"eval_{name}"] == pytest.approx(value, rel=1e-12), (size, name)
+
+
 # --- losses that are modules
 
 
