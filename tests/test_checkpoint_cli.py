@@ -22,12 +22,12 @@ from recipes import rows, t16
 from safetensors.torch import load_file, save_file
 from tiny import Tokens, gpt
 
-from omnitrain import Trainer, __version__, checkpoint_cli
+from omnitrain import Trainer, __version__
 from omnitrain.checkpoint import shards
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.shards import Block, own_blocks, write_shards
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensors import Gathered, TensorFile
+from omnitrain.checkpoint.tensors import Gathered
 from omnitrain.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -319,26 +319,36 @@ def test_diff_orders_tensors(run: Path, capsys: Any) -> None:
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), 0.0),
-        (torch.tensor([INF]), torch.tensor([INF]), 0.0),
-        (torch.tensor([INF]), torch.tensor([-INF]), INF),
-        (torch.tensor([2**60 + 1]), torch.tensor([2**60]), 1.0),
-        (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), 2.0**64),
-        (torch.tensor([0, 200], dtype=torch.uint8), torch.tensor([250, 0], dtype=torch.uint8), 250.0),
-        (torch.tensor([-100], dtype=torch.int8), torch.tensor([100], dtype=torch.int8), 200.0),
-        (torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([0], dtype=torch.uint64), 2.0**64),
-        (torch.tensor([-1], dtype=torch.int32), torch.tensor([True]), 2.0),
-        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.5]), 0.5),
-        (torch.tensor([3 + 4j]), torch.tensor([0j]), 5.0),
-        (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), 0.0),
-        (torch.empty(0), torch.empty(0), 0.0),
-    ],
-)
-def test_diff_of_every_dtype(a: torch.Tensor, b: torch.Tensor, expected: float) -> None:
-    assert checkpoint_cli._largest_difference(a, b) == expected
+DTYPES: list[tuple[torch.Tensor, torch.Tensor, str]] = [
+    (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), ""),
+    (torch.tensor([INF]), torch.tensor([INF]), ""),
+    (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), ""),
+    (torch.empty(0), torch.empty(0), ""),
+    (torch.tensor([INF]), torch.tensor([-INF]), "inf"),
+    (torch.tensor([2**60 + 1]), torch.tensor([2**60]), "1"),
+    (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), f"{2.0**64:.6g}"),
+    (torch.tensor([0, 200], dtype=torch.uint8), torch.tensor([250, 0], dtype=torch.uint8), "250"),
+    (torch.tensor([-100], dtype=torch.int8), torch.tensor([100], dtype=torch.int8), "200"),
+    (torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([0], dtype=torch.uint64), f"{2.0**64:.6g}"),
+    (torch.tensor([-1], dtype=torch.int32), torch.tensor([True]), "2"),
+    (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.5]), "0.5"),
+    (torch.tensor([3 + 4j]), torch.tensor([0j]), "5"),
+]
+
+
+def diff(capsys: Any, folder: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> str:
+    """Save the weights as checkpoints, and return what `diff` prints about them."""
+    for name, tensors in (("a", a), ("b", b)):
+        Store(folder / name).save(1, lambda path, tensors=tensors: save_file(tensors, path / "model.safetensors"), {})
+    return answer(capsys, "diff", folder / "a", folder / "b")[1]
+
+
+def test_diff_of_every_dtype(tmp_path: Path, capsys: Any) -> None:
+    a, b = ({f"w{number}": case[side] for number, case in enumerate(DTYPES)} for side in (0, 1))
+    out = diff(capsys, tmp_path, a, b)
+    assert f"9 of {len(DTYPES)} tensors differ" in out
+    for number, (*_, difference) in enumerate(DTYPES):
+        assert not difference or row_of(out, f"w{number}")[-1] == difference
 
 
 MARKUP = "[red]layers[0]:smile:"
@@ -364,10 +374,7 @@ MARKUP = "[red]layers[0]:smile:"
     ids=["shapes", "names", "markup", "nan first", "many"],
 )  # fmt: skip
 def test_diff_prints_in_order(a: Any, b: Any, fragments: list[str], tmp_path: Path, capsys: Any) -> None:
-    save_file(a, tmp_path / "a")
-    save_file(b, tmp_path / "b")
-    checkpoint_cli._print_weight_differences(TensorFile(tmp_path / "a"), TensorFile(tmp_path / "b"))
-    out = re.sub(" +", " ", capsys.readouterr().out)
+    out = re.sub(" +", " ", diff(capsys, tmp_path, a, b))
     positions = [out.find(fragment) for fragment in fragments]
     assert -1 not in positions and positions == sorted(positions), out
     assert "\nw2 " not in out

@@ -142,7 +142,7 @@ def test_map_loader_passes_errors_on_and_continues(workers: int) -> None:
         read(loader)
     assert len(flat(read(loader, 0, position=8))) == 3
     if workers:  # left to the garbage collector, torch waits ten seconds for them: the error's traceback is a cycle
-        loader._workers._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        loader.close()
 
 
 @WORKERS

@@ -157,7 +157,7 @@ def test_shards_of_another_number_are_an_error(caplog: pytest.LogCaptureFixture)
     with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be shared out evenly among 3 ranks"):
         loader(0, 3)
     with caplog.at_level(logging.WARNING, "omnitrain"):
-        assert len(loader(0, 2, num_workers=5)._readers) == 2
+        loader(0, 2, num_workers=5)
     assert "`num_workers=5`: the data has 2 shards for this rank" in caplog.text
 
 

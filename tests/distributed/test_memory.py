@@ -55,7 +55,7 @@ def starve(backend: str, place: str, folder: str) -> dict[str, Any]:
             optimizer=optimizer, microbatch_size=2 if name == "rich" else "auto", **saves,
         )  # fmt: skip
         trainer.train("last" if name == "resumed" else None)
-        runs[name] = {"size": trainer._feed.microbatch_size, "sizes": model.sizes}
+        runs[name] = {"sizes": model.sizes}
         runs[name] |= {"history": trainer.metrics["train_metrics_history"], "count": trainer.optimizer.count}
         runs["tensors"] |= {f"{name}/{key}": one for key, one in tensors_of(trainer).items()}
     return runs
@@ -120,7 +120,6 @@ def test_oom_on_one_rank_halves_micro_batches_on_all(results: Any, backend: str,
     for number, rank in enumerate(ranks):
         assert "error" not in rank, rank
         poor, size = rank["poor"], 3 if place == "update" else 2
-        assert (poor["size"], rank["resumed"]["size"]) == (size, size)
         assert max(rank["resumed"]["sizes"]) == size
         if place == "update":  # the third step agrees on it; the update that had no room was repeated
             assert poor["sizes"] == [8, 8, 6] and poor["count"] == (4 if number else 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,21 +304,22 @@ class PrunesSecond(optuna.pruners.BasePruner):
         return trial.number == 1 and len(trial.intermediate_values) == 2
 
 
-def test_pruned_trial_ends_at_once_and_leaves_nothing_open(arguments: Any) -> None:
+def test_pruned_trial_ends_at_once_and_leaves_nothing_open(
+    arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[Any] = []
 
     class Ours(Callback):
         order = 99
 
         def on_train_start(self, trainer: Any) -> None:
-            assert not any(folder.exists() for folder in folders)
+            assert len(list(tmp_path.glob("omnitrain-*"))) == 2  # of the search and of this trial
 
         def on_exception(self, trainer: Any, error: BaseException) -> None:
             events.append(type(error))
 
         def on_train_end(self, trainer: Any) -> None:
             events.append(trainer.progress.step)
-            folders.append(Path(trainer._scratch.name))
 
     class Stock(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -326,7 +328,7 @@ def test_pruned_trial_ends_at_once_and_leaves_nothing_open(arguments: Any) -> No
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             events.append("ended")
 
-    folders: list[Path] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads, handler, pruner = threading.active_count(), signal.getsignal(signal.SIGTERM), PrunesSecond()
     args = arguments(save_strategy="steps", save_steps=4, max_steps=6)
     best = search(build(args, callbacks=[Ours(), Stock()]), pruner=pruner)
@@ -334,7 +336,7 @@ def test_pruned_trial_ends_at_once_and_leaves_nothing_open(arguments: Any) -> No
     assert best.run_id in ("0", "2") and best.objective == pruner.reported[int(best.run_id)][6]
     full, pruned = ["evaluated"] * 3 + ["ended", 6], ["evaluated"] * 2 + ["ended", optuna.TrialPruned, 4]
     assert events == full + pruned + full
-    assert not any(folder.exists() for folder in folders) and len(folders) == 3
+    assert len(list(tmp_path.glob("omnitrain-*"))) <= 1
     assert threading.active_count() == threads
     assert signal.getsignal(signal.SIGTERM) is handler
 

@@ -67,7 +67,7 @@ def test_more_keeps_no_part_of_the_earlier_run_in_memory(tmp_path: Path) -> None
         def on_train_start(self, trainer: Any) -> None:
             gc.collect()
             self.left = 0 if self.former is None else sum(reference() is not None for reference in self.former)
-            self.former = [weakref.ref(trainer.optimizer), weakref.ref(trainer._checkpointer)]
+            self.former = [weakref.ref(trainer.optimizer), weakref.ref(trainer.lifecycle)]
 
     look = Look()
     trainer = made(tmp_path, max_steps=2, callbacks=[look])
