@@ -217,10 +217,7 @@ def train(trainer: Trainer, **options: Any) -> Trainer:
 
 
 def play(
-    save_dir: Path,
-    parts: Iterable[Mapping[str, Any]] = ({},),
-    make: Callable[..., Trainer] = build,
-    **options: Any,
+    save_dir: Path, parts: Iterable[Mapping[str, Any]] = ({},), make: Callable[..., Trainer] = build, **options: Any
 ) -> dict[str, Any]:
     """Train in parts, each with a new trainer that resumes from "auto"; return the outcome, streams and rates joined.
 

@@ -2088,11 +2088,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return (weight * 8).round() / 8
 
 
-KINDS_OF_DATA: dict[str, Any] = {
-    "rows": (deep, rows),
-    "images": (convolution, images),
-    "tokens": (Tagger, Sentences),
-}
+KINDS_OF_DATA: dict[str, Any] = {"rows": (deep, rows), "images": (convolution, images), "tokens": (Tagger, Sentences)}
 ALGORITHMS = {
     "ema": Case(lambda: EMA(0.8)),
     "swa": Case(lambda: SWA("0.3dur")),

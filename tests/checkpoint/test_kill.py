@@ -18,17 +18,7 @@ from typing import Any
 import programs
 import pytest
 from forging import copied, spoil
-from resuming import (
-    assert_same,
-    build,
-    comparable,
-    disturb_generators,
-    journal,
-    memory_folder,
-    outcome,
-    play,
-    train,
-)
+from resuming import assert_same, build, comparable, disturb_generators, journal, memory_folder, outcome, play, train
 
 from omnitrain import Callback, CheckpointError, Trainer
 from omnitrain.checkpoint import state

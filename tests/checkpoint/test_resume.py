@@ -756,10 +756,7 @@ SAME_NUMBERS = ("autocast", "model", "optimization_direction", "optimization_met
 """As the run is in double precision, and past its warm-up."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    thinned(CHANGES, ["optimizer_groups", "optimizer", "samples_per_epoch"]),
-)
+@pytest.mark.parametrize("name", thinned(CHANGES, ["optimizer_groups", "optimizer", "samples_per_epoch"]))
 def test_allowed_change_takes_effect(name: str, stopped: Path) -> None:
     trainer = build(stopped, **CHANGES[name])
     metrics = trainer.train(resume_from="auto", allow_change={name, "loss_fn"} if name == "unit" else {name})

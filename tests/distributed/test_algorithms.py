@@ -46,7 +46,7 @@ KINDS: dict[str, Any] = {
     "pruning": lambda: MagnitudePruning(0.7, end=5, every=2, scope="global"),
 }
 OPTIMIZERS: dict[str, Any] = {
-    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 }
 """Optimizers that take loss and gradients several times in a step."""
 OF_TOKENS = ("smoothing", "lengths")
@@ -142,10 +142,7 @@ def test_algorithms_match_one_process_or_are_errors(results: Any, tmp_path: Path
     assert_close(ranks[0], backend, kind, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind"),
-    thinned(MOVES, [("ddp", "lbfgs"), ("ddp", "pruning"), ("fsdp", "ema")]),
-)
+@pytest.mark.parametrize(("backend", "kind"), thinned(MOVES, [("ddp", "lbfgs"), ("ddp", "pruning"), ("fsdp", "ema")]))
 def test_checkpoints_move_from_one_process_to_two_and_back(
     results: Any, folder: Path, tmp_path: Path, backend: str, kind: str
 ) -> None:

@@ -27,7 +27,7 @@ from omnitrain.launch import Launch
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback"),
+    pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback")
 ]
 
 

@@ -312,8 +312,7 @@ def test_nan_on_one_process_is_raised_or_skipped_on_all(results: Any, backend: s
 @pytest.mark.parametrize(
     ("backend", "reduction"),
     thinned(
-        itertools.product(OTHERS, ["mean", "sum"]),
-        [("ddp", "mean"), ("ddp", "sum"), ("zero3", "mean"), ("hf2", "sum")],
+        itertools.product(OTHERS, ["mean", "sum"]), [("ddp", "mean"), ("ddp", "sum"), ("zero3", "mean"), ("hf2", "sum")]
     ),
 )
 def test_unit_targets_are_weighed_over_all_processes(results: Any, backend: str, reduction: str) -> None:

@@ -101,8 +101,7 @@ def check_equal(trainer: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "start"),
-    thinned(itertools.product(DATA, [0, 1, 4, 8]), [("noise", 1), ("stream", 4)]),
+    ("data", "start"), thinned(itertools.product(DATA, [0, 1, 4, 8]), [("noise", 1), ("stream", 4)])
 )
 def test_run_has_the_numbers_of_small_batches(run: Any, data: str, start: int) -> None:
     options = {"eval_dataset": rows(5), "eval_steps": 2, "eval_strategy": "steps", "num_train_epochs": 3}

@@ -164,8 +164,7 @@ def test_nothing_is_uploaded_without_push_to_hub(hub: Hub, build: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "limit"),
-    thinned(itertools.product(["checkpoint", "all_checkpoints"], [None, 1]), [("checkpoint", 1)]),
+    ("strategy", "limit"), thinned(itertools.product(["checkpoint", "all_checkpoints"], [None, 1]), [("checkpoint", 1)])
 )
 def test_uploaded_checkpoints_can_be_resumed(
     hub: Hub, build: Any, strategy: str, limit: int | None, tmp_path: Path

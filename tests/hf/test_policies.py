@@ -49,11 +49,7 @@ DELAYS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    thinned(DELAYS, [DELAYS[1], DELAYS[4], DELAYS[8]]),
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "expected"), thinned(DELAYS, [DELAYS[1], DELAYS[4], DELAYS[8]]), ids=str)
 def test_eval_delay_has_the_evaluations_of_a_stock_trainer(
     arguments: Any, fields: dict[str, Any], expected: list[int]
 ) -> None:

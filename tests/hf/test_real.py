@@ -180,8 +180,7 @@ def texts(parts: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("build", "batch", "accumulation"),
-    thinned([(gpt, 4, 2), (gpt, 1, 8), (llama, 4, 2), (llama, 1, 8)], [(gpt, 4, 2)]),
+    ("build", "batch", "accumulation"), thinned([(gpt, 4, 2), (gpt, 1, 8), (llama, 4, 2), (llama, 1, 8)], [(gpt, 4, 2)])
 )
 def test_language_model_is_the_same_in_every_split(
     build: Any, batch: int, accumulation: int, texts: Any, tokenizer: Any, arguments: Any
