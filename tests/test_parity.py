@@ -1611,15 +1611,6 @@ def test_best_weights_are_saved_at_once_between_saves(trainer_class: Any, where:
     assert [checkpoint.step for checkpoint in store.kept()] == [best, 4, 8]
 
 
-@quick_on("native")
-def test_keep_best_of_0_saves_at_intervals_only(trainer_class: Any, tmp_path: Path) -> None:
-    run(
-        trainer_class, t16(), rows(32), eval_dataset=rows(4), batch_size=4, epochs=1, eval_steps=1, save_steps=4,
-        keep_best=0, save_dir=tmp_path / "run",
-    )  # fmt: skip
-    assert [checkpoint.step for checkpoint in Store(tmp_path / "run").kept()] == [4, 8]
-
-
 # --- where files are
 
 

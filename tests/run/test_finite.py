@@ -18,13 +18,6 @@ CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 
 
-def filled(values: list[tuple[float, float]]) -> LossMeter:
-    meter = LossMeter(CPU)
-    for loss, weight in values:
-        meter.add(torch.tensor(loss, dtype=torch.float64), weight)
-    return meter
-
-
 # LossMeter
 
 losses = st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 20)), max_size=12)
@@ -52,33 +45,6 @@ def test_loss_meter_has_the_mean_since_the_last_log(parts: list[list[tuple[float
     assert meter.mean() == pytest.approx(mean_of(everything), abs=1e-6, nan_ok=True)
 
 
-def test_loss_meter_spans_epochs_for_logs_only() -> None:
-    meter = filled([(1.0, 1)])
-    mean_since_last(meter)
-    meter.add(torch.tensor(2.0), 1)
-    meter.begin_epoch()
-    meter.add(torch.tensor(6.0), 3)
-    assert meter.mean() == 6.0
-    assert mean_since_last(meter) == (2.0 + 3 * 6.0) / 4
-    assert math.isnan(mean_since_last(meter))
-
-
-def test_loss_meter_ignores_nan_without_weight() -> None:
-    assert filled([(2.0, 1), (NAN, 0), (INF, 0)]).mean() == 2.0
-    assert math.isnan(filled([(2.0, 1), (NAN, 1)]).mean())
-
-
-def test_loss_meter_can_undo_a_step() -> None:
-    meter = filled([(2.0, 1)])
-    mark = meter.mark()
-    meter.add(torch.tensor(NAN), 5)
-    meter.add(torch.tensor(3.0), 5)
-    meter.go_back(mark)
-    assert (meter.mean(), meter.weight) == (2.0, 1)
-    meter.add(torch.tensor(4.0), 1)
-    assert meter.mean() == 3.0
-
-
 def test_loss_meter_without_losses_is_nan_and_keeps_no_graph() -> None:
     meter = LossMeter(CPU)
     assert math.isnan(meter.mean()) and math.isnan(mean_since_last(meter))
@@ -94,17 +60,6 @@ def test_loss_meter_sums_in_double_precision(dtype: torch.dtype) -> None:
         meter.add(torch.tensor(1.0, dtype=dtype), 1)
     meter.add(torch.tensor(2.0**-20, dtype=dtype), 1)  # which is lost in any smaller type
     assert meter.read() == 3000.0 + 2.0**-20
-
-
-def test_loss_meter_restores_its_state() -> None:
-    meter = filled([(1.0, 1), (2.0, 2)])
-    mean_since_last(meter)
-    meter.add(torch.tensor(5.0), 1)
-    other = LossMeter(CPU)
-    other.load_state_dict([meter.state_dict()])
-    for loaded in (meter, other):
-        loaded.add(torch.tensor(7.0), 1)
-    assert (other.mean(), mean_since_last(other)) == (meter.mean(), mean_since_last(meter)) == (17 / 5, 6.0)
 
 
 # FiniteGuard, reading
