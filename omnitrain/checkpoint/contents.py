@@ -787,11 +787,12 @@ class Contents:
                 "The states of %s differ between the %d ranks of the checkpoint, and there are %d now: all get those "
                 "of the main one.", ", ".join(f"`{name}`" for name in saved[0]), len(saved), data.size,
             )  # fmt: skip
-        for name, entry in saved[data.rank if len(saved) == data.size else 0].items():
+        states = [state.from_json(entry, tensors) for entry in saved]  # all ranks read all of them, together
+        for name, entry in states[data.rank if len(saved) == data.size else 0].items():
             if name.partition(".")[0] in changed:
                 continue
             if name in parts:
-                give_back(parts[name], state.from_json(entry, tensors), undo)
+                give_back(parts[name], entry, undo)
             else:
                 logger.warning("The checkpoint has a state of `%s`, which has none in this run.", name)
 

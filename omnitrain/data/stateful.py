@@ -1,4 +1,4 @@
-"""The user's parts of a run that keep a state: unit, collator, map-style dataset, loss, early stopper.
+"""The user's parts of a run that keep a state: unit, collator, map-style dataset, loss.
 
 Loaders and streams, whose state is their position, are in `loaders.py` and `streams.py`.
 """
@@ -58,7 +58,7 @@ def _datasets(name: str, dataset: Any) -> dict[str, Any]:
 
 def stateful_parts(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """Return the user's parts with `state_dict` and `load_state_dict`, by argument."""
-    parts: dict[str, Any] = {name: getattr(settings, name) for name in ("unit", "early_stopper")}
+    parts: dict[str, Any] = {"unit": settings.unit}
     if not isinstance(settings.loss_fn, nn.Module):
         parts["loss_fn"] = settings.loss_fn
     parts = {name: part for name, part in parts.items() if has_state(part)} | data_parts(settings)
