@@ -276,3 +276,25 @@ def test_optimizer_state_of_another_form_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"`optimizer` \(Loose\) has a state_dict\(\) with 'base', 'slow'"):
         build("native", "optimizer", tmp_path, optimizer=Loose).train()
     assert end_of(build("native", "optimizer", optimizer=Loose))  # without checkpoints it is nobody's business
+
+
+class KillAfterSave(KillAt):
+    """Ends the run when a checkpoint of a step is complete: at the end of an epoch, before the epoch is over."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        pass
+
+    def on_save_end(self, trainer: Any) -> None:
+        super().on_step_end(trainer)
+
+
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_schedule_by_epoch_resumes_at_the_end_of_an_epoch(kind: str, tmp_path: Path) -> None:
+    """Which moves it before this process has made an update: no reason for PyTorch to warn."""
+    options = {"lr_scheduler": "linear", "scheduler_interval": "epoch", "max_steps": None, "epochs": 3}
+    with pytest.raises(Killed):
+        build(kind, "loss", tmp_path, callbacks=[KillAfterSave(6)], **options).train()
+    resumed = build(kind, "loss", tmp_path, **options)
+    resumed.train(resume_from="auto")
+    assert resumed.progress.step == 18
