@@ -20,8 +20,9 @@ from marks import thinned
 from recipes import rows, t16
 from resuming import assert_same, memory_folder
 from tiny import Tokens, gpt
+from torch import nn
 
-from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
+from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
 from omnitrain.checkpoint.contents import OPTIMIZER, RNG, STATES
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, read_manifest
 from omnitrain.checkpoint.state import WEIGHTS, load_tensors, save_tensors
@@ -337,3 +338,33 @@ def test_pointers_open_with_from_pretrained(tmp_path: Path) -> None:
     for which in ("last", "best"):
         loaded = type(model).from_pretrained(tmp_path / "run" / which)
         assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+class InfiniteOnce(Algorithm):
+    """Has the loss of the third step be infinite, at first."""
+
+    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * float("inf") if trainer.progress.step == 2 and not trainer.progress.skipped_steps else loss
+
+
+class SaveSkipped(Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.skipped_steps and trainer.progress.step == 2:
+            trainer.request_save()
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+def test_save_after_a_skipped_step_keeps_the_best(trainer_class: Any, tmp_path: Path) -> None:
+    """It has the name of the best, which was saved before it, and all of its weights and buffers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    trainer = trainer_class(
+        model, rows(16, torch.float32), rows(8, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=3,
+        eval_steps=2, save_steps=10, on_nonfinite="skip", learning_rate=0.05,
+        algorithms=[InfiniteOnce()], callbacks=[SaveSkipped()], progress_bar=False, save_dir=tmp_path,
+        **({"device": "cpu"} if trainer_class is Trainer else {}),
+    )  # fmt: skip
+    trainer.train()
+    assert (trainer.metrics["best_step"], trainer.progress.skipped_steps) == (2, 1)
+    assert content_of(tmp_path / "checkpoint-2")["progress"]["skipped_steps"] == 1
+    assert trainer.evaluate()["eval_loss"] == trainer.metrics["best_valid"]["eval_loss"]

@@ -100,11 +100,6 @@ def _has(pattern: str, kind: str = "") -> Callable[[Case], bool]:
 
 KNOWN: tuple[Known, ...] = (
     Known("W23", "weights depend on the split", _has(r"weight=torch.*LabelSmoothing|LabelSmoothing.*weight=torch")),
-    Known("F1", "a run that `early_stopper` has ended continues when it is resumed", _has("early_stopper=")),
-    Known("F3", "PyTorch warns of a schedule that moves before the first update", _has("_interval")),
-    Known("F4", "after an infinite gradient, buffers of BatchNorm are NaN", _has("SAM", "nonfinite")),
-    Known("F5", "a later checkpoint of the same step, after skipped ones, replaces the best",
-          lambda case: case.kind == "nonfinite" and not _has("eval_dataset=None")(case)),
 )  # fmt: skip
 """Remove a row when its fault is mended."""
 

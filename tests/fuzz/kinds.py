@@ -69,11 +69,20 @@ class Tied(Tagger):
 
 
 class Overflowing(Net):
-    """Gives infinite gradients in chosen batches, which its BatchNorm counts."""
+    """Gives infinite gradients in chosen batches, which it counts besides its buffers, as if the data caused them."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        if int(self.body[1].num_batches_tracked) in (2, 5, 6, 12) and output.requires_grad:
+        self.count += self.training
+        if self.count in (2, 3, 8, 12) and output.requires_grad:
             output.register_hook(lambda gradient: gradient * math.inf)
         return output
 
