@@ -94,7 +94,7 @@ TEXTS: dict[str, Any] = {
 """Quoted texts that would be something else without the quotes."""
 
 
-def test_texts_stay_texts_where_admitted(folder: Path) -> None:
+def test_texts_stay_texts_where_admitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {**TEXTS, "pair": (7, "08")}
     trainer = made(folder, model=part("named.Texts", **TEXTS), save_dir="a")
     assert trainer.model.given == expected
@@ -105,6 +105,9 @@ def test_texts_stay_texts_where_admitted(folder: Path) -> None:
     assert Config.read("b/config.yaml").make_trainer().model.given == expected
     converted = made(folder, model=part("named.Texts", number="7", switch="true", either="x")).model.given
     assert (converted["number"], converted["switch"], converted["either"]) == (7, True, "x")
+    monkeypatch.setenv("WORD", "007")
+    given = made(folder, model=part("named.Texts", maybe="${env:WORD}", listed=["${env:WORD}"])).model.given
+    assert given["maybe"] == "007" and given["maybe"].reference == given["listed"][0].reference == "${env:WORD}"
 
 
 @pytest.mark.parametrize(
