@@ -113,6 +113,12 @@ have passed on what they return."""
 SEE_BATCHES = ("_train_epoch", "_train_step", "_weigh", "_prepare_batch", "_forward")
 """The hooks that get batches or read them."""
 
+_RUN_MODELS = frozenset(
+    [*SEE_BATCHES, "_setup_training_components", "_build_optimizer", "compute_loss", "training_step", "prediction_step",
+     "create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs"]
+)  # fmt: skip
+"""Hooks of a subclass, HFTrainer's among them, that may call methods of the model."""
+
 _STAGES = ["fit", "sanity_check", "epoch", "step", "batch", "eval"]
 _STAGES += [stage + part for stage in ("train", "validation", "test", "predict") for part in ("", "_epoch", "_batch")]
 EVENTS_OF_TRAINERS = frozenset(
@@ -169,14 +175,14 @@ def reject_uncalled_methods(model: nn.Module, settings: Settings, trainer_class:
         settings: The arguments of the trainer, by which the user may call it.
         trainer_class: The class of the trainer, whose own hooks may call it.
     """
-    if members_of_user(trainer_class).keys() & {*SEE_BATCHES, "compute_loss", "training_step", "prediction_step"}:
+    if members_of_user(trainer_class).keys() & _RUN_MODELS:
         return
     for kind in type(model).__mro__:
         if kind.__module__.partition(".")[0] in _LIBRARIES:
             continue
         for name in [name for name in METHODS_OF_MODELS if callable(vars(kind).get(name))]:
             instead, arguments = METHODS_OF_MODELS[name]
-            if all(getattr(settings, argument) in (None, (), []) for argument in arguments):
+            if all(getattr(settings, argument) is None for argument in arguments):
                 raise ConfigError(
                     f"`model` ({type(model).__name__}) has a method {name}(), which nothing calls. Use {instead} "
                     "instead; or rename it, if you call it yourself."
