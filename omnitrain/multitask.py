@@ -269,7 +269,7 @@ class MultiTaskUnit:
         return self._run(batch)
 
     def evaluate(self, batch: TaskBatch) -> StepOutput:
-        """Return the same; for a batch of one task, with its outputs and labels."""
+        """Return the same; for a batch of one task, its loss without the weight, its outputs and its labels."""
         return self._run(batch)
 
     def _run(self, batch: TaskBatch) -> StepOutput:
@@ -285,7 +285,9 @@ class MultiTaskUnit:
             found = batch.counts[name][self.loss_mean.tasks[name].shift]
             count = 0 if name in batch.idle else found
             loss = output.required_loss()
-            weighted = loss * (count * self.weights.get(name, 1.0)) if found else without_effect(output, loss)
+            has_weight = len(batch.parts) > 1 or torch.is_grad_enabled()
+            weight = self.weights.get(name, 1.0) if has_weight else 1.0
+            weighted = loss * (count * weight) if found else without_effect(output, loss)
             total = total + weighted
             targets += count
             metrics[f"loss_{name}"] = (loss.detach(), count)

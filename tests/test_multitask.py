@@ -200,7 +200,22 @@ def test_multitask_learns_all_tasks(trainer_class: Any) -> None:
     )
     best = trainer.train()["best_valid"]
     assert best["kind_accuracy"] > 0.8 and best["size_r2"] > 0.8
-    assert best["eval_loss"] == pytest.approx((best["eval_kind_loss"] + best["eval_size_loss"]) / 2)
+    assert best["eval_loss"] == pytest.approx((best["eval_kind_loss"] + 0.5 * best["eval_size_loss"]) / 2)
+
+
+def test_multitask_evaluates_tasks_without_weights(trainer_class: Any) -> None:
+    """As in logs and history; the loss of all sets together is what is trained on."""
+    tasks = mixed()
+    sets = tasks.evaluation(tasks.tasks)
+    trainer = build(trainer_class, tasks, eval_dataset=sets, epochs=1, learning_rate=0.0, optimizer=torch.optim.SGD)
+    history = trainer.train()
+    train, valid = history["train_metrics_history"][0], history["valid"][0]
+    for task in tasks.tasks:
+        assert valid[f"eval_{task}_loss"] == pytest.approx(train[f"train_loss_{task}"], rel=1e-12)
+    assert valid["eval_loss"] == pytest.approx((valid["eval_kind_loss"] + 0.5 * valid["eval_size_loss"]) / 2, rel=1e-12)
+    only = MultiTask({"size": tasks.tasks["size"]})
+    assert trainer.evaluate(only)["eval_loss"] == pytest.approx(0.5 * valid["eval_size_loss"], rel=1e-12)
+    assert trainer.predict(only).metrics["test_loss"] == pytest.approx(0.5 * valid["eval_size_loss"], rel=1e-12)
 
 
 def test_multitask_loss_is_weighted_mean() -> None:

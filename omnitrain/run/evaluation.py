@@ -23,6 +23,7 @@ from omnitrain.data.stateful import data_parts, untouched
 from omnitrain.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
 from omnitrain.events import Event
 from omnitrain.losses import LossMean
+from omnitrain.multitask import MultiTaskUnit
 from omnitrain.objective import Objective
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks, evaluating
@@ -161,8 +162,8 @@ class Evaluation:
         """Return `<prefix>_loss` and the metrics of a loader or a dict of loaders; None if a signal interrupted it.
 
         Named sets give `<prefix>_<name>_loss` and so on; `<prefix>_loss`, and what else all of them have, is the mean
-        over the sets. What the forward pass names, such as the parts of a loss, is averaged as the loss is, unless a
-        computed metric has the same name.
+        over the sets. The loss of a task has its weight in `<prefix>_loss` alone. What the forward pass names, such as
+        the parts of a loss, is averaged as the loss is, unless a computed metric has the same name.
 
         Args:
             loader: The loader, or loaders by name.
@@ -175,20 +176,32 @@ class Evaluation:
         """
         if not isinstance(loader, Mapping):
             result = self._run(loader, is_interrupted, only_first=only_first)
-            return None if result is None else {f"{prefix}_{key}": value for key, value in result.metrics.items()}
+            if result is None:
+                return None
+            metrics = self._as_trained(result.metrics, loader)
+            return {f"{prefix}_{key}": value for key, value in metrics.items()}
         named: dict[str, float] = {}
         counted: list[tuple[float, dict[str, float]]] = []
         for name, one in loader.items():
             if name in self.left_out:
                 continue
-            metrics = self.evaluate(one, f"{prefix}_{name}", is_interrupted, only_first)
-            if metrics is None:
+            result = self._run(one, is_interrupted, only_first=only_first)
+            if result is None:
                 return None
-            named |= metrics
+            named |= {f"{prefix}_{name}_{key}": value for key, value in result.metrics.items()}
             if _counts(one):
-                plain = {key.removeprefix(f"{prefix}_{name}_"): value for key, value in metrics.items()}
-                counted.append((1.0 if one.rules is None else one.rules.weight, plain))
+                metrics = self._as_trained(result.metrics, one)
+                counted.append((1.0 if one.rules is None else one.rules.weight, metrics))
         return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named}
+
+    def _as_trained(self, metrics: Mapping[str, float], loader: Loader) -> dict[str, float]:
+        """Return the metrics of a set with its loss as it is trained on: that of a task times its weight."""
+        unit = getattr(loader.rules, "unit", None) or self.hooks.unit
+        tasks = getattr(getattr(loader, "dataset", None), "tasks", None)
+        if "loss" not in metrics or not isinstance(unit, MultiTaskUnit) or not isinstance(tasks, dict):
+            return dict(metrics)
+        (weight, *others) = (unit.weights.get(name, 1.0) for name in tasks)
+        return {**metrics, "loss": metrics["loss"] * (1.0 if others else weight)}
 
     def rehearse_batches(self, loader: Loader) -> list[Any]:
         """Run the first batch of a loader, and the last one if it can be reached at once; return both."""
@@ -210,7 +223,7 @@ class Evaluation:
         result = self._run(loader, is_interrupted, keeps_all=True, needs_loss=False)
         if result is None:
             return None
-        metrics = {f"test_{key}": value for key, value in result.metrics.items()}
+        metrics = {f"test_{key}": value for key, value in self._as_trained(result.metrics, loader).items()}
         shared = result.predictions, result.labels
         return Predictions(*self.hooks.ranks.share("the predictions of all samples", shared), metrics)
 
@@ -260,9 +273,12 @@ class Evaluation:
         self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
         try:
             keeps = keeps_all or self.scorer.keeps_predictions
-            return self._pass(loader, is_interrupted, keeps, needs_loss, only_first)
+            result = self._pass(loader, is_interrupted, keeps, needs_loss, only_first)
         finally:
             self.scorer, self._unit = before
+        if result is not None and "loss" in result.metrics and not only_first and self.hooks.ranks.is_main:
+            self._check_perplexity(result.metrics)
+        return result
 
     def _pass(
         self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, needs_loss: bool, only_first: bool
@@ -283,8 +299,7 @@ class Evaluation:
                 ranks.moves += 1
                 if is_interrupted(number):
                     return None
-                if not number and needs_loss and self._unit is None and not hooks.loss_mean.is_checked:
-                    ask_loss(hooks, [batch], splits=False)
+                self._ask_loss(batch, is_needed=needs_loss and not number)
                 counts = samples > 0  # otherwise it is a stand-in
                 self.feed.samples = samples or None
                 weight = hooks._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
@@ -295,8 +310,7 @@ class Evaluation:
                         raise self._missing_loss(output, batch)
                     counted = _add_loss(total, output, weight)
                     weights += counted
-                    if output.metrics is not None:
-                        named.add(output.metrics, counted)
+                    named.add(output.metrics or {}, counted)
                 if counts and not needs_loss and loader.counts_samples:
                     _check_rows(output.outputs, samples)
                 seen = self._seen(output) if counts else None
@@ -329,9 +343,12 @@ class Evaluation:
             if has_labels:
                 scores |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
             metrics = _with_loss(scores, loss / weights) if weights else scores
-            if weights and not only_first and ranks.is_main:
-                self._check_perplexity(metrics)
         return Predictions(predictions, labels, metrics)
+
+    def _ask_loss(self, batch: Any, is_needed: bool) -> None:
+        """Ask the loss what it is a mean over, unless it was asked, or the set has its own unit."""
+        if is_needed and self._unit is None and not self.hooks.loss_mean.is_checked:
+            ask_loss(self.hooks, [batch], splits=False)
 
     def _check_perplexity(self, metrics: Mapping[str, float]) -> None:
         """Warn once about a perplexity that is not the exponential of the loss."""
