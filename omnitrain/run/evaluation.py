@@ -269,9 +269,11 @@ class Evaluation:
             needs_loss: Whether a loss is required, and something to score if metrics are asked for.
             only_first: Whether to end after the first batch.
         """
+        self.hooks.backend.sync_buffers()
         before = self.scorer, self._unit
         self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
         try:
+            self.scorer.reset()
             keeps = keeps_all or self.scorer.keeps_predictions
             result = self._pass(loader, is_interrupted, keeps, needs_loss, only_first)
         finally:
@@ -285,13 +287,10 @@ class Evaluation:
     ) -> Predictions | None:
         """Run the model over a loader. Losses and streaming metrics are summed on the device."""
         hooks, scorer = self.hooks, self.scorer
-        hooks.backend.sync_buffers()
-        scorer.reset()
         ranks, device = hooks.ranks, hooks.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, number, batch, output = 0.0, False, -1, None, StepOutput(None)
-        named = Meters(device)
-        kept: list[tuple[Any, ...]] = []
+        named, kept = Meters(device), list[tuple[Any, ...]]()
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
         with self.shown.swapped_in(), evaluating(hooks), ranks.at("evaluation"), untouched(data_parts(hooks.settings)):
