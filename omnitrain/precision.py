@@ -142,6 +142,23 @@ class Precision:
         dtype = _DTYPES[self.name]
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
 
+    @contextlib.contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Have a `torch.autocast` that the user's program is in cast the weights of each forward pass again.
+
+        It keeps what it has cast until it is left, so a run inside would compute with the weights of its first step.
+        """
+        if not torch.is_autocast_enabled(self.device_type):
+            yield
+            return
+        before = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
     def convert(self, model: nn.Module) -> None:
         """Have the linear layers of a model multiply in fp8, by torchao, if that is the precision.
 
@@ -254,7 +271,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = "cpu" if kind is None else kind.type
     try:
-        return torch.empty(0, device=torch.device(device)).device  # "cuda" becomes "cuda:0"
+        chosen = torch.empty(0, device=torch.device(device)).device  # "cuda" becomes "cuda:0"
+        if chosen.type == "meta":
+            raise ValueError("tensors on it have no values")
+        return chosen
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(

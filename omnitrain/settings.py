@@ -385,6 +385,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
+_LONGEST_NAME = 255
+"""Bytes of a name in usual file systems."""
+
+
 def local_path(value: Any, name: str) -> Path:
     """Return the user's path, with `~` expanded.
 
@@ -401,6 +405,11 @@ def local_path(value: Any, name: str) -> Path:
     if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes) or not str(value).strip():
         raise ConfigError(f"`{name}` must be a path, got {value!r}. Pass the path of a file or folder.")
     text = str(os.fspath(value))
+    if "\0" in text or any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
+        raise ConfigError(
+            f"`{name}={text!r:.60}...` is no path that a file system takes: it has a NUL, or a name of more than "
+            f"{_LONGEST_NAME} bytes. Pass a shorter one."
+        )
     if _URL.match(text):
         raise ConfigError(
             f"`{name}={text!r}` is an address, and a path of this machine is needed here. Pass one. `save_dir`, "

@@ -257,6 +257,12 @@ class ModelUnit:
             return self.loss_fn(outputs, labels)
         except Exception as error:
             if labels is not None:
+                if _differ_in_classes(outputs, labels):
+                    raise DataError(
+                        f"`loss_fn` got outputs of shape {tuple(outputs.shape)} and probabilities of shape "
+                        f"{tuple(labels.shape)}: the last number, the classes, must be the same. Correct the "
+                        "`num_classes` of LabelSmoothing, MixUp or CutMix, or the model."
+                    ) from error
                 if not isinstance(outputs, Tensor):
                     error.add_note(f"`loss_fn` got what the model returned as a whole: {_describe(outputs)}.")
                 raise
@@ -416,6 +422,11 @@ def _computed_from(loss: Tensor) -> set[Any]:
             found.add(node)
             ahead += [one for one, _ in node.next_functions]
     return found
+
+
+def _differ_in_classes(outputs: Any, labels: Any) -> bool:
+    are_tensors = isinstance(outputs, Tensor) and isinstance(labels, Tensor) and labels.is_floating_point()
+    return are_tensors and outputs.ndim == labels.ndim == 2 and outputs.shape[1] != labels.shape[1]
 
 
 def _loss_in(outputs: Any) -> Any:

@@ -8,7 +8,10 @@ from typing import Any
 import eighths
 import pytest
 import torch
+import torch.nn.functional as F
+from recipes import rows, same, t16, weights
 
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 from omnitrain.errors import ConfigError, MissingExtraError
 from omnitrain.precision import Precision, choose_device, matmul_precision
 
@@ -80,6 +83,31 @@ def test_autocast_fp32_keeps_user_autocast() -> None:
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+def test_train_inside_user_autocast_sees_each_update(trainer_class: Any) -> None:
+    """`torch.autocast` keeps the weights that it has cast until it is left; a run inside computed with the first."""
+
+    def trained(options: dict[str, Any]) -> Any:
+        device = {"device": "cpu"} if trainer_class is Trainer else {}
+        return trainer_class(
+            t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, max_steps=4, learning_rate=0.1,
+            progress_bar=False, **device, **options,
+        )  # fmt: skip
+
+    expected = trained({"autocast": "bf16"})
+    expected.train()
+    for options in ({}, {"autocast": "bf16"}):
+        trainer = trained(options)
+        with torch.autocast("cpu", torch.bfloat16):
+            before = trainer.predict(rows(4, torch.float32)).predictions
+            trainer.train()
+            assert torch.is_autocast_cache_enabled()
+            after = trainer.predict(rows(4, torch.float32)).predictions
+        assert (before != after).any()
+        assert (after == expected.predict(rows(4, torch.float32)).predictions).all()
+        assert same(weights(trainer.model), weights(expected.model))
+
+
 def test_grad_scaler_only_for_fp16() -> None:
     loss = torch.tensor(2.0)
     for name in ("fp32", "bf16"):
@@ -104,6 +132,11 @@ def test_matmul_precision_is_restored(before: str) -> None:
     finally:
         backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
+
+
+def test_device_rejects_meta() -> None:
+    with pytest.raises(ConfigError, match=r"`device='meta'` cannot be used: tensors on it have no values"):
+        choose_device("meta")
 
 
 def test_device_rejects_missing_device() -> None:

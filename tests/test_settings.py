@@ -168,6 +168,13 @@ def test_settings_reject_wrong_values(
     assert same(before, MODEL.parameters()) and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["runs/a\0b", "runs/" + "x" * 256, "runs/" + "\u00e9" * 200 + "/a"])
+def test_settings_reject_names_of_no_file_system(path: str) -> None:
+    for trainer_class in (Trainer, HFTrainer):
+        with pytest.raises(ConfigError, match=r"`save_dir=.* is no path that a file system takes"):
+            trainer_class(t16(), rows(4), loss_fn=F.mse_loss, save_dir=path)
+
+
 def test_train_rejects_missing_data_and_unknown_hook() -> None:
     with pytest.raises(ConfigError, match="train_dataset"):
         Trainer(t16(), eval_dataset=rows(4), loss_fn=F.mse_loss, device="cpu").train()

@@ -305,9 +305,7 @@ class Evaluation:
                 output = self._run_batch(batch, loader, number)
                 self.feed.count_targets(output, weight)
                 if counts:
-                    if output.loss is None and needs_loss:
-                        raise self._missing_loss(output, batch)
-                    counted = _add_loss(total, output, weight)
+                    counted = self._add_loss(total, output, weight, batch if needs_loss else None)
                     weights += counted
                     named.add(output.metrics or {}, counted)
                 if counts and not needs_loss and loader.counts_samples:
@@ -417,6 +415,26 @@ class Evaluation:
             if only_first:
                 raise Inconclusive from error
             raise
+
+    def _add_loss(self, total: torch.Tensor, output: StepOutput, weight: float, batch: Any) -> float:
+        """Add the loss of a batch to `total`, on the device, and return its weight there.
+
+        Args:
+            total: The sum.
+            output: The result of the batch.
+            weight: The weight of a loss that is a mean.
+            batch: The batch, if it must have a loss.
+        """
+        if output.loss is None:
+            if batch is not None:
+                raise self._missing_loss(output, batch)
+            return 0.0
+        if output.num_targets is not None:
+            total.add_(output.loss)
+            return int(output.num_targets)
+        if weight:
+            total.add_(output.loss, alpha=weight)
+        return weight
 
     def _missing_loss(self, output: StepOutput, batch: Any) -> DataError:
         """Return the error for a batch without a loss; the default unit gives the one that training would raise."""
@@ -531,18 +549,6 @@ def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
             "it another name in what `compute_metrics`, or the unit's StepOutput(metrics=...), returns."
         )
     return {"loss": loss, **scores}
-
-
-def _add_loss(total: torch.Tensor, output: StepOutput, weight: float) -> float:
-    """Add the loss of a batch, if it has one, to `total`, on the device, and return its weight there."""
-    if output.loss is None:
-        return 0.0
-    if output.num_targets is not None:
-        total.add_(output.loss)
-        return int(output.num_targets)
-    if weight:
-        total.add_(output.loss, alpha=weight)
-    return weight
 
 
 def _check_rows(outputs: Any, samples: int) -> None:

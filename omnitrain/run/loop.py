@@ -398,6 +398,7 @@ class Loop:
                 self.lifecycle.aside(),
                 self.evaluation.outside_run(),
                 self.hooks.precision.of_products(),
+                self.hooks.precision.without_cache(),
                 explaining_memory(self.hooks, "evaluation"),
             ):
                 result = work(self.is_interrupted)

@@ -1011,7 +1011,8 @@ def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Itera
 def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
     """Have PyTorch compute inside as the settings say."""
     anomalies = torch.autograd.set_detect_anomaly if settings.detect_anomaly else contextlib.nullcontext
-    with deterministic_kernels(settings.deterministic), precision.of_products(), anomalies(True):
+    deterministic = deterministic_kernels(settings.deterministic)
+    with deterministic, precision.of_products(), precision.without_cache(), anomalies(True):
         yield
 
 

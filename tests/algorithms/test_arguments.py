@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from recipes import rows, t16
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from omnitrain import (
     EMA,
@@ -16,6 +17,7 @@ from omnitrain import (
     SWA,
     Algorithm,
     ConfigError,
+    DataError,
     GradientClipping,
     GradualUnfreezing,
     LabelSmoothing,
@@ -139,3 +141,14 @@ def test_algorithms_are_checked_against_the_run(algorithms: Any, options: dict[s
 def test_algorithm_with_an_unknown_method_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"after_updates would never be called.*'?after_update'?"):
         type("Odd", (Algorithm,), {"after_updates": lambda self, trainer: None})
+
+
+@pytest.mark.parametrize("algorithm", [LabelSmoothing, MixUp])
+def test_wrong_number_of_classes_is_an_error(algorithm: Any) -> None:
+    data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+    trainer = Trainer(
+        nn.Linear(4, 3), data, loss_fn=F.cross_entropy, max_steps=1, algorithms=[algorithm(num_classes=5)],
+        device="cpu", progress_bar=False,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"outputs of shape \(8, 3\) and probabilities of shape \(8, 5\).*Correct the"):
+        trainer.train()
