@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from omnitrain.data.collation import tensors_in
 from omnitrain.descriptors import MetricDescriptor, describe_metric
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.streaming import IGNORED, NamedMetrics, Scores, class_dimension, main_output
 
-__all__ = ["ByBatch", "EvalPrediction", "Scorer", "make_scorer", "scores_for", "to_numpy"]
+__all__ = ["ByBatch", "EvalPrediction", "SampleList", "Scorer", "make_scorer", "per_sample", "scores_for", "to_numpy"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -101,7 +102,8 @@ class Scorer:
             return
         if labels is None:
             raise DataError("`compute_metrics` needs labels, and this batch has none. Evaluate without metrics.")
-        if isinstance(labels, (tuple, list)) and len(labels) == 1 and not isinstance(labels[0], str):
+        is_one = isinstance(labels, (tuple, list)) and len(labels) == 1 and not isinstance(labels, SampleList)
+        if is_one and not isinstance(labels[0], str):
             labels = labels[0]
         # Normal tensors even in inference mode: otherwise the states could not be updated outside it.
         with torch.inference_mode(False), torch.no_grad():
@@ -220,6 +222,32 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
     return Scorer([*parts, *metrics, *by_batch], functions)
 
 
+class SampleList(list[Any]):
+    """A list with an object for each sample, such as the boxes in an image; not one of columns."""
+
+
+def per_sample(values: Any, samples: int | None) -> Any:
+    """Return outputs or labels of a batch as a SampleList if they have an object for each sample.
+
+    These are dicts, or tensors of which not every one has the samples as its first dimension. A tuple of tensors is
+    one of columns.
+
+    Args:
+        values: The outputs or labels.
+        samples: How many samples the batch has, if that is known.
+
+    >>> type(per_sample(({"boxes": torch.ones(2, 4)}, {"boxes": torch.ones(0, 4)}), 2)).__name__
+    'SampleList'
+    """
+    if not isinstance(values, (list, tuple)) or len(values) != samples or hasattr(values, "_fields"):
+        return values
+    if all(isinstance(value, Mapping) for value in values):
+        return SampleList(values)
+    has_rows = all(isinstance(value, torch.Tensor) and value.shape[:1] == (samples,) for value in values)
+    is_list = isinstance(values, list) and all(isinstance(value, torch.Tensor) for value in values)
+    return SampleList(values) if is_list and not has_rows else values
+
+
 def to_numpy(values: Any) -> Any:
     """Return tensors, including those in tuples, lists and dicts, as arrays on the CPU; bfloat16 becomes float32."""
     if isinstance(values, torch.Tensor):
@@ -227,6 +255,8 @@ def to_numpy(values: Any) -> Any:
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     if isinstance(values, Mapping):
         return {key: to_numpy(value) for key, value in values.items()}
+    if isinstance(values, SampleList):
+        return SampleList(map(to_numpy, values))
     if isinstance(values, (tuple, list)) and any(not isinstance(value, numbers.Number) for value in values):
         return tuple(to_numpy(value) for value in values)
     return values
@@ -445,13 +475,14 @@ class _Torchmetrics:
         self._scored: int | torch.Tensor = 0
 
     def update(self, outputs: Any, labels: Any) -> None:
-        outputs = main_output(outputs)
+        outputs = outputs if isinstance(outputs, SampleList) else main_output(outputs)
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach()
             labels = labels.to(outputs.device) if isinstance(labels, torch.Tensor) else labels
-            if outputs.device != self._device:
-                self._device = outputs.device
-                self._metric.to(self._device)
+        first = next(tensors_in(outputs), None)
+        if first is not None and first.device != self._device:
+            self._device = first.device
+            self._metric.to(self._device)
         self._metric.update(outputs, labels)
         has_ignored = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
         self._scored = self._scored + ((labels != IGNORED).sum() if has_ignored else 1)

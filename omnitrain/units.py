@@ -131,7 +131,9 @@ class ModelUnit:
     written for Composer (`forward` takes one argument, the whole batch) it is `model.loss(outputs, batch)`. Otherwise
     it is the output's `loss`, the "loss" (or "total") of a dict, the first entry of a tuple, or an output without
     dimensions itself. If that is a dict of losses, the loss is its "total", or else the sum, and the logs show each
-    part as "loss_<part>". They also show the scalars that an output has in a dict "metrics".
+    part as "loss_<part>"; the same holds for a model that returns nothing but losses by name. The logs also show the
+    scalars that an output has in a dict "metrics". Without a `loss_fn`, a `forward` that calls its argument at the
+    place of a tuple's labels by such a name ("targets") gets them: torchvision's detectors, for example.
 
     Args:
         model: The bare module, used only for its signature; the model to run is an argument of the call.
@@ -157,6 +159,8 @@ class ModelUnit:
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._positional = [parameter.name for parameter in parameters if parameter.kind is named[0]]
+        self._label_places = [[name] for name in self._label_keys]
         self._names = {parameter.name for parameter in parameters if parameter.kind in named}
         self._takes = None if takes_any else self._names
         self._needs = {p.name for p in parameters if p.kind in named and p.default is p.empty}
@@ -272,7 +276,7 @@ class ModelUnit:
 
     def _call(self, model: Any, batch: Any) -> Any:
         if isinstance(batch, (tuple, list)):
-            return model(*batch[:-1]) if len(batch) > 1 else model(*batch)
+            return model(*batch) if len(batch) == 1 or self._takes_labels(len(batch)) else model(*batch[:-1])
         if isinstance(batch, Mapping):
             try:
                 return model(**{**self._always, **self._keywords(batch)})
@@ -280,6 +284,10 @@ class ModelUnit:
                 self._check_names(batch, error)
                 raise
         return model(batch)
+
+    def _takes_labels(self, size: int) -> bool:
+        """Whether `forward` computes the loss of a tuple of so many entries, the last of which it calls labels."""
+        return self.loss_fn is None and self._positional[size - 1 : size] in self._label_places
 
     def _keywords(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a batch with which the model is called."""
@@ -431,12 +439,23 @@ def _differ_in_classes(outputs: Any, labels: Any) -> bool:
 
 def _loss_in(outputs: Any) -> Any:
     if isinstance(outputs, Mapping):
-        return outputs.get("loss", outputs.get("total"))
+        return outputs if _is_losses(outputs) else outputs.get("loss", outputs.get("total"))
     if isinstance(outputs, (tuple, list)) and outputs and not hasattr(outputs, "loss"):
         outputs = outputs[0]
     if isinstance(outputs, Tensor):
         return outputs if outputs.ndim == 0 else None  # one score of one sample has dimensions
     return getattr(outputs, "loss", None)
+
+
+def _is_losses(outputs: Any) -> bool:
+    """Whether a model returned nothing but losses by name, as torchvision's detectors do in training."""
+    if not isinstance(outputs, Mapping) or not outputs or not outputs.keys().isdisjoint(("loss", "total")):
+        return False
+    has_graph = torch.is_grad_enabled()  # where a metric among them has none, and is not to be added up
+    return all(
+        isinstance(value, Tensor) and not value.ndim and value.is_floating_point() and value.requires_grad >= has_graph
+        for value in outputs.values()
+    )
 
 
 def metrics_in(outputs: Any) -> Mapping[str, Any] | None:
@@ -458,6 +477,8 @@ def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
     """
     if isinstance(outputs, Tensor):
         return None if outputs is loss else outputs
+    if _is_losses(outputs):
+        return None
     if isinstance(outputs, Mapping):
         left_out = ["loss", "total", *ignored]
         if "metrics" in outputs and metrics_in(outputs) is not None:
@@ -467,6 +488,8 @@ def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
             if key in rest:
                 return rest[key]
         values = tuple(rest.values())
+    elif isinstance(outputs, list) and outputs and all(isinstance(value, Mapping) for value in outputs):
+        return outputs  # an object for each sample
     elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "logits"):
         values = tuple(value for value in outputs if value is not loss)
     else:

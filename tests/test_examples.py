@@ -140,6 +140,7 @@ def test_readme_lists_examples() -> None:
     ("file", "options", "is_good"),
     [
         ("images.py", {"epochs": 2}, lambda result: result["test_accuracy"] > 0.5),
+        ("object_detection.py", {}, lambda result: result["best_valid"]["eval_recall"] > 0.9),
         ("text.py", {"epochs": 3, "per_package": 800}, lambda result: result["test_accuracy"] > 0.5),  # by chance: 0.25
         ("tabular.py", {"epochs": 20}, lambda result: result["network"] > result["linear"] - 0.05 > 0.25),
         # an end everywhere: 0.36

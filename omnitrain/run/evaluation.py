@@ -31,7 +31,7 @@ from omnitrain.run.lifecycle import Lifecycle, is_of_callback
 from omnitrain.run.loss_probe import ask_loss
 from omnitrain.run.meters import Meters, means_of
 from omnitrain.run.suspects import name_dtypes, suspects
-from omnitrain.scoring import Scorer, make_scorer, scores_for, to_numpy
+from omnitrain.scoring import SampleList, Scorer, make_scorer, per_sample, scores_for, to_numpy
 from omnitrain.units import ModelUnit, StepOutput, run_unit
 
 __all__ = ["Evaluation", "Inconclusive", "Predictions", "own_direction"]
@@ -289,7 +289,7 @@ class Evaluation:
         hooks, scorer = self.hooks, self.scorer
         ranks, device = hooks.ranks, hooks.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        weights, has_labels, number, batch, output = 0.0, False, -1, None, StepOutput(None)
+        weights, has_labels, lacks_loss, number, batch, output = 0.0, False, False, -1, None, StepOutput(None)
         named, kept = Meters(device), list[tuple[Any, ...]]()
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
@@ -306,6 +306,7 @@ class Evaluation:
                 self.feed.count_targets(output, weight)
                 if counts:
                     counted = self._add_loss(total, output, weight, batch if needs_loss else None)
+                    lacks_loss |= output.loss is None
                     weights += counted
                     named.add(output.metrics or {}, counted)
                 if counts and not needs_loss and loader.counts_samples:
@@ -321,16 +322,16 @@ class Evaluation:
             if is_interrupted(0):
                 return None
             # inside the context, since a metric may draw random numbers too
-            own = total.item(), weights, has_labels, number >= 0, named.sums()
-            loss, weights, has_labels, has_batches, means = ranks.combine(
+            own = total.item(), weights, has_labels, lacks_loss, number >= 0, named.sums()
+            loss, weights, has_labels, lacks_loss, has_batches, means = ranks.combine(
                 "the end of an evaluation", own, lambda found: _totals(list(ranks.by_share(found)))
             )
             has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
             found = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
             states = list(ranks.by_share(found))
             predictions, labels, extra = self._arrays(loader, kept) if keeps else (None, None, None)
-            if needs_loss and not weights:
-                error = _nothing_to_evaluate(loader.name, has_batches)
+            error = _missing_mean(loader.name, weights, lacks_loss, has_batches) if needs_loss else None
+            if error is not None:
                 if only_first and has_batches:
                     raise Inconclusive from error
                 raise error
@@ -370,6 +371,9 @@ class Evaluation:
                 tell(Event.EVAL_BATCH_START, batch)
             with self.hooks._autocast():
                 output = self.output_of(batch)
+            if isinstance(output.outputs, list):  # a tuple is one of several outputs
+                output.outputs = per_sample(output.outputs, self.feed.samples)
+            output.labels = per_sample(output.labels, self.feed.samples)
             if tell is not None:
                 tell(Event.EVAL_BATCH_END, batch, output)
             return output
@@ -426,7 +430,7 @@ class Evaluation:
             batch: The batch, if it must have a loss.
         """
         if output.loss is None:
-            if batch is not None:
+            if batch is not None and not self._is_scored(output):
                 raise self._missing_loss(output, batch)
             return 0.0
         if output.num_targets is not None:
@@ -435,6 +439,16 @@ class Evaluation:
         if weight:
             total.add_(output.loss, alpha=weight)
         return weight
+
+    def _is_scored(self, output: StepOutput) -> bool:
+        """Return whether a batch without a loss has what metrics need, where that is no oversight.
+
+        That is so for a unit that gives no loss, and for objects for each sample, such as boxes.
+        """
+        unit = self.hooks.unit if self._unit is None else self._unit
+        is_meant = isinstance(output.outputs, SampleList) or not isinstance(unit, ModelUnit)
+        has_both = output.outputs is not None and output.labels is not None
+        return is_meant and has_both and not self.scorer.is_empty
 
     def _missing_loss(self, output: StepOutput, batch: Any) -> DataError:
         """Return the error for a batch without a loss; the default unit gives the one that training would raise."""
@@ -486,10 +500,12 @@ class Evaluation:
         return default_convert(predictions), default_convert(labels)
 
 
-def _totals(of_ranks: list[tuple[float, float, bool, bool, Any]]) -> tuple[float, float, bool, bool, dict[str, float]]:
-    """Return what the ranks have together: loss and weight, whether there were labels and batches, the means."""
-    losses, weights, labels, batches, sums = zip(*of_ranks, strict=True)
-    return math.fsum(losses), math.fsum(weights), any(labels), any(batches), means_of(sums)
+def _totals(
+    of_ranks: list[tuple[float, float, bool, bool, bool, Any]],
+) -> tuple[float, float, bool, bool, bool, dict[str, float]]:
+    """Return what the ranks have together: loss, weight, whether there were labels, no losses, batches; the means."""
+    losses, weights, labels, lacking, batches, sums = zip(*of_ranks, strict=True)
+    return math.fsum(losses), math.fsum(weights), any(labels), any(lacking), any(batches), means_of(sums)
 
 
 def _counts(loader: Loader) -> bool:
@@ -519,7 +535,12 @@ def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> It
     loader.has_ended = True
 
 
-def _nothing_to_evaluate(named: str, has_batches: bool) -> DataError:
+def _missing_mean(named: str, weights: float, lacks_loss: bool, has_batches: bool) -> DataError | None:
+    """Return the error for a set without a mean loss, or None if it has one, or none of its batches has a loss."""
+    if weights and lacks_loss:
+        return DataError(f"Some batches of {named} have a loss, and others none. Give all of them one.")
+    if weights or lacks_loss:
+        return None
     if not has_batches:
         return DataError(f"{named[0].upper()}{named[1:]} has no samples. Give it at least one.")
     return DataError(
@@ -553,6 +574,8 @@ def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
 
 def _check_rows(outputs: Any, samples: int) -> None:
     """Refuse a batch that does not have one prediction per sample."""
+    if isinstance(outputs, SampleList):
+        return
     rows = [len(one) for one in tensors_in(outputs) if one.ndim]
     if rows and samples not in rows:
         raise DataError(
