@@ -297,7 +297,9 @@ class Settings:
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Return the settings for a caller's arguments, with None replaced by its meaning."""
         filled: dict[str, Any] = {
-            name: value for name, value in given.items() if value is not None or name not in NONE_IS_DEFAULT
+            name: _as_plain(value)  # np.int64(8), of a grid of values for example
+            for name, value in given.items()
+            if value is not None or name not in NONE_IS_DEFAULT
         }
         if all(given.get(name) is None for name in ("epochs", "max_steps", "max_duration")):
             filled["epochs"] = DEFAULT_EPOCHS
@@ -306,6 +308,12 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return all settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a number or a bool of NumPy as one of Python, and any other value unchanged."""
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "dtype")
+    return value.item() if is_scalar else value
 
 
 DEFAULT_EPOCHS = 3

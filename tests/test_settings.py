@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import accelerate.utils
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from recipes import Holding, rows, same, t16, weights
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
@@ -198,6 +200,26 @@ def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
     options = {"train_dataset": rows(8), "loss_fn": F.mse_loss, "progress_bar": False, "epochs": 1, **options}
     placed = {"device": "cpu"} if trainer_class is Trainer else {}
     return trainer_class(model or t16(), **{**placed, **options})
+
+
+def test_settings_take_numbers_of_numpy(trainer_class: Any, tmp_path: Path) -> None:
+    """Of one bit pattern: a checkpoint, too, has them as JSON."""
+    trainer = trainer_class(
+        t16(), rows(8), loss_fn=F.mse_loss, batch_size=np.int64(4), seed=np.int32(3), learning_rate=np.float32(0.5),
+        max_steps=np.int16(2), shuffle=np.bool_(False), save_dir=tmp_path, progress_bar=False,
+    )  # fmt: skip
+    trainer.train()
+    settings = trainer.settings
+    assert [settings.batch_size, settings.seed, settings.learning_rate, settings.shuffle] == [4, 3, 0.5, False]
+    assert {type(value) for value in (settings.batch_size, settings.learning_rate, settings.shuffle)} == {
+        int, float, bool,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1)])
+def test_labels_in_place_of_the_evaluation_set_are_rejected(trainer_class: Any, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"looks like its labels. Pass both as one dataset: train_dataset=\(X, y\)"):
+        trainer_class(nn.Linear(4, 1), train_dataset=np.ones((8, 4)), eval_dataset=np.ones(shape), loss_fn=F.mse_loss)
 
 
 def test_settings_none_means_default(trainer_class: Any) -> None:

@@ -29,6 +29,7 @@ from omnitrain.data.sampling import (
     Fetch,
     GivenOrder,
     Rounds,
+    arrays_of,
     dealt,
     filled_up,
     share,
@@ -768,9 +769,8 @@ def _refuse_tables(dataset: Any, name: str) -> None:
     if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
         raise DataError(
             f"`{name}` is a {type(dataset).__module__.partition('.')[0]} {type(dataset).__name__}, whose index "
-            "names a column or a label, not a sample. Pass arrays, "
-            "(df[features].to_numpy('float32'), df['label'].to_numpy()), or a dataset of Hugging Face, "
-            "datasets.Dataset.from_pandas(df)."
+            "names a column or a label, not a sample. Pass inputs and labels, (df[features].astype('float32'), "
+            "df['label']), or a dataset of Hugging Face, datasets.Dataset.from_pandas(df)."
         )
     if type(dataset) not in (list, tuple) or not 1 < len(dataset) <= 4 or tensor_columns(dataset)[0] is not None:
         return
@@ -849,6 +849,7 @@ def make_loader(
         return dataset
     if isinstance(dataset, DataLoader):
         return GivenLoader(dataset, seed, rank, world_size, name_of_set(name), marks)
+    dataset = arrays_of(dataset, name)
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(

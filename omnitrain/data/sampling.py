@@ -31,8 +31,10 @@ __all__ = [
     "GivenOrder",
     "Rounds",
     "Window",
+    "arrays_of",
     "dealt",
     "filled_up",
+    "is_table",
     "no_end",
     "permuted",
     "share",
@@ -496,6 +498,43 @@ def _rows_of(batch: Any) -> list[Any]:
     if isinstance(batch, dict):
         return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     return list(zip(*batch, strict=True))
+
+
+def is_table(value: Any) -> bool:
+    """Return whether a value is a table or a column of pandas or polars."""
+    module = type(value).__module__.partition(".")[0]
+    return module in ("pandas", "polars") and hasattr(value, "to_numpy")
+
+
+def arrays_of(dataset: Any, name: str) -> Any:
+    """Return a tuple or dict of tables and columns of pandas or polars as one of arrays; anything else unchanged.
+
+    Raises:
+        DataError: If a column is not numeric.
+    """
+    values = dataset.values() if type(dataset) is dict else dataset if type(dataset) is tuple else ()
+    if not any(map(is_table, values)):
+        return dataset
+
+    def convert(value: Any) -> Any:
+        if not is_table(value):
+            return value
+        array = value.to_numpy()
+        if array.dtype.kind in "biufc":
+            return array
+        columns = getattr(value, "columns", None)
+        odd = [
+            str(column) for column in (() if columns is None else columns) if not _is_column(value[column].to_numpy())
+        ]
+        which = f"its columns {', '.join(map(repr, odd))} are" if odd else "it is"
+        raise DataError(
+            f"A {type(value).__name__} of `{name}` has the type {array.dtype}: {which} not numeric. Leave them out, or "
+            "encode them, for example by pandas.get_dummies or Series.cat.codes, and fill missing values."
+        )
+
+    if type(dataset) is dict:
+        return {key: convert(value) for key, value in dataset.items()}
+    return tuple(map(convert, dataset))
 
 
 def tensor_columns(

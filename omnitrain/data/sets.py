@@ -13,7 +13,7 @@ import torch
 
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, end_workers, is_stream, make_loader, name_of_set
-from omnitrain.data.sampling import Rounds
+from omnitrain.data.sampling import Rounds, is_table
 from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed import Coordinates, Ranks
 from omnitrain.duration import Duration
@@ -95,7 +95,9 @@ class EvalSet:
 
 def is_named_sets(dataset: Any) -> bool:
     """Return whether this is a dict of named sets, not a dict of tensors or arrays that form one set."""
-    return type(dataset) is dict and not all(isinstance(one, torch.Tensor | np.ndarray) for one in dataset.values())
+    return type(dataset) is dict and not all(
+        isinstance(one, torch.Tensor | np.ndarray) or is_table(one) for one in dataset.values()
+    )
 
 
 class Sets:
@@ -149,6 +151,7 @@ class Sets:
             "pin_memory": pin_memory and device.type != "cpu",
             "prefetch_factor": settings.prefetch_factor,
         }
+        _check_labels(settings.train_dataset, settings.eval_dataset)
         self.train: Any = None
         if settings.train_loader is not None:
             self.train = self._given(settings.train_loader, "train_loader", marks=self._keeps_marks())
@@ -329,6 +332,21 @@ class Sets:
     def end_workers(self) -> None:
         """End the worker processes of the training and evaluation sets."""
         end_workers(self.train, self.eval)
+
+
+def _check_labels(inputs: Any, labels: Any) -> None:
+    """Raise ConfigError if the labels of the training set are in the place of the evaluation set.
+
+    These are as many numbers as there are inputs, which have another shape.
+    """
+    if not all(isinstance(one, torch.Tensor | np.ndarray) or is_table(one) for one in (inputs, labels)):
+        return
+    shapes = [tuple(one.shape) for one in (inputs, labels)]
+    if shapes[0][:1] == shapes[1][:1] and shapes[1][1:] in ((), (1,)) and shapes[0][1:] != shapes[1][1:]:
+        raise ConfigError(
+            f"`eval_dataset` has the shape {shapes[1]} and `train_dataset` {shapes[0]}, so it looks like its labels. "
+            "Pass both as one dataset: train_dataset=(X, y)."
+        )
 
 
 def _told_size(loader: Loader) -> int | str | None:

@@ -200,7 +200,7 @@ NO_DATASETS: list[tuple[Any, str]] = [
         (data, f"`d` must be a dataset.*{type(data).__name__}")
         for data in ("imdb", b"imdb", 3, (i for i in range(3)), {"x": [1, 2]}, {"x": np.array("a")})
     ),
-    (DataFrame(), r"`d` is a pandas DataFrame, .*to_numpy.*from_pandas"),
+    (DataFrame(), r"`d` is a pandas DataFrame, .*astype.*from_pandas"),
     ([["a"] * 8, [0] * 8], r"a list of 2 sequences of 8 entries .*\(inputs, labels\)"),
     ([X, LABELS], r"a list of 2 sequences of 8 entries"),
     ((X, LABELS.tolist()), r"a tuple of 2 sequences of 8 entries"),
@@ -213,6 +213,23 @@ NO_DATASETS: list[tuple[Any, str]] = [
 def test_make_loader_rejects_what_is_no_dataset(data: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         make_loader(data, 4, name="d")
+
+
+# tables
+
+
+def test_make_loader_takes_tables_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4, 5, 6], "label": [0, 1, 1], "name": ["x", "y", "z"]})
+    ((inputs, labels),) = make_loader((table[["a", "b"]].astype("float32"), table["label"]), 3, name="d")
+    assert inputs.tolist() == [[1, 4], [2, 5], [3, 6]] and inputs.dtype == torch.float32
+    assert labels.tolist() == [0, 1, 1]
+    (batch,) = make_loader({"x": table["a"], "labels": table["label"]}, 3, name="d")
+    assert batch["x"].tolist() == [1, 2, 3] and batch["labels"].tolist() == [0, 1, 1]
+    with pytest.raises(DataError, match=r"A DataFrame of `d` .*: its columns 'name' are not numeric\. .*get_dummies"):
+        make_loader((table[["a", "name"]], table["label"]), 3, name="d")
+    with pytest.raises(DataError, match=r"A Series of `d` .*: it is not numeric"):
+        make_loader((table[["a"]], table["name"]), 3, name="d")
 
 
 # Hugging Face datasets
