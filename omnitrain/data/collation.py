@@ -210,6 +210,13 @@ class Collator:
                 return list(values)
         elif isinstance(first, Mapping):
             return self(values)
+        elif hasattr(first, "num_nodes"):
+            name = type(first).__name__
+            raise DataError(
+                f"{_named(key)}{name} is a graph, and graphs are joined by their own library. Pass data_collator="
+                "torch_geometric.data.Batch.from_data_list, or dgl.batch: the model, or the unit, then gets the batch "
+                "as a whole. For a `loss_fn`, name the attribute of the labels, as in label_names=['y']."
+            )
         else:
             return list(values)
         shape = tensors[0].shape

@@ -448,3 +448,15 @@ def test_cast_inputs_leaves_labels_and_integers_unchanged() -> None:
     assert kinds(cast_inputs(values, HALF, ())) is HALF
     with pytest.raises(DataError, match="a batch is of object, whose tensors are unknown"):
         cast_inputs(object(), HALF, ())
+
+
+class Data:
+    """A graph as of PyTorch Geometric, as far as a collator can see."""
+
+    num_nodes = 3
+
+
+@pytest.mark.parametrize("samples", [[Data(), Data()], [(Data(), 1), (Data(), 2)], [{"graph": Data(), "y": 1}] * 2])
+def test_collator_says_how_graphs_are_joined(samples: Any) -> None:
+    with pytest.raises(DataError, match=r"Data is a graph, .*Batch.from_data_list.*label_names=\['y'\]"):
+        Collator()(samples)
