@@ -15,6 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import get_context
 from typing import Any, cast
 
 import numpy as np
@@ -321,7 +322,7 @@ class MapLoader(Loader):
     def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[Counted]:
         if self._workers is not None:
             self._requests.pending = ((epoch, indices) for indices in requests)
-            yield from start_workers(self._workers)
+            yield from start_workers(self._workers, lambda tasks: f"{self._requests.named(tasks)} of {self.name}")
             if not self._has_warned and snapshot(self.dataset) != self._snapshot:
                 self._has_warned = True
                 logger.warning(
@@ -344,7 +345,9 @@ class StreamLoader(Loader):
     At most one worker reads a stream. Only then is every stream read once and in the same order, whether it splits
     itself over workers (as PyTorch's documentation advises, and Hugging Face's streams do) or not. With several ranks,
     each reads the whole stream and keeps its share, so the stream must yield the same samples on all ranks.
-    (A Hugging Face stream that shuffles does so differently with a worker than without.)
+    The worker goes on with its copy of the stream in the next epoch, so a stream with a generator of its own has
+    another order in each, as without a worker. (A Hugging Face stream that shuffles does so differently with a worker
+    than without.)
     """
 
     def __init__(
@@ -376,10 +379,11 @@ class StreamLoader(Loader):
                 "For more, pass a DataLoader of your own as `train_loader` or `eval_loader`.",
                 num_workers,
             )
-        # The worker copies the stream when it starts, so it starts anew in every pass.
-        workers = min(num_workers, 1)
-        self._workers = {"num_workers": workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
-        self._iterator: Any = None
+        self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
+        self._has_worker: bool = num_workers > 0
+        self._worker: DataLoader[Any] | None = None
+        """Has the worker, which goes on with its copy of the stream in the next pass, unless one is broken off."""
+        self._snapshot = snapshot(dataset)
         self._marks: deque[Mark] = deque(maxlen=_MARKS)
         self._start: Mark | None = None
         self.first: Any = None
@@ -396,8 +400,6 @@ class StreamLoader(Loader):
 
     def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
-        if not position and self._workers["num_workers"]:
-            return None  # a worker reads a fresh copy in every epoch
         last = epoch if position else epoch - 1
         found = (mark for mark in reversed(self._marks) if mark.epoch == last)
         return next((mark for mark in found if not position or mark.position <= position), None)
@@ -411,10 +413,14 @@ class StreamLoader(Loader):
     def update(self, size: int | None = None) -> None:
         if size is None and self.size is not None:
             self.size = len(self.dataset)
+        if (state := snapshot(self.dataset)) != self._snapshot:
+            self._snapshot = state
+            self.close()  # the worker has a copy of the stream as it was
 
     def close(self) -> None:
-        stop_workers(self._iterator)
-        self._iterator = None
+        if self._worker is not None:
+            stop_workers(self._worker._iterator)
+        self._worker = None
 
     def with_states(self) -> Sequence[Any]:
         return [self.dataset] if can_seek(self.dataset) else []
@@ -435,23 +441,32 @@ class StreamLoader(Loader):
             yield batch
 
     def _read(self) -> Iterator[tuple[Counted, Mark | None, Any]]:
-        if self._workers["num_workers"]:
-            loader = DataLoader(
-                self._stream,
+        if not self._has_worker:
+            pin = self._pin_memory
+            yield from ((pinned(batch), mark, first) for batch, mark, first in self._stream) if pin else self._stream
+            return
+        stream = self._stream
+        if self._worker is None:
+            stream.passes = get_context().SimpleQueue()
+            self._worker = DataLoader(
+                stream,
                 batch_size=None,
                 collate_fn=as_is,
                 generator=torch.Generator().manual_seed(self.seed),
                 worker_init_fn=outlive_signals,
-                **self._workers,
+                num_workers=1,
+                pin_memory=self._pin_memory,
+                prefetch_factor=self._prefetch_factor,
+                persistent_workers=True,
             )
-            iterator = self._iterator = start_workers(loader)
-            try:
-                yield from iterator
-            finally:
-                stop_workers(iterator)
-        else:
-            pin = self._workers["pin_memory"]
-            yield from ((pinned(batch), mark, first) for batch, mark, first in self._stream) if pin else self._stream
+        stream.passes.put((stream.epoch, stream.position, stream.start))
+        has_ended = False
+        try:
+            yield from start_workers(self._worker)
+            has_ended = True
+        finally:
+            if not has_ended:
+                self.close()
 
 
 class GivenLoader(Loader):

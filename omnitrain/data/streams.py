@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from omnitrain.data.sampling import Collate, Counted, Rounds, no_end, share
 from omnitrain.errors import CheckpointError, named_samples
@@ -68,8 +68,12 @@ class Stream(IterableDataset[Any]):
         self.position = 0
         self.start: Mark | None = None
         """Where the next pass begins: in its epoch, or at the end of the previous one."""
+        self.passes: Any = None
+        """A queue of (epoch, position, start) of passes, for a worker, which goes on with its copy of the stream."""
 
     def __iter__(self) -> Iterator[tuple[Counted, Mark | None, Any]]:
+        if self.passes is not None and get_worker_info() is not None:
+            self.epoch, self.position, self.start = self.passes.get()
         start, self.start = self.start, None
         if start is not None and start.has_ended:
             self.dataset.load_state_dict(start.state)

@@ -374,6 +374,43 @@ def test_stream_draws_differ_by_epoch_sample_and_seed() -> None:
     assert len(set(drawn)) == len(drawn) == 16
 
 
+class OwnOrder(IterableDataset[Any]):
+    """Numbers in an order by a generator of its own, which has no state to save."""
+
+    def __init__(self, size: int = 12) -> None:
+        self.size, self.generator = size, np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.generator.permutation(self.size).tolist())
+
+
+@PROCESSES
+def test_stream_of_own_generator_is_the_same_with_a_worker() -> None:
+    """It has another order in each epoch; a pass that is broken off starts again from the beginning."""
+    orders = []
+    for workers in (0, 1):
+        loader = make_loader(OwnOrder(), 4, name="d", num_workers=workers)
+        orders.append([torch.cat(list(loader.batches(epoch))).tolist() for epoch in range(3)])
+        loader.close()
+    assert orders[0] == orders[1]
+    assert len(set(map(tuple, orders[0]))) == 3
+
+
+@PROCESSES
+def test_stream_worker_sees_changes_and_starts_again_after_a_break() -> None:
+    dataset = OwnOrder()
+    loader = make_loader(dataset, 4, name="d", num_workers=1)
+    first = torch.cat(list(loader.batches(0)))
+    batches = loader.batches(1)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert torch.cat(list(loader.batches(1))).equal(first)
+    dataset.size = 8
+    loader.update()
+    assert torch.cat(list(loader.batches(2))).sort()[0].tolist() == list(range(8))
+    loader.close()
+
+
 @WORKERS
 def test_stream_collator_draws_reproducibly(workers: int) -> None:
     def collate(samples: Any) -> torch.Tensor:
