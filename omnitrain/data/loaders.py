@@ -38,8 +38,8 @@ from omnitrain.data.sampling import (
     without_padding,
 )
 from omnitrain.data.streams import Mark, Stream, can_seek, has_state
-from omnitrain.data.workers import outlive_signals, snapshot, start_workers, stop_workers
-from omnitrain.errors import DataError
+from omnitrain.data.workers import outlive_signals, snapshot, start_workers, stop_workers, watch_workers
+from omnitrain.errors import DataError, listed, named_samples
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
 
@@ -58,6 +58,8 @@ __all__ = [
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+_REQUESTS = 4096
+"""How many requests to workers are remembered, to name their samples: more than are ever under way."""
 _MARKS = 256
 """How many recent batches of a stream have a known position: more than a step has, plus those read ahead."""
 
@@ -202,9 +204,18 @@ class _Requests:
 
     def __init__(self) -> None:
         self.pending: Iterable[Any] = ()
+        self._latest: dict[int, np.ndarray] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.pending)
+        self._latest.clear()
+        for number, request in enumerate(self.pending):
+            self._latest[number] = request[1]
+            self._latest.pop(number - _REQUESTS, None)
+            yield request
+
+    def named(self, numbers: Iterable[int]) -> str:
+        """Name the samples of some of the latest requests, counted from 0 in a pass."""
+        return named_samples(itertools.chain.from_iterable(self._latest.get(number, ()) for number in numbers))
 
 
 class _Answers:
@@ -462,7 +473,7 @@ class StreamLoader(Loader):
         stream.passes.put((stream.epoch, stream.position, stream.start))
         has_ended = False
         try:
-            yield from start_workers(self._worker)
+            yield from start_workers(self._worker, lambda tasks: f"batches {listed(tasks)} of {self.name}")
             has_ended = True
         finally:
             if not has_ended:
@@ -654,6 +665,7 @@ class GivenLoader(Loader):
                     if batches is None:  # what it draws to begin with, it has drawn for the first batch of the epoch
                         seed_generators(derive_seed(self.seed, epoch, 0))
                         batches = iter(self.loader)
+                        watch_workers(batches, lambda tasks: f"batches {listed(tasks)} of {self.name}")
                     if number:
                         seed_generators(derive_seed(self.seed, epoch, number))
                     batch = next(batches, _END)

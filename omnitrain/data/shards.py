@@ -20,7 +20,7 @@ from omnitrain.data.loaders import Loader, as_is, has_length
 from omnitrain.data.sampling import Collate, Counted, no_end
 from omnitrain.data.streams import Mark, can_seek
 from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
-from omnitrain.errors import CheckpointError, ConfigError
+from omnitrain.errors import CheckpointError, ConfigError, listed
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
 
@@ -451,4 +451,4 @@ class ShardedLoader(Loader):
             reader, batch_size=None, collate_fn=as_is, num_workers=1, prefetch_factor=self._prefetch_factor,
             generator=torch.Generator().manual_seed(self.seed), worker_init_fn=outlive_signals,
         )  # fmt: skip
-        return start_workers(loader)
+        return start_workers(loader, lambda tasks: f"batches {listed(tasks)} of {self.name}")

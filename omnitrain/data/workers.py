@@ -1,4 +1,4 @@
-"""Worker processes of loaders: start, signals, changes of what they read, and shutdown.
+"""Worker processes of loaders: start, signals, deaths, changes of what they read, and shutdown.
 
 `loaders.py` decides what they fetch, and in which order. The workers of the user's own loader are left as they are,
 and a signal may kill them.
@@ -7,12 +7,15 @@ and a signal may kill them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
+import pickle
 import signal
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import connection
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,28 +24,114 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from omnitrain.errors import DataError, OmnitrainError
 from omnitrain.events import Control
 
-__all__ = ["outlive_signals", "snapshot", "start_workers", "stop_workers", "until_signal"]
+__all__ = [
+    "explaining_dead_workers",
+    "outlive_signals",
+    "snapshot",
+    "start_workers",
+    "stop_workers",
+    "until_signal",
+    "watch_workers",
+]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: weakref.WeakKeyDictionary[Any, Callable[[Sequence[int]], str]] = weakref.WeakKeyDictionary()
+"""Torch's iterators with workers, and what names the samples of some of their tasks."""
 if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_watched.clear)
     os.register_at_fork(after_in_child=_running.clear)  # a forked process did not start them and must not end them
 
 
-def start_workers(loader: DataLoader[Any]) -> Any:
+def start_workers(loader: DataLoader[Any], named: Callable[[Sequence[int]], str]) -> Any:
     """Return torch's iterator over a loader, whose workers end only when the iterator ends them, not by a signal.
 
     The loader's `worker_init_fn` is `outlive_signals`, so its workers survive SIGTERM, with which torch and Python end
     stuck workers before waiting for them without a limit at exit. These workers get SIGKILL instead.
+
+    Args:
+        loader: The loader.
+        named: Names the samples of tasks, by their numbers in a pass, for an error.
     """
     iterator: Any = iter(loader)
     for process in iterator._workers:
         process._popen.terminate = process._popen.kill
     _running.add(iterator)
+    watch_workers(iterator, named)
     return iterator
+
+
+def watch_workers(iterator: Any, named: Callable[[Sequence[int]], str]) -> None:
+    """Have `explaining_dead_workers` know torch's iterator over a loader, if it has workers.
+
+    Args:
+        iterator: The iterator.
+        named: Names the samples of tasks, by their numbers in a pass.
+    """
+    if getattr(iterator, "_workers", None):
+        _watched[iterator] = named
+
+
+@contextlib.contextmanager
+def explaining_dead_workers() -> Iterator[None]:
+    """Turn the errors that follow from the death of a worker process into one that says so.
+
+    Torch raises a RuntimeError, in any place, where it sees the death first; else reading from the process fails in
+    one of many ways.
+
+    Raises:
+        DataError: If a worker has died.
+    """
+    for iterator in list(_watched):  # whose workers have died in an earlier run
+        if any(process.exitcode is not None for process in iterator._workers):
+            del _watched[iterator]
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        is_own = isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error)  # raised in a worker
+        found = None if is_own else _death(wait=not isinstance(error, RuntimeError))
+        if found is None:
+            raise
+        raise found from error
+
+
+def _death(wait: bool) -> DataError | None:
+    """Return the error for a worker that has died, or None.
+
+    Args:
+        wait: Whether to give a dying worker the time to end.
+    """
+    workers = [(iterator, number) for iterator in _watched for number in range(len(iterator._workers))]
+    if wait and workers:
+        with contextlib.suppress(RuntimeError):  # by which torch says that a worker has ended
+            connection.wait([iterator._workers[number].sentinel for iterator, number in workers], timeout=_DYING_S)
+    for iterator, number in workers:
+        process = iterator._workers[number]
+        code = process.exitcode
+        if code is None or (code == 0 and not iterator._workers_status[number]):  # or it has come to its end
+            continue
+        tasks = sorted(task for task, about in iterator._task_info.items() if about == (number,))
+        named = _watched.pop(iterator)  # so that a later error is not taken for one that follows from this
+        samples = named(tasks) if tasks else "nothing"
+        how, remedy = f"ended with exit code {code}", "Read them with num_workers=0 to see what ends the process."
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            how, remedy = f"was killed by {name} (exit code {code})", _REMEDIES.get(name, remedy)
+        return DataError(f"Worker process {number} (pid {process.pid}) {how} while it had to read {samples}. {remedy}")
+    return None
+
+
+_DYING_S = 1.0
+"""Seconds that a worker whose pipe is closed has to end."""
+_REMEDIES = {
+    "SIGKILL": "The system does that where memory runs out (`dmesg` says so): use fewer workers, or a smaller "
+    "`prefetch_factor`.",
+    "SIGBUS": "That often means that /dev/shm is full: enlarge it (docker run --shm-size=8g), or use fewer workers.",
+}
 
 
 def stop_workers(iterator: Any) -> None:
@@ -51,6 +140,7 @@ def stop_workers(iterator: Any) -> None:
     If the garbage collector ends them, the queues may be closed already, and it waits 5 seconds per worker.
     """
     if iterator is not None:
+        _watched.pop(iterator, None)
         iterator._shutdown_workers()
 
 

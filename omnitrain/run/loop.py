@@ -19,6 +19,7 @@ from omnitrain.checkpoint.identity import check_same_data
 from omnitrain.data.loaders import Loader, end_workers
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import stateful_parts, untouched
+from omnitrain.data.workers import explaining_dead_workers
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
 from omnitrain.events import Control, overriding
@@ -97,7 +98,7 @@ class Loop:
 
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
-        with explaining_memory(self.hooks, "training"):
+        with explaining_dead_workers(), explaining_memory(self.hooks, "training"):
             self._run()
 
     def _run(self) -> None:
@@ -399,6 +400,7 @@ class Loop:
                 self.evaluation.outside_run(),
                 self.hooks.precision.of_products(),
                 self.hooks.precision.without_cache(),
+                explaining_dead_workers(),
                 explaining_memory(self.hooks, "evaluation"),
             ):
                 result = work(self.is_interrupted)

@@ -21,7 +21,7 @@ import torch
 from forking import Case, Found, Outcome, joined, play
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from omnitrain import Callback, Trainer
+from omnitrain import Callback, DataError, Trainer
 from omnitrain.data import workers
 from omnitrain.data.loaders import make_loader
 
@@ -274,3 +274,96 @@ def test_programs_of_a_dataset_receive_signals() -> None:
         assert [int(batch) for batch in loader.batches(0)] == [-signal.SIGTERM, -signal.SIGINT]
     finally:
         loader.close()
+
+
+# --- dead workers
+
+
+class Deadly(Dataset[Any]):
+    """Rows, of which one ends the process that reads it."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end, self.main = end, os.getpid()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9 and os.getpid() != self.main:
+            self.end()
+        return torch.full((4,), float(index)), torch.zeros(1)
+
+
+class DeadlyStream(IterableDataset[Any]):
+    def __init__(self, rows: Deadly) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def kill(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+ENDS = {
+    "exit code 3": lambda: os._exit(3),
+    "exit code 0": lambda: os._exit(0),
+    "SIGKILL": kill(signal.SIGKILL),
+    "SIGSEGV": kill(signal.SIGSEGV),
+    "SIGBUS": kill(signal.SIGBUS),
+}
+PLACES = {
+    "training": lambda data: {"train_dataset": data},
+    "evaluation": lambda data: {"train_dataset": [data[0]] * 4, "eval_dataset": data},
+    "stream": lambda data: {"train_dataset": DeadlyStream(data)},
+    "own loader": lambda data: {"train_loader": DataLoader(data, 4, num_workers=1)},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("end", [*[pytest.param(end, marks=pytest.mark.slow) for end in list(ENDS)[1:]], "exit code 3"])
+def test_dead_worker_is_a_data_error(end: str, place: str) -> None:
+    options = {"num_workers": 1, "shuffle": False} | PLACES[place](Deadly(ENDS[end]))
+    if "train_loader" in options:
+        del options["num_workers"], options["shuffle"]
+    else:
+        options["batch_size"] = 4
+    trainer = Trainer(
+        torch.nn.Linear(4, 1), loss_fn=torch.nn.functional.mse_loss, epochs=1, device="cpu", progress_bar=False,
+        sanity=False, **options,
+    )  # fmt: skip
+    with pytest.raises(
+        DataError,
+        match=rf"Worker process 0 \(pid \d+\) .*{end}.* while it had to read .*of the (training|evaluation) set",
+    ) as caught:
+        trainer.train()
+    assert ("8, 9, 10, 11 of the" if place in ("training", "evaluation") else "2 of the training set") in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_broken_pipe_of_dead_worker_is_a_data_error(error: type[Exception]) -> None:
+    """What reading from a dying worker may raise, before torch notices its death."""
+    iterator = workers.start_workers(DataLoader(Deadly(ENDS["exit code 3"]), 4, num_workers=1), "batches {}".format)
+
+    def read() -> None:
+        next(iterator)  # which asks for the third batch
+        with contextlib.suppress(RuntimeError):  # by which torch says the same
+            iterator._workers[0].join()
+        raise error
+
+    with (
+        pytest.raises(DataError, match=r"exit code 3 while it had to read batches \[1, 2\]"),
+        workers.explaining_dead_workers(),
+    ):
+        read()
+    workers.stop_workers(iterator)
+
+
+def test_errors_beside_living_workers_are_left_alone() -> None:
+    iterator = workers.start_workers(DataLoader(Rows(16), 4, num_workers=1), str)
+    with pytest.raises(FileNotFoundError), workers.explaining_dead_workers():
+        raise FileNotFoundError
+    workers.stop_workers(iterator)
