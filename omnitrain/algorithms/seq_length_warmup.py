@@ -75,10 +75,9 @@ class SeqLengthWarmup(Algorithm):
                 f"of shape {tuple(labels.shape)} in a {type(batch).__name__}."
             )
         full = labels.shape[1]
-        return {
-            key: value[:, :length] if isinstance(value, torch.Tensor) and value.shape[1:2] == (full,) else value
-            for key, value in batch.items()
-        }
+        cut = {key for key, value in batch.items() if isinstance(value, torch.Tensor) and value.shape[1:2] == (full,)}
+        # contiguous, as models of transformers call `labels.view`
+        return {key: value[:, :length].contiguous() if key in cut else value for key, value in batch.items()}
 
     def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
         """Return the output with the sum of losses over the labels that are left, and their number."""
