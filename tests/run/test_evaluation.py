@@ -346,7 +346,8 @@ class OfGraph(nn.Linear):
 
 class Losses(nn.Linear):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"losses": super().forward(x).sum()}
+        logits = super().forward(x)
+        return {"losses": logits.sum(), "logits": logits}
 
 
 class Labelled(nn.Linear):
