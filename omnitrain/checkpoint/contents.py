@@ -632,7 +632,8 @@ class Contents:
         if scheduler is None:
             return
         if content["progress"]["step"]:  # PyTorch warns of a schedule that moves before the first update
-            getattr(scheduler, "optimizer", self._run.backend.optimizer)._opt_called = True
+            optimizer: Any = getattr(scheduler, "optimizer", self._run.backend.optimizer)
+            optimizer._opt_called = True
         parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
         if "lr_scheduler_options" in changed:
             then, now = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
