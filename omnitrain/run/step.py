@@ -150,6 +150,8 @@ class Step:
         self._tell_unit: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
         self._needs_closure = False
+        self._repeats = False
+        """Whether a micro-batch may run more than once in a step."""
         """Whether the optimizer takes loss and gradients anew in its step, as LBFGS does."""
         self._is_at_start = False
         """Whether loss and gradients are there that the optimizer is about to take."""
@@ -175,8 +177,10 @@ class Step:
         self._needs_closure = needs_closure(optimizer) and type(self._hooks)._train_epoch is Hooks._train_epoch
         if self._needs_closure:
             self._check_closure()
-        if self._needs_closure or self._transforms["before_second_pass"]:
+        has_second_pass = self._needs_closure or bool(self._transforms["before_second_pass"])
+        if has_second_pass:
             self._check_second_pass()
+        self._repeats = has_second_pass or self._memory is not None
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip or self._needs_closure
         self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.may_skip else None
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
@@ -403,6 +407,8 @@ class Step:
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
         hooks, window, tell = self._hooks, self._window, self._lifecycle.inside_of_step
         self.weight = weight
+        if self._repeats and hooks.device.type == "cpu":  # elsewhere the passes get copies anyway
+            batch = copy.deepcopy(batch)  # the model may change it in place
         batch = hooks._prepare_batch(batch)
         for transform in self._transforms["transform_batch"]:
             batch = transform(hooks, batch)

@@ -146,3 +146,30 @@ def test_algorithms_change_gradients_in_each_pass() -> None:
     assert len(passes) == 2 * state["func_evals"]  # of two micro-batches, and no pass that nobody requests
     assert torch.equal(model[0].weight[:8], t16()[0].weight[:8])  # type: ignore[index]
     assert not torch.equal(model[0].weight[8:], t16()[0].weight[8:])  # type: ignore[index]
+
+
+class InPlace(nn.Module):
+    """Changes its input in place, or a copy of it."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.inner, self.copies = t16(), copies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone() if self.copies else x
+        return self.inner(x.mul_(0.5))
+
+
+@pytest.mark.parametrize(("trainer_class", "kind"), [(Trainer, "SAM"), (HFTrainer, "SAM"), (Trainer, "LBFGS")])
+def test_each_pass_gets_an_unchanged_batch(trainer_class: Any, kind: str) -> None:
+    results = []
+    for copies in (True, False):
+        options: dict[str, Any] = {"algorithms": [SAM()]} if kind == "SAM" else {"optimizer": torch.optim.LBFGS}
+        options |= {"device": "cpu"} if trainer_class is Trainer else {}
+        trainer = trainer_class(
+            InPlace(copies), rows(8), loss_fn=F.mse_loss, max_steps=2, learning_rate=0.1, max_grad_norm=None,
+            batch_size=4, progress_bar=False, **options,
+        )  # fmt: skip
+        trainer.train()
+        results.append(weights(trainer.model))
+    assert distance(*results) == 0
