@@ -193,7 +193,8 @@ class _Probe:
         classes = labels[(labels != self.mean.ignore_index) & (labels >= 0)].unique()[:2]
         other = torch.where(labels == classes[0], classes[-1], classes[0]) if len(classes) else labels
         first, rest = labels.clone(), labels.clone()
-        first[:, :1] = other[:, :1]
+        if len(classes):  # one label for all: rows that begin alike, and exchange their labels, have the same loss
+            first[:, 0] = classes[0] if (labels[:, 0] != classes[0]).any() else classes[-1]
         later = labels[:, 1:] != self.mean.ignore_index
         rest[:, 1:] = torch.where(later, other[:, 1:], labels[:, 1:])
         losses = [self._loss(with_labels(self.batch, one, self.names)) for one in (labels, first, rest)]
