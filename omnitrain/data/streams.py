@@ -64,8 +64,8 @@ class Stream(IterableDataset[Any]):
         self.rank = rank
         self.world_size = world_size
         self.marks: bool = marks and can_seek(dataset)
-        self.epoch = 0
-        self.position = 0
+        self.epoch: int = 0
+        self.position: int = 0
         self.start: Mark | None = None
         """Where the next pass begins: in its epoch, or at the end of the previous one."""
         self.passes: Any = None
