@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from omnitrain.errors import ConfigError
 
 __all__ = [
     "MetricDescriptor",
+    "as_plain",
     "bare_name",
     "describe_metric",
     "descriptor_of",
@@ -140,3 +142,9 @@ def worded(name: str, value: float) -> str:
     # ".4g" writes 20860 as 2.086e+04, which nobody reads
     form = ".0f" if descriptor.format == ".4g" and 1e4 <= abs(value) < 1e9 else descriptor.format
     return " ".join(f"{before}{title} {format(value, form)} {descriptor.unit}".split())
+
+
+def as_plain(value: Any) -> Any:
+    """Return a number or a bool of NumPy as one of Python, and any other value unchanged."""
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "dtype")
+    return value.item() if is_scalar else value

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnitrain.descriptors import as_plain
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError, did_you_mean
 from omnitrain.events import Algorithm, Callback, arguments_of
@@ -289,6 +290,7 @@ class TrainerConfig:
             trainer: The trainer, whose constructor has not run yet.
             given: The arguments that it was called with, by name.
         """
+        given = {name: as_plain(value) for name, value in given.items()}
         kind, missing = type(trainer), Missing()
         path = _path_of(kind)
         if path is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
+from omnitrain.descriptors import as_plain
 from omnitrain.duration import Duration, Limits, Stages, check_stages, check_stages_reached
 from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
 from omnitrain.events import Algorithm, Callback
@@ -297,7 +298,7 @@ class Settings:
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Return the settings for a caller's arguments, with None replaced by its meaning."""
         filled: dict[str, Any] = {
-            name: _as_plain(value)  # np.int64(8), of a grid of values for example
+            name: as_plain(value)  # np.int64(8), of a grid of values for example
             for name, value in given.items()
             if value is not None or name not in NONE_IS_DEFAULT
         }
@@ -308,12 +309,6 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return all settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-def _as_plain(value: Any) -> Any:
-    """Return a number or a bool of NumPy as one of Python, and any other value unchanged."""
-    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "dtype")
-    return value.item() if is_scalar else value
 
 
 DEFAULT_EPOCHS = 3
