@@ -38,7 +38,14 @@ from omnitrain.data.sampling import (
     without_padding,
 )
 from omnitrain.data.streams import Mark, Stream, can_seek, has_state
-from omnitrain.data.workers import outlive_signals, snapshot, start_workers, stop_workers, watch_workers
+from omnitrain.data.workers import (
+    explaining_dead_workers,
+    outlive_signals,
+    snapshot,
+    start_workers,
+    stop_workers,
+    watch_workers,
+)
 from omnitrain.errors import DataError, listed, named_samples
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
@@ -473,7 +480,8 @@ class StreamLoader(Loader):
         stream.passes.put((stream.epoch, stream.position, stream.start))
         has_ended = False
         try:
-            yield from start_workers(self._worker, lambda tasks: f"batches {listed(tasks)} of {self.name}")
+            with explaining_dead_workers():  # before they are ended
+                yield from start_workers(self._worker, lambda tasks: f"batches {listed(tasks)} of {self.name}")
             has_ended = True
         finally:
             if not has_ended:

@@ -19,7 +19,7 @@ from omnitrain.data.collation import pinned
 from omnitrain.data.loaders import Loader, as_is, has_length
 from omnitrain.data.sampling import Collate, Counted, no_end
 from omnitrain.data.streams import Mark, can_seek
-from omnitrain.data.workers import outlive_signals, start_workers, stop_workers
+from omnitrain.data.workers import explaining_dead_workers, outlive_signals, start_workers, stop_workers
 from omnitrain.errors import CheckpointError, ConfigError, listed
 from omnitrain.progress import Progress
 from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
@@ -425,7 +425,8 @@ class ShardedLoader(Loader):
         live = list(self._iterators)
         try:
             while True:
-                parts = [(one, next(one, None)) for one in live]
+                with explaining_dead_workers():  # before they are ended
+                    parts = [(one, next(one, None)) for one in live]
                 live = [one for one, part in parts if part is not None]
                 found = [part for _, part in parts if part is not None]
                 if not found:

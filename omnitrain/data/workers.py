@@ -11,7 +11,10 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import signal
+import threading
+import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,39 +96,71 @@ def explaining_dead_workers() -> Iterator[None]:
         yield
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         is_own = isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error)  # raised in a worker
-        found = None if is_own else _death(wait=not isinstance(error, RuntimeError))
+        found = None
+        if not is_own:
+            with _default_child_handler():
+                found = _death(error)
         if found is None:
             raise
         raise found from error
 
 
-def _death(wait: bool) -> DataError | None:
+@contextlib.contextmanager
+def _default_child_handler() -> Iterator[None]:
+    """Leave out torch's handler of SIGCHLD, which raises RuntimeError anywhere, and so loses exit codes."""
+    handler: Any = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with contextlib.suppress(RuntimeError):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # which runs what is pending first
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _death(error: Exception) -> DataError | None:
     """Return the error for a worker that has died, or None.
 
     Args:
-        wait: Whether to give a dying worker the time to end.
+        error: The error that was raised; torch may name the worker in it.
     """
     workers = [(iterator, number) for iterator in _watched for number in range(len(iterator._workers))]
-    if wait and workers:
-        with contextlib.suppress(RuntimeError):  # by which torch says that a worker has ended
-            connection.wait([iterator._workers[number].sentinel for iterator, number in workers], timeout=_DYING_S)
+    if workers and not isinstance(error, RuntimeError) and _is_of_loader(error):
+        processes = {iterator._workers[number].sentinel: iterator._workers[number] for iterator, number in workers}
+        for sentinel in connection.wait(list(processes), timeout=_DYING_S):
+            processes[sentinel].join(_DYING_S)  # its files are closed a little before it has ended
     for iterator, number in workers:
         process = iterator._workers[number]
-        code = process.exitcode
-        if code is None or (code == 0 and not iterator._workers_status[number]):  # or it has come to its end
+        code, text = process.exitcode, str(error)
+        is_named = text.startswith("DataLoader worker (pid") and re.search(rf"\b{process.pid}\b", text) is not None
+        has_finished = code == 0 and not iterator._workers_status[number]  # with its part of a stream
+        if not is_named and (code is None or has_finished):
             continue
         tasks = sorted(task for task, about in iterator._task_info.items() if about == (number,))
-        named = _watched.pop(iterator)  # so that a later error is not taken for one that follows from this
-        samples = named(tasks) if tasks else "nothing"
-        how, remedy = f"ended with exit code {code}", "Read them with num_workers=0 to see what ends the process."
-        if code < 0:
+        samples = _watched[iterator](tasks) if tasks else "nothing"
+        how, remedy = (
+            text.partition(") ")[2].partition(".")[0] if is_named else "has ended",
+            "Read them with num_workers=0 to see what ends the process.",
+        )
+        if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             how, remedy = f"was killed by {name} (exit code {code})", _REMEDIES.get(name, remedy)
+        elif code is not None:
+            how = f"ended with exit code {code}"
         return DataError(f"Worker process {number} (pid {process.pid}) {how} while it had to read {samples}. {remedy}")
     return None
 
 
-_DYING_S = 1.0
+def _is_of_loader(error: BaseException) -> bool:
+    """Return whether an error was raised where torch's loader reads from its workers."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename.endswith("dataloader.py") for frame, _ in frames)
+
+
+_DYING_S = 10.0
 """Seconds that a worker whose pipe is closed has to end."""
 _REMEDIES = {
     "SIGKILL": "The system does that where memory runs out (`dmesg` says so): use fewer workers, or a smaller "
