@@ -433,8 +433,17 @@ def _computed_from(loss: Tensor) -> set[Any]:
 
 
 def _differ_in_classes(outputs: Any, labels: Any) -> bool:
+    """Whether labels are probabilities of another number of classes than there are scores."""
     are_tensors = isinstance(outputs, Tensor) and isinstance(labels, Tensor) and labels.is_floating_point()
-    return are_tensors and outputs.ndim == labels.ndim == 2 and outputs.shape[1] != labels.shape[1]
+    if (
+        not are_tensors
+        or not outputs.ndim == labels.ndim == 2
+        or outputs.shape[1] == labels.shape[1]
+        or labels.shape[1] == 1
+    ):
+        return False
+    sums = labels.sum(1)
+    return bool((labels >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)
 
 
 def _loss_in(outputs: Any) -> Any:

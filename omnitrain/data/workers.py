@@ -98,7 +98,7 @@ def explaining_dead_workers() -> Iterator[None]:
         is_own = isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error)  # raised in a worker
         found = None
         if not is_own:
-            with _default_child_handler():
+            with _default_child_signal():
                 found = _death(error)
         if found is None:
             raise
@@ -106,7 +106,7 @@ def explaining_dead_workers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _default_child_handler() -> Iterator[None]:
+def _default_child_signal() -> Iterator[None]:
     """Leave out torch's handler of SIGCHLD, which raises RuntimeError anywhere, and so loses exit codes."""
     handler: Any = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     if handler is None or threading.current_thread() is not threading.main_thread():
