@@ -171,9 +171,7 @@ class ModelUnit:
         self._told: set[str] = set()
         # A cache for generation costs memory, and with it transformers' models ignore the borders between the
         # sequences of a packed row; transformers' Trainer turns it off too.
-        base: Any = model
-        if hasattr(base, "get_base_model"):  # of PEFT
-            base = base.get_base_model()
+        base = _base_of(model)
         self._named = forward_names(model)
         self._main_input = getattr(base, "main_input_name", "input_ids")
         caches = getattr(getattr(base, "config", None), "use_cache", False)
@@ -360,10 +358,13 @@ class WholeBatchUnit(ModelUnit):
 def forward_names(model: nn.Module) -> set[str]:
     """Return the names of the arguments of a model's `forward`; with adapters of PEFT, those of the base model too."""
     model = unwrap(model)
-    base: Any = model
-    if hasattr(base, "get_base_model"):
-        base = base.get_base_model()
-    return {*inspect.signature(model.forward).parameters, *inspect.signature(base.forward).parameters}
+    forwards = (model.forward, _base_of(model).forward)
+    return {name for forward in forwards for name in inspect.signature(forward).parameters}
+
+
+def _base_of(model: Any) -> Any:
+    """Return the model inside of adapters of PEFT, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
@@ -434,13 +435,9 @@ def _computed_from(loss: Tensor) -> set[Any]:
 
 def _differ_in_classes(outputs: Any, labels: Any) -> bool:
     """Whether labels are probabilities of another number of classes than there are scores."""
-    are_tensors = isinstance(outputs, Tensor) and isinstance(labels, Tensor) and labels.is_floating_point()
-    if (
-        not are_tensors
-        or not outputs.ndim == labels.ndim == 2
-        or outputs.shape[1] == labels.shape[1]
-        or labels.shape[1] == 1
-    ):
+    if not isinstance(outputs, Tensor) or not isinstance(labels, Tensor) or not outputs.ndim == labels.ndim == 2:
+        return False
+    if not labels.is_floating_point() or labels.shape[1] in (1, outputs.shape[1]):
         return False
     sums = labels.sum(1)
     return bool((labels >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)

@@ -397,7 +397,7 @@ def test_stream_of_own_generator_is_the_same_with_a_worker() -> None:
 
 
 @PROCESSES
-def test_stream_worker_sees_changes_and_starts_again_after_a_break() -> None:
+def test_stream_worker_sees_changes_and_restarts_after_a_break() -> None:
     dataset = OwnOrder()
     loader = make_loader(dataset, 4, name="d", num_workers=1)
     first = torch.cat(list(loader.batches(0)))
