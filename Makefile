@@ -50,9 +50,8 @@ demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, acceler
 
 # The tests of a file stay together: what its fixtures make, such as launches of several processes, is made once then.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# `make check` runs these two, and other targets the examples, pages, notebooks and benchmarks in these files.
+# `make check` runs these two.
 CHECKED := $(addprefix --ignore=tests/test_,typing.py architecture.py)
-ELSEWHERE := $(addprefix --ignore=tests/test_,docs.py examples.py notebooks.py benchmarks.py thousand_ranks.py)
 # Which tenth of the slow tests `make test-sample` runs; CI takes another one each day.
 TENTH ?= $(shell date +%j | sed 's/^0*//')
 
@@ -62,8 +61,8 @@ test-fast: $(VENV)/.has-test ## tests without other processes and without sleepi
 test: $(VENV)/.has-test ## at least one quick test of every behaviour, on every trainer and backend: in 5 minutes
 	$(call limit,1800) $(PYTEST) -m "not slow" $(CHECKED)
 
-test-sample: $(VENV)/.has-test ## a tenth of the slow tests, another one each day (TENTH=0 to 9)
-	$(call limit,1800) $(PYTEST) --tenth $(TENTH) $(CHECKED) $(ELSEWHERE)
+test-sample: $(VENV)/.has-test ## the same and a tenth of the slow tests, another one each day (TENTH=0 to 9)
+	$(call limit,1800) $(PYTEST) --tenth $(TENTH) $(CHECKED)
 
 test-all: $(VENV)/.has-test ## the whole test suite, what is exhaustive included: at night
 	$(call limit,14400) $(PYTEST)
