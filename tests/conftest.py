@@ -146,6 +146,14 @@ def plain_descriptors() -> Iterator[None]:
         registry.update(entries)  # type: ignore[arg-type]
 
 
+@pytest.fixture(params=["native", "accelerate", "hf"])
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    """Each of the three trainers, which are only imported where they are needed: that takes seconds."""
+    from marks import TRAINERS
+
+    return TRAINERS[request.param]
+
+
 @pytest.fixture
 def real_git(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask the real git for the commit, instead of the stand-in that answers at once."""

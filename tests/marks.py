@@ -1,4 +1,4 @@
-"""Which cases of an exhaustive test belong in `make test`, and which in `make test-all` alone."""
+"""The trainers, and which cases of an exhaustive test belong in `make test`, and which in `make test-all` alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
+
+TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
 
 def thinned(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """Return the cases for `parametrize`, all but those that are kept marked `slow`.
 
     Raises:
-        ValueError: If one that is kept is no case.
+        ValueError: If a kept one is no case.
     """
     cases = list(cases)
-    unknown = [one for one in kept if one not in cases]
+    unknown = [case for case in kept if case not in cases]
     if unknown:
         raise ValueError(f"{unknown} are no cases. There are {cases}.")
     return [
-        pytest.param(*(one if isinstance(one, tuple) else [one]), marks=[] if one in kept else pytest.mark.slow)
-        for one in cases
+        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=[] if case in kept else pytest.mark.slow)
+        for case in cases
     ]

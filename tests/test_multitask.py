@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import thinned
+from marks import TRAINERS, thinned
 from recipes import Trace, distance, same, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from omnitrain import (
-    AccelerateTrainer,
     CheckpointError,
     ConfigError,
     DataError,
@@ -28,13 +27,6 @@ from omnitrain import (
     MultiTaskUnit,
     Trainer,
 )
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
-
-
-@pytest.fixture(params=TRAINERS.values(), ids=list(TRAINERS))
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
 
 
 class Heads(nn.Module):

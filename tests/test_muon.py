@@ -12,22 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
+from marks import TRAINERS, thinned
 from recipes import StopAt, distance, rows, weights
 from tiny import Tokens, bert, gpt, t5
 from torch import nn
 
-from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, MissingExtraError, Trainer
+from omnitrain import CheckpointError, ConfigError, HFTrainer, MissingExtraError, Trainer
 from omnitrain.checkpoint import state
 from omnitrain.muon import Muon
 from omnitrain.optimization import build_optimizer
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
-
-
-@pytest.fixture(params=TRAINERS)
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return TRAINERS[request.param]
 
 
 def deep() -> nn.Module:

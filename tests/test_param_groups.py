@@ -14,7 +14,6 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 from omnitrain import (
-    AccelerateTrainer,
     CheckpointError,
     ConfigError,
     HFTrainer,
@@ -26,12 +25,6 @@ from omnitrain.checkpoint.state import named_parameters
 from omnitrain.param_groups import group_parameters
 
 GROUPS = [{"match": "bias", "weight_decay": 0.0}, {"match": r"^3\.", "lr_scale": 0.5}]
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
-
-
-@pytest.fixture(params=TRAINERS)
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return TRAINERS[request.param]
 
 
 def bert() -> nn.Module:

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import COLLATORS, SIZE, SOURCES, Resumable, made
+from marks import TRAINERS
 from recipes import (
     Blank,
     Everything,
@@ -48,7 +49,6 @@ from omnitrain import (
     EMA,
     SAM,
     SWA,
-    AccelerateTrainer,
     Algorithm,
     Callback,
     CheckpointError,
@@ -61,7 +61,6 @@ from omnitrain import (
     GradientClipping,
     GradualUnfreezing,
     GroupByLength,
-    HFTrainer,
     HookCallback,
     LabelSmoothing,
     LayerFreezing,
@@ -87,13 +86,6 @@ from omnitrain.checkpoint.tensors import load_tensors
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.precision import Precision
 from omnitrain.run import lifecycle
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
-
-
-@pytest.fixture(params=TRAINERS)
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return TRAINERS[request.param]
 
 
 def quick_on(*kinds: str) -> Any:

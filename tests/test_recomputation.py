@@ -19,13 +19,6 @@ from transformers import TrainingArguments
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer
 from omnitrain.recomputation import recompute_activations
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
-
-
-@pytest.fixture(params=TRAINERS)
-def kind(request: pytest.FixtureRequest) -> Any:
-    return TRAINERS[request.param]
-
 
 class Block(nn.Module):
     """Has all that a second forward pass could change: dropout, running statistics, a spectral norm, an option."""
@@ -60,36 +53,36 @@ def net() -> Net:
     return Net().double()
 
 
-def run(kind: Any, model: nn.Module, *args: Any, data: Any = None, **options: Any) -> Any:
-    options |= {"device": "cpu"} if kind is Trainer else {}
+def run(trainer_class: Any, model: nn.Module, *args: Any, data: Any = None, **options: Any) -> Any:
+    options |= {"device": "cpu"} if trainer_class is Trainer else {}
     options = {"progress_bar": False, "max_steps": 3, "learning_rate": 1e-2, **options}
     data = rows(24) if data is None else data
     loss = {} if isinstance(data, Tokens) else {"loss_fn": F.mse_loss}
-    trainer = kind(model, *args, train_dataset=data, eval_dataset=data, **loss, **options)
+    trainer = trainer_class(model, *args, train_dataset=data, eval_dataset=data, **loss, **options)
     return trainer, trainer.train()
 
 
 @pytest.mark.parametrize("layers", thinned([True, "blocks"], [True]))
-def test_checkpointing_keeps_bits_of_plain_model(kind: Any, layers: Any) -> None:
+def test_checkpointing_keeps_bits_of_plain_model(trainer_class: Any, layers: Any) -> None:
     results = []
     for recomputes in (False, [r"blocks\.\d+"] if layers == "blocks" else True):
         Block.calls, model = 0, net()
         options = {"gradient_accumulation_steps": 2, "batch_size": 4, "gradient_checkpointing": recomputes}
-        _, metrics = run(kind, model, **options)
+        _, metrics = run(trainer_class, model, **options)
         results.append((weights(model), list(model.buffers()), metrics["valid"], list(model.state_dict()), Block.calls))
     (*expected, calls), (*values, more_calls) = results
     assert same(expected[0], values[0]) and same(expected[1], values[1]) and expected[2:] == values[2:]
     assert more_calls - calls == 3 * 2 * 3  # steps, micro-batches, blocks
 
 
-def test_checkpointing_keeps_bits_of_transformers_model(kind: Any) -> None:
+def test_checkpointing_keeps_bits_of_transformers_model(trainer_class: Any) -> None:
     results = []
     for recomputes in (False, True):
         model = bert()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.2
-        run(kind, model, data=Tokens(12, "classes"), gradient_checkpointing=recomputes)
+        run(trainer_class, model, data=Tokens(12, "classes"), gradient_checkpointing=recomputes)
         results.append(weights(model))
         assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) is recomputes
     assert same(*results)
@@ -139,20 +132,20 @@ def test_checkpointing_finds_blocks() -> None:
     assert not hasattr(model.end.forward.run, "run")  # once
 
 
-def test_checkpointing_rejects_model_without_blocks(kind: Any) -> None:
+def test_checkpointing_rejects_model_without_blocks(trainer_class: Any) -> None:
     with pytest.raises(ConfigError, match=r"gradient_checkpointing=True.*no blocks in Sequential.*Name those"):
-        run(kind, t16(), gradient_checkpointing=True)
+        run(trainer_class, t16(), gradient_checkpointing=True)
     with pytest.raises(ConfigError, match=r"no module is called 'layer.*begin, end, blocks"):
-        run(kind, net(), gradient_checkpointing=[r"layer\d"])
+        run(trainer_class, net(), gradient_checkpointing=[r"layer\d"])
     for wrong in ("blocks", [], ["("], 3):
         with pytest.raises(ConfigError, match="gradient_checkpointing"):
-            run(kind, net(), gradient_checkpointing=wrong)
+            run(trainer_class, net(), gradient_checkpointing=wrong)
 
 
-def test_checkpointing_takes_layer_names(kind: Any) -> None:
+def test_checkpointing_takes_layer_names(trainer_class: Any) -> None:
     models = t16(dropout=0.3), t16(dropout=0.3)
-    run(kind, models[0])
-    run(kind, models[1], gradient_checkpointing=["0", "2"])
+    run(trainer_class, models[0])
+    run(trainer_class, models[1], gradient_checkpointing=["0", "2"])
     assert same(weights(models[0]), weights(models[1]))
 
 

@@ -187,13 +187,7 @@ def test_train_rejects_missing_data_and_unknown_hook() -> None:
 # --- settings after the trainer was made
 
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 MAY_BE_ASSIGNED = {"model", "optimizer", "lr_scheduler", "unit"}
-
-
-@pytest.fixture(params=TRAINERS)
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return TRAINERS[request.param]
 
 
 def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from marks import thinned
+from marks import TRAINERS, thinned
 from watchers import TRACES, outcome, run, watchers
 
-from omnitrain import AccelerateTrainer, Event, HFTrainer, Trainer
+from omnitrain import Event
 
-TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 NOT_IN_A_RUN = {Event.EXCEPTION, Event.CHECKPOINT_LOADED, Event.PREDICT_START, Event.PREDICT_END}
 
 

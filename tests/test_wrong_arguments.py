@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
+from marks import TRAINERS, thinned
 from recipes import rows, t16
 from torch import nn
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
+from omnitrain import Callback, Trainer
 from omnitrain.errors import OmnitrainError
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 NUMBERS: dict[str, Any] = {
     "0": 0, "-1": -1, "-2": -2, "1": 1, "0.5": 0.5, "-0.5": -0.5, "nan": math.nan, "inf": math.inf, "-inf": -math.inf,
     "2**63": 2**63, "2**64": 2**64, "10**400": 10**400, "1e308": 1e308, "1+1j": 1 + 1j, "True": True, "False": False,

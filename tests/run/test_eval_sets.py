@@ -11,28 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset as HFDataset
-from marks import thinned
+from marks import TRAINERS, thinned
 from recipes import Keyed, KeyedModel
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from omnitrain import (
-    AccelerateTrainer,
     CheckpointError,
     ConfigError,
     EvalSet,
-    HFTrainer,
     ObjectiveError,
     StepOutput,
     Trainer,
 )
-
-TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
-
-
-@pytest.fixture(params=TRAINERS.values(), ids=TRAINERS)
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
 
 
 def classes(size: int = 16, seed: int = 0) -> TensorDataset:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
+from marks import TRAINERS, thinned
 from recipes import Sentences, Tagger, Trace, rows, same, t16
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -31,8 +31,6 @@ from omnitrain import (
     StepOutput,
     Trainer,
 )
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
 @pytest.fixture(params=thinned(TRAINERS, ["native", "hf"]))

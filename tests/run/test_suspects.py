@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
+from marks import TRAINERS, thinned
 from recipes import StopAt, rows
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, StepOutput, Trainer
+from omnitrain import Callback, StepOutput, Trainer
 from omnitrain.data.sampling import EpochSampler
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
 @pytest.fixture(params=thinned(TRAINERS, ["native", "hf"]))
