@@ -31,6 +31,7 @@ from omnitrain import (
     DataError,
     DistributedError,
     GradualUnfreezing,
+    HookCallback,
     MixUp,
     NonFiniteError,
     Trainer,
@@ -43,11 +44,29 @@ def make(model: nn.Module, data: Any, **options: Any) -> Trainer:
     return Trainer(model, data, **{**OPTIONS, "log_steps": 1, "learning_rate": 0.05, **options})
 
 
-# --- several processes
-
-
 class Custom(BaseTrainer):
-    """A subclass that a user may write."""
+    """A loop of the user's own."""
+
+    def _setup_training_components(self) -> None:
+        self.model.to(self.device)
+
+    def _prepare_batch(self, batch: Any) -> Any:
+        return tuple(tensor.to(self.device) for tensor in batch)
+
+    def _train_epoch(self, epoch: int) -> float:
+        self.model.train()
+        total = 0.0
+        for batch in self.train_loader:
+            x, y = self._prepare_batch(batch)
+            loss = F.mse_loss(self.model(x), y)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            total += loss.item()
+        return total / len(self.train_loader)
+
+
+# --- several processes
 
 
 @pytest.mark.parametrize("kind", [Trainer, Custom])
@@ -90,26 +109,17 @@ def poisoned(index: int = 5) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-class LastWeights(Callback):
-    """Keeps the weights after the last step."""
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.weights = weights(trainer.model)
-
-    on_train_start = on_step_end
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_nan_raises_with_step_and_sample_before_the_update(accumulation: int, tmp_path: Path) -> None:
-    watcher, model = LastWeights(), t16()
-    options = {"batch_size": 2, "gradient_accumulation_steps": accumulation, "save_dir": tmp_path}
-    trainer = make(model, poisoned(), callbacks=[watcher], **options)
+def test_nan_raises_with_step_and_sample_before_the_update(tmp_path: Path) -> None:
+    model = t16()
+    states = [weights(model)]
+    keep = HookCallback({"on_step_end": lambda trainer: states.append(weights(trainer.model))})
+    trainer = make(model, poisoned(), callbacks=[keep], batch_size=2, gradient_accumulation_steps=3, save_dir=tmp_path)
     with pytest.raises(NonFiniteError, match=r"step \d+ .*samples of the training set: 5\.") as caught:
         trainer.train()
-    assert same(watcher.weights, weights(model))
-    assert f"step {trainer.progress.step + 1} " in str(caught.value)
+    assert same(states[-1], weights(model))
     report = json.loads((tmp_path / "nonfinite.json").read_text())
     assert report["sample_indices"] == [5] and report["step"] == trainer.progress.step + 1
+    assert f"step {report['step']} " in str(caught.value)
 
 
 def test_nan_with_warn_continues_like_plain_pytorch(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,8 +165,7 @@ def test_per_token_mean_needs_counted_tokens() -> None:
             make(model, rows(8), grad_reduction="per-token-mean", **options).train()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "per-token-mean"])
-@pytest.mark.parametrize(("batch", "accumulation"), [(3, 3), (1, 8)])
+@pytest.mark.parametrize(("reduction", "batch", "accumulation"), [("mean", 3, 3), ("per-token-mean", 1, 8)])
 def test_unit_of_sum_and_count_gives_the_mean_of_the_window(reduction: str, batch: int, accumulation: int) -> None:
     model, reference, steps = Tagger(), Tagger(), []
 
@@ -205,12 +214,14 @@ def test_user_loader_is_used_unchanged() -> None:
     assert epochs == [0, 1] and same(weights(ours), weights(theirs))
 
 
-def test_test_set_never_selects_the_best() -> None:
+def test_test_set_never_selects_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     trainer = make(t16(), rows(8), eval_dataset=rows(4), test_dataset=rows(6), epochs=1)
     best = dict(trainer.train()["best_valid"])
     result = trainer.test()
     assert set(result) == {"test_loss"} and trainer.metrics["test"][0]["loss"] == result["test_loss"]
     assert dict(trainer.metrics["best_valid"]) == best
+    assert list(tmp_path.iterdir()) == []  # nothing is written without a `save_dir`
 
 
 # --- algorithms
@@ -240,26 +251,6 @@ def test_batch_transforms_run_in_order_loss_ones_in_reverse() -> None:
 
 
 # --- loops of the user's own
-
-
-class Custom(BaseTrainer):
-    def _setup_training_components(self) -> None:
-        self.model.to(self.device)
-
-    def _prepare_batch(self, batch: Any) -> Any:
-        return tuple(tensor.to(self.device) for tensor in batch)
-
-    def _train_epoch(self, epoch: int) -> float:
-        self.model.train()
-        total = 0.0
-        for batch in self.train_loader:
-            x, y = self._prepare_batch(batch)
-            loss = F.mse_loss(self.model(x), y)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            total += loss.item()
-        return total / len(self.train_loader)
 
 
 def test_custom_loop_of_three_overrides_has_all_features() -> None:
@@ -343,18 +334,29 @@ def test_custom_loop_that_returns_nothing_is_an_error() -> None:
         Forgetful(t16(), rows(8), **OPTIONS).train()
 
 
+def test_custom_loop_steps_the_schedule_by_step_or_epoch() -> None:
+    class Stepping(Custom):
+        def _train_epoch(self, epoch: int) -> float:
+            handle = self.optimizer.register_step_post_hook(lambda *_: self.lr_scheduler.step())
+            try:
+                return super()._train_epoch(epoch)
+            finally:
+                handle.remove()
+
+    for kind, options in ((Stepping, {}), (Custom, {"scheduler_interval": "epoch"})):
+        trainer = kind(t16(), rows(20), **OPTIONS, epochs=2, lr_scheduler="cosine", **options)
+        trainer.train()
+        assert trainer.lr_scheduler.last_epoch > 0
+    for options in ({"warmup_steps": 2}, {"lr_scheduler": "cosine"}):
+        with pytest.raises(ConfigError, match=r"not stepped in an epoch .*scheduler_interval='epoch'"):
+            Custom(t16(), rows(20), **OPTIONS, epochs=2, **options).train()
+
+
 # --- the run as a whole
 
 
-def test_nothing_is_written_without_a_save_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make(t16(), rows(8), eval_dataset=rows(4), epochs=1).train()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_number_is_read_from_the_device_between_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"now": 0}
-    per_step: list[int] = []
+    counts, per_step = {"now": 0}, list[int]()
     for name in ("item", "cpu", "tolist", "__bool__", "__float__", "__int__", "__index__"):
         original = getattr(torch.Tensor, name)
 
@@ -364,11 +366,8 @@ def test_no_number_is_read_from_the_device_between_logs(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(torch.Tensor, name, counted)
 
-    class Count(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            per_step.append(counts["now"])
-
-    make(t16(), rows(80), batch_size=4, epochs=1, log_steps=10, callbacks=[Count()]).train()
+    count = HookCallback({"on_step_end": lambda trainer: per_step.append(counts["now"])})
+    make(t16(), rows(80), batch_size=4, epochs=1, log_steps=10, callbacks=[count]).train()
     between = [b - a for i, (a, b) in enumerate(itertools.pairwise(per_step), start=1) if i % 10]
     assert between and not any(between)
 
@@ -442,48 +441,14 @@ class Kill(Callback):
     ("number", "where", "step"), [(signal.SIGTERM, "step", 4), (signal.SIGINT, "eval", 10)], ids=["SIGTERM", "SIGINT"]
 )
 def test_signal_finishes_the_step_and_ends_the_run(number: signal.Signals, where: str, step: int) -> None:
-    kill = Kill(number, where)
+    kill, before = Kill(number, where), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt) as caught:
         make(t16(), rows(80), eval_dataset=rows(80), epochs=2, callbacks=[kill]).train()
     assert kill.end == (step, "signal", 0)
     assert number == signal.SIGINT or caught.value.code == 143
-
-
-def test_signal_handlers_are_restored_after_training() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    inside: list[Any] = []
-
-    class Look(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            inside.append(signal.getsignal(signal.SIGTERM))
-
-    make(t16(), rows(4), epochs=1, callbacks=[Look()]).train()
-    assert inside[0] is not before[0]
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
-def test_custom_loop_that_never_steps_the_schedule_is_an_error() -> None:
-    for options in ({"warmup_steps": 2}, {"lr_scheduler": "cosine"}):
-        message = r"was not stepped in an epoch of \d+ updates.*scheduler_interval='epoch'"
-        with pytest.raises(ConfigError, match=message):
-            Custom(t16(), rows(20), **OPTIONS, epochs=2, **options).train()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_dtypes_of_reductions_need_several_devices() -> None:
     with pytest.raises(ConfigError, match=r"'reductions'.*Trainer has only one.*AccelerateTrainer"):
         make(t16(), rows(8), dtypes={"reductions": "bf16"}).train()
-
-
-def test_custom_loop_may_step_the_schedule_by_step_or_epoch() -> None:
-    class Stepping(Custom):
-        def _train_epoch(self, epoch: int) -> float:
-            handle = self.optimizer.register_step_post_hook(lambda *_: self.lr_scheduler.step())
-            try:
-                return super()._train_epoch(epoch)
-            finally:
-                handle.remove()
-
-    for kind, options in ((Stepping, {}), (Custom, {"scheduler_interval": "epoch"})):
-        trainer = kind(t16(), rows(20), **OPTIONS, epochs=2, lr_scheduler="cosine", **options)
-        trainer.train()
-        assert trainer.lr_scheduler.last_epoch > 0
