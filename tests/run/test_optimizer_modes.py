@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import TRAINERS
 from recipes import Keyed, KeyedModel, ScheduleFree, StopAt
 from safetensors.torch import load_file
 from torch import nn
 
-from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+from omnitrain import ConfigError
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -57,14 +56,20 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.allclose(one[name], other[name], rtol=1e-10) for name in other)
+def close(tensors: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(tensors[name], other[name], rtol=1e-10) for name in other)
 
 
-def test_optimizer_modes_follow_evaluations_and_saves(kind: str, tmp_path: Path) -> None:
-    """What is evaluated, saved and left in the model are the weights of `eval()`; training has those of `train()`."""
+def test_optimizer_modes_follow_evaluations_saves_and_a_resume(kind: str, tmp_path: Path) -> None:
+    """What is evaluated, saved and left in the model are the weights of `eval()`; training has those of `train()`.
+
+    These are the same to the bit with more evaluations, and with a resume.
+    """
+    straight = build(kind, eval_dataset=None, load_best_at_end=None)
+    straight.train()
+    build(kind, tmp_path, eval_steps=1, save_steps=3, callbacks=[StopAt(3)]).train()
     trainer = build(kind, tmp_path, eval_steps=1, save_steps=3)
-    trainer.train()
+    trainer.train(resume_from="auto")
     for row in trainer.metrics["valid"]:
         expected, loss = reference(row["step"])
         assert row["eval_loss"] == pytest.approx(loss, rel=1e-10)
@@ -72,17 +77,8 @@ def test_optimizer_modes_follow_evaluations_and_saves(kind: str, tmp_path: Path)
     assert close(weights_of(trainer.model), expected)
     assert not any(group["train_mode"] for group in trainer.optimizer.param_groups)
     assert trainer.evaluate()["eval_loss"] == trainer.metrics["valid"][-1]["eval_loss"]
-
-
-def test_optimizer_modes_leave_the_weights_in_training_alone(kind: str, tmp_path: Path) -> None:
-    """To the bit: with more evaluations, and with a resume."""
-    straight = build(kind, eval_dataset=None, load_best_at_end=None)
-    straight.train()
-    build(kind, tmp_path, eval_steps=1, save_steps=3, callbacks=[StopAt(3)]).train()
-    resumed = build(kind, tmp_path, eval_steps=1, save_steps=3)
-    resumed.train(resume_from="auto")
     for name, weight in weights_of(straight.model).items():
-        assert torch.equal(resumed.model.state_dict()[name], weight)
+        assert torch.equal(trainer.model.state_dict()[name], weight)
 
 
 def test_optimizer_modes_survive_the_best_and_a_longer_run(kind: str) -> None:
