@@ -98,6 +98,7 @@ def targets_of(module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
     return [f"{base}.{name}" if f"{base}.{name}" in MODULES else base for name in names]
 
 
+@functools.cache
 def imports_of(module: str) -> list[Import]:
     """Return what the module imports anywhere, inside functions and for type checkers too."""
 
@@ -134,9 +135,22 @@ def run_python(code: str) -> str:
     return result.stdout
 
 
-def loaded_by(statements: str) -> set[str]:
-    """Return the top-level packages that are in memory after a fresh Python ran the statements."""
-    return set(run_python(f"{statements}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})").split())
+LOADED = "print(*{name.split('.')[0] for name in sys.modules})"
+
+
+@functools.cache
+def loaded_modules() -> list[set[str]]:
+    """Return the top-level packages in memory after three imports one after another in a fresh Python.
+
+    These are modules without torch, the package, and all of its names but those that need an optional package.
+    """
+    names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
+    statements = [
+        "import sys, omnitrain", f"import {', '.join(NO_TORCH + TORCH_ON_FIRST_USE)}",
+        f"from omnitrain import {', '.join(names)}",
+    ]  # fmt: skip
+    lines = run_python("\n".join(f"{statement}\n{LOADED}" for statement in statements)).splitlines()
+    return [set(line.split()) for line in lines]
 
 
 # Imports
@@ -161,15 +175,13 @@ def test_imports_have_no_circles() -> None:
 
 
 def test_no_torch_modules_do_not_load_torch() -> None:
-    assert "torch" not in loaded_by(f"import {', '.join(NO_TORCH + TORCH_ON_FIRST_USE)}")
+    assert "torch" not in loaded_modules()[1]
     for module in NO_TORCH:  # in functions neither
         assert "torch" not in {target.target.split(".")[0] for target in imports_of(module) if target.runs}, module
 
 
 def test_import_loads_no_optional_package() -> None:
-    assert not loaded_by("import omnitrain") & {"torch", *HEAVY}
-    names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
-    assert not loaded_by(f"from omnitrain import {', '.join(names)}") & HEAVY
+    assert not loaded_modules()[0] & {"torch", *HEAVY} and not loaded_modules()[2] & HEAVY
 
 
 def test_missing_extra_reports_install() -> None:

@@ -10,6 +10,7 @@ prints while it trains are left out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -89,11 +90,11 @@ def test_guides_have_examples() -> None:
         assert list(fences(PAGES[page].read_text(encoding="utf-8"), "python")), page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_page_fences_are_known(page: str) -> None:
-    languages = {match[1].strip() for match in FENCE.finditer(PAGES[page].read_text(encoding="utf-8"))}
+def test_page_fences_are_known() -> None:
     included = {"{eval-rst}", "{toctree}", "{include} ../README.md", "{include} ../CHANGELOG.md"}
-    assert languages <= {"python", "console", "yaml", "text"} | included
+    for page, path in PAGES.items():
+        languages = {match[1].strip() for match in FENCE.finditer(path.read_text(encoding="utf-8"))}
+        assert languages <= {"python", "console", "yaml", "text"} | included, page
 
 
 def prose(path: Path) -> str:
@@ -105,6 +106,7 @@ def prose(path: Path) -> str:
     return FENCE.sub("", text)
 
 
+@functools.cache
 def anchors(path: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and MyST make them."""
     counts: Counter[str] = Counter()
@@ -117,16 +119,14 @@ def anchors(path: Path) -> set[str]:
     return anchors
 
 
-@pytest.mark.parametrize("page", LINKED)
-def test_page_links_exist(page: str) -> None:
+def test_page_links_exist() -> None:
     """Those to other places are for `make linkcheck`, which needs a network."""
-    for target in re.findall(r"\]\(([^)\s]+)", re.sub(r"`[^`\n]*`", "", prose(LINKED[page]))):
-        if re.match(r"https://[\w.-]+\.\w+(/|$)", target):
-            continue
-        name, _, anchor = target.partition("#")
-        path = LINKED[page].parent / name if name else LINKED[page]
-        assert path.exists(), target
-        assert not anchor or anchor in anchors(path), target
+    for page, file in LINKED.items():
+        for target in re.findall(r"\]\(([^)\s]+)", re.sub(r"`[^`\n]*`", "", prose(file))):
+            if not re.match(r"https://[\w.-]+\.\w+(/|$)", target):
+                name, _, anchor = target.partition("#")
+                path = file.parent / name if name else file
+                assert path.exists() and (not anchor or anchor in anchors(path)), (page, target)
 
 
 def test_notebooks_have_pages() -> None:
@@ -135,11 +135,11 @@ def test_notebooks_have_pages() -> None:
     assert pages == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_page_names_existing_tests(page: str) -> None:
+def test_page_names_existing_tests() -> None:
     suite = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
-    for name in re.findall(r"`(test_\w{20,})`", PAGES[page].read_text(encoding="utf-8")):  # "test_loss" is a metric
-        assert f"def {name}(" in suite, name
+    for page, path in PAGES.items():
+        for name in re.findall(r"`(test_\w{20,})`", path.read_text(encoding="utf-8")):  # "test_loss" is a metric
+            assert f"def {name}(" in suite, (page, name)
 
 
 # --- arguments
