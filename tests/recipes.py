@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from omnitrain import Callback, Event
 from omnitrain.events import INSIDE_OF_STEPS
@@ -136,6 +136,28 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
         noise = 0.1 * torch.randn(4, dtype=torch.float64) + 0.01 * random.random() + 0.01 * np.random.rand()
         return self.x[index] + noise, self.y[index]
+
+
+class Pages(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A stream of rows with noise whose state is its place; `read` has the numbers of all rows that it yielded."""
+
+    def __init__(self, *bounds: int) -> None:
+        self.places, self.at, self.read = range(*bounds), 0, list[int]()
+
+    def __iter__(self) -> Any:
+        data = rows(30)
+        while self.at < len(self.places):
+            self.at += 1
+            self.read.append(self.places[self.at - 1])
+            x, y = data[self.read[-1]]
+            yield x + 0.1 * torch.randn(4, dtype=x.dtype), y
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
 
 
 class Blank(Dataset[dict[str, torch.Tensor]]):

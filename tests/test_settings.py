@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from counting import Streamed
 from recipes import Holding, rows, same, t16, weights
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from omnitrain import (
     AccelerateTrainer,
@@ -31,11 +32,6 @@ from omnitrain import (
     Trainer,
 )
 from omnitrain.settings import Settings, resolve_accumulation, samples_of_step
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(zip(*rows(8).tensors, strict=True))
 
 
 def foreign_scheduler() -> Any:
@@ -68,7 +64,10 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"train_loader": loader()}, "train_dataset.*train_loader"),
     ({"model": "bert"}, "model.*str"),
     ({"model": torch.nn.ReLU()}, "nothing to train"),
-    ({"train_dataset": ShardedStream([Stream(), Stream()]), "global_batch_size": 30}, "30.*8 x 1 with a ShardedStream"),
+    (
+        {"train_dataset": ShardedStream([Streamed(1)] * 2), "global_batch_size": 30},
+        "30.*8 x 1 with a ShardedStream",
+    ),
     ({"global_batch_size": {0: 8, "1ep": 12}}, "8 x 1.*12"),
     ({"global_batch_size": {"1ep": 8}}, "begin with.* at 0"),
     ({"global_batch_size": {0: 8, "1ep": "x"}}, "'x' at '1ep'"),
@@ -96,7 +95,7 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"lr_scheduler": "cosin"}, "cosin.*cosine"),
     ({"lr_scheduler": lambda o: CosineAnnealingLR(o, 5), "warmup_steps": 3}, "warmup_steps=3"),
     ({"lr_scheduler": "cosine", "warmup_steps": 99}, "warmup_steps=99"),
-    ({"train_dataset": Stream(), "lr_scheduler": "linear"}, "max_steps"),
+    ({"train_dataset": Streamed(rows(8)), "lr_scheduler": "linear"}, "max_steps"),
     ({"scheduler_interval": "epoch"}, "lr_scheduler"),
     ({"scheduler_interval": "epoch", "lr_scheduler": "cosine", "warmup_steps": 2}, "warmup_steps=2.*epoch"),
     ({"lr_scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau.*eval_dataset"),

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Streamed
 from datasets import Dataset as HFDataset
 from marks import TRAINERS, thinned
 from recipes import Keyed, KeyedModel
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from omnitrain import (
     CheckpointError,
@@ -81,7 +82,7 @@ def test_objective_is_a_mean_over_sets_or_a_metric_of_one(trainer_class: Any) ->
 def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Path) -> None:
     rare, epoch = EvalSet(classes(8, 2), every="5ba"), EvalSet(classes(8), every="1ep")
     sets = {"often": classes(8, 1), "rare": rare, "epoch": epoch}
-    options = {"eval_steps": 2, "max_steps": 12, "eval_on_start": True, "save_steps": 3, "save_dir": tmp_path / "a"}
+    options = {"eval_steps": 2, "max_steps": 12, "eval_on_start": True, "save_steps": 9, "save_dir": tmp_path / "a"}
     rows = build(trainer_class, sets, **options).train()["valid"]
     for name, steps in (("", range(0, 13, 2)), ("rare_", [0, 6, 10]), ("epoch_", [0, 4, 8, 12])):
         assert [row["step"] for row in rows if f"eval_{name}loss" in row] == [*steps]
@@ -93,11 +94,6 @@ def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Pat
     assert resumed["valid"] == rows
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(classes(12, 1))
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     thinned(itertools.product(TRAINERS, ["map", "tensors", "stream", "columns"]),
@@ -105,7 +101,7 @@ class Stream(IterableDataset[Any]):
 )  # fmt: skip
 def test_subset_is_the_first_samples(name: str, kind: str) -> None:
     full, tensors = classes(12, 1), classes(12, 1).tensors
-    data: Any = {"map": full, "tensors": tuple(tensors), "stream": Stream()}.get(kind)
+    data: Any = {"map": full, "tensors": tuple(tensors), "stream": Streamed(full)}.get(kind)
     if kind == "columns":
         x, y = Keyed(12).x, Keyed(12).y
         data = HFDataset.from_dict({"x": x.numpy(), "labels": y.numpy()}).with_format("torch")

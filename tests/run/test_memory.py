@@ -15,7 +15,7 @@ from starving import Starving, StarvingAdamW, two_groups
 from torch import nn
 from torch.utils.data import DataLoader
 
-from omnitrain import Algorithm, BaseTrainer, ConfigError, DataError, StepOutput, Trainer
+from omnitrain import Algorithm, BaseTrainer, ConfigError, Trainer
 
 
 def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, **options: Any) -> Trainer:
@@ -76,52 +76,6 @@ def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
     assert run("cut", callbacks=[StopAt(5)]).progress.batches_in_epoch == 4
     resumed = run("cut", resume_from="auto")
     assert same(tensors(straight), tensors(resumed))
-
-
-class Graph:
-    """A batch that is no tensor and no container."""
-
-    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.x, self.y = x, y
-
-
-class GraphCollator:
-    def __call__(self, samples: Any) -> Graph:
-        return Graph(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
-
-    def split_batch(self, batch: Graph, size: int) -> list[Graph]:
-        return list(map(Graph, batch.x.split(size), batch.y.split(size)))
-
-
-class GraphTrainer(Trainer):
-    def _weigh(self, batch: Any) -> float:
-        return len(batch.x)
-
-    def _forward(self, model: nn.Module, batch: Any) -> Any:
-        return StepOutput(F.mse_loss(model(batch.x), batch.y))
-
-
-def graphs(**options: Any) -> Trainer:
-    trainer = GraphTrainer(
-        t16(), rows(21), batch_size=8, epochs=2, learning_rate=0.05, device="cpu", progress_bar=False, **options
-    )
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize("size", [3, "auto"])
-def test_custom_batch_is_split_by_its_collator(size: Any) -> None:
-    split, full = graphs(data_collator=GraphCollator(), microbatch_size=size), graphs(data_collator=GraphCollator())
-    assert distance(weights(split.model), weights(full.model)) <= 1e-12
-
-
-def test_custom_batch_without_split_batch_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"cannot split a Graph into rows.*`data_collator`.*split_batch\(batch, size\)"):
-        graphs(data_collator=GraphCollator().__call__, microbatch_size=3)
-    collator: Any = GraphCollator()
-    collator.split_batch = lambda batch, size: None
-    with pytest.raises(DataError, match=r"split_batch\(batch, size\) returned None"):
-        graphs(data_collator=collator, microbatch_size=3)
 
 
 def test_microbatch_size_is_validated() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Streamed
 from marks import TRAINERS, thinned
 from recipes import StopAt, rows
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from omnitrain import Callback, StepOutput, Trainer
 from omnitrain.data.sampling import EpochSampler
@@ -47,15 +48,6 @@ class Classes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class AtOnce(Classes):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
-
-
-class Streamed(IterableDataset[Any]):
-    def __init__(self, data: Classes) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        for index in range(len(self.data)):
-            yield self.data[index]
 
 
 def message_of(trainer_class: Any, data: Any, kind: type[Exception], act: str = "train", **options: Any) -> str:
