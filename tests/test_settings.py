@@ -34,10 +34,6 @@ from omnitrain import (
 from omnitrain.settings import Settings, resolve_accumulation, samples_of_step
 
 
-def foreign_scheduler() -> Any:
-    return CosineAnnealingLR(SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), 10)
-
-
 def loader() -> DataLoader[Any]:
     return DataLoader(rows(8), 4)
 
@@ -89,12 +85,6 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"global_batch_size": 32, "gradient_accumulation_steps": 3}, "3.*32.*4"),
     ({"optimizer": AdamW(MODEL.parameters()), "learning_rate": 1e-3}, "learning_rate=0.001.*optimizer"),
-    ({"optimizer": AdamW(t16().parameters())}, "none of the model's"),
-    ({"optimizer": "torch.optim.Sdg"}, "torch.optim.Sdg"),
-    ({"lr_scheduler": foreign_scheduler()}, "another optimizer"),
-    ({"lr_scheduler": "cosin"}, "cosin.*cosine"),
-    ({"lr_scheduler": lambda o: CosineAnnealingLR(o, 5), "warmup_steps": 3}, "warmup_steps=3"),
-    ({"lr_scheduler": "cosine", "warmup_steps": 99}, "warmup_steps=99"),
     ({"train_dataset": Streamed(rows(8)), "lr_scheduler": "linear"}, "max_steps"),
     ({"scheduler_interval": "epoch"}, "lr_scheduler"),
     ({"scheduler_interval": "epoch", "lr_scheduler": "cosine", "warmup_steps": 2}, "warmup_steps=2.*epoch"),
@@ -125,8 +115,6 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"matmul_precision": "tf32"}, "'highest', 'high', 'medium'"),
     ({"seed": 2**64}, f"seed.*at most {2**64 - 1}"),
     ({"model": torch.nn.Linear}, r"model.*the class Linear.*Linear\(\.\.\.\)"),
-    ({"optimizer": "os.system"}, "os.system.*not a subclass of torch.optim"),
-    ({"optimizer": "antigravity.Optimizer"}, "antigravity.*imported"),
     ({"lr_scheduler": "os.system"}, "os.system.*LRScheduler"),
     ({"optimizer": "adamww"}, "'sgd'.*adamww.*Did you mean 'adamw'"),
     ({"lr_scheduler": CosineAnnealingLR}, "Cosine.*T_max.*lambda"),
@@ -197,9 +185,9 @@ def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
 
 def test_settings_take_numbers_of_numpy(trainer_class: Any, tmp_path: Path) -> None:
     """Of one bit pattern: a checkpoint, too, has them as JSON."""
-    trainer = trainer_class(
-        t16(), rows(8), loss_fn=F.mse_loss, batch_size=np.int64(4), seed=np.int32(3), learning_rate=np.float32(0.5),
-        max_steps=np.int16(2), shuffle=np.bool_(False), save_dir=tmp_path, progress_bar=False,
+    trainer = quiet(
+        trainer_class, batch_size=np.int64(4), seed=np.int32(3), learning_rate=np.float32(0.5), max_steps=np.int16(2),
+        shuffle=np.bool_(False), save_dir=tmp_path,
     )  # fmt: skip
     trainer.train()
     settings = trainer.settings
@@ -209,10 +197,11 @@ def test_settings_take_numbers_of_numpy(trainer_class: Any, tmp_path: Path) -> N
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(8,), (8, 1)])
-def test_labels_in_place_of_the_evaluation_set_are_rejected(trainer_class: Any, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"looks like its labels. Pass both as one dataset: train_dataset=\(X, y\)"):
-        trainer_class(nn.Linear(4, 1), train_dataset=np.ones((8, 4)), eval_dataset=np.ones(shape), loss_fn=F.mse_loss)
+def test_labels_in_place_of_the_evaluation_set_are_rejected(trainer_class: Any) -> None:
+    words = r"looks like its labels. Pass both as one dataset: train_dataset=\(X, y\)"
+    for labels in (np.ones(8), np.ones((8, 1))):
+        with pytest.raises(ConfigError, match=words):
+            trainer_class(nn.Linear(4, 1), train_dataset=np.ones((8, 4)), eval_dataset=labels, loss_fn=F.mse_loss)
 
 
 def test_settings_none_means_default(trainer_class: Any) -> None:
@@ -222,10 +211,11 @@ def test_settings_none_means_default(trainer_class: Any) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize(("argument", "base"), [("callbacks", Callback), ("algorithms", Algorithm)])
-def test_settings_reject_class_in_list(trainer_class: Any, argument: str, base: type) -> None:
-    with pytest.raises(ConfigError, match=rf"`{argument}` takes instances, got the class Mine. Pass Mine\(\.\.\.\)"):
-        quiet(trainer_class, **{argument: [type("Mine", (base,), {})]})
+def test_settings_reject_class_in_list(trainer_class: Any) -> None:
+    for argument, base in (("callbacks", Callback), ("algorithms", Algorithm)):
+        words = rf"`{argument}` takes instances, got the class Mine. Pass Mine\(\.\.\.\)"
+        with pytest.raises(ConfigError, match=words):
+            quiet(trainer_class, **{argument: [type("Mine", (base,), {})]})
 
 
 def test_hf_trainer_rejects_ambiguous_arguments(tmp_path: Path) -> None:
