@@ -47,20 +47,13 @@ from omnitrain.run import lifecycle
 from omnitrain.schedules import NAMED, Course, Place, named_schedule
 
 EXAMPLES: list[Schedule] = [
-    ConstantScheduler(warmup=3),
-    LinearScheduler(warmup="0.1dur"),
-    LinearScheduler(t_max="0.5dur", min_lr_rate=0.2),
-    CosineAnnealingScheduler(warmup=5, min_lr=0.01),
-    CosineWithRestartsScheduler(3, warmup="0.2dur"),
-    PolynomialScheduler(2.0, warmup=2),
-    StepScheduler("0.2dur", gamma=0.5),
-    MultiStepScheduler(["0.3dur", "17ba"], gamma=0.1, warmup=4),
-    ExponentialScheduler(0.5, "0.1dur", min_lr_rate=0.1),
-    InverseSqrtScheduler(warmup=4, timescale="9ba"),
-    WSDScheduler("0.2dur", warmup="0.1dur"),
-    WSDScheduler("10ba", kind="exponential", min_lr_rate=0.01),
-    LinearScheduler(warmup=3) * StepScheduler("0.5dur"),
-]
+    ConstantScheduler(warmup=3), LinearScheduler(warmup="0.1dur"), LinearScheduler(t_max="0.5dur", min_lr_rate=0.2),
+    CosineAnnealingScheduler(warmup=5, min_lr=0.01), CosineWithRestartsScheduler(3, warmup="0.2dur"),
+    PolynomialScheduler(2.0, warmup=2), StepScheduler("0.2dur", gamma=0.5),
+    MultiStepScheduler(["0.3dur", "17ba"], gamma=0.1, warmup=4), ExponentialScheduler(0.5, "0.1dur", min_lr_rate=0.1),
+    InverseSqrtScheduler(warmup=4, timescale="9ba"), WSDScheduler("0.2dur", warmup="0.1dur"),
+    WSDScheduler("10ba", kind="exponential", min_lr_rate=0.01), LinearScheduler(warmup=3) * StepScheduler("0.5dur"),
+]  # fmt: skip
 
 
 def optimizer_of(*rates: float) -> torch.optim.Optimizer:
@@ -287,18 +280,17 @@ def test_schedule_per_epoch() -> None:
         assert rates == pytest.approx([0.05 * factor for factor in expected for _ in range(2)])
 
 
+LENGTHS: list[dict[str, Any]] = [{"epochs": 3}, {"epochs": None, "max_steps": 20}, {"max_duration": "120sp"}]
+GROWING: list[dict[str, Any]] = [
+    {"lr_scheduler": LinearScheduler(warmup="1ep")}, {"lr_scheduler": StepScheduler("1ep")},
+    {"lr_scheduler": "multistep", "lr_scheduler_kwargs": {"milestones": ["1ep", "60sp"]}, "warmup_steps": 2},
+    {"lr_scheduler": "linear", "scheduler_interval": "epoch"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "length", [{"epochs": 3}, {"epochs": None, "max_steps": 20}, {"max_duration": "120sp"}], ids=str
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lr_scheduler": LinearScheduler(warmup="1ep")},
-        {"lr_scheduler": StepScheduler("1ep")},
-        {"lr_scheduler": "multistep", "lr_scheduler_kwargs": {"milestones": ["1ep", "60sp"]}, "warmup_steps": 2},
-        {"lr_scheduler": "linear", "scheduler_interval": "epoch"},
-    ],
-    ids=["warmup", "step", "milestones", "interval"],
+    ("options", "length"),
+    [(options, LENGTHS[number % 3]) for number, options in enumerate(GROWING)] + [(GROWING[0], LENGTHS[2])],
 )
 def test_schedule_of_growing_batch(options: dict[str, Any], length: dict[str, Any]) -> None:
     """Where the size of a batch may change, epochs count as where it stays."""
