@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -31,7 +32,6 @@ from omnitrain.checkpoint.tensors import Gathered
 from omnitrain.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ["model.safetensors", "optimizer/state.safetensors", "rng/state.safetensors", "omnitrain.json"]
 
 
 def train(folder: Path, **options: Any) -> None:
@@ -130,19 +130,20 @@ def test_terminal_gets_fitting_tables(run: Path, capsys: Any, monkeypatch: pytes
 # --- verify
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_verify_reports_flipped_bit_and_missing_file(file: str, run: Path, capsys: Any) -> None:
+def test_verify_reports_flipped_bit_and_missing_file(run: Path, capsys: Any) -> None:
     code, out, _ = answer(capsys, "verify", run)
     assert code == 0 and out.splitlines()[-1] == "3 of 3 complete."
-    flip(run / "checkpoint-8" / file)
-    code, out, _ = answer(capsys, "verify", run)
-    (damaged,) = [line for line in out.splitlines() if line.startswith("damaged")]
-    assert code == 1 and "checkpoint-8" in damaged and repr(file) in damaged
-    assert out.splitlines()[-1] == "2 of 3 complete."
-    (run / "checkpoint-8" / file).unlink()
-    code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
-    assert code == 1 and f"{file!r} is missing" in out and "0 of 1 complete." in out
-    assert answer(capsys, "verify", run / "checkpoint-4")[0] == 0
+    for file in ("model.safetensors", "optimizer/state.safetensors", "rng/state.safetensors", "omnitrain.json"):
+        flip(run / "checkpoint-8" / file)
+        code, out, _ = answer(capsys, "verify", run)
+        (damaged,) = [line for line in out.splitlines() if line.startswith("damaged")]
+        assert code == 1 and "checkpoint-8" in damaged and repr(file) in damaged
+        assert out.splitlines()[-1] == "2 of 3 complete."
+        hidden = (run / "checkpoint-8" / file).rename(run / "hidden")
+        code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
+        assert code == 1 and f"{file!r} is missing" in out and "0 of 1 complete." in out
+        flip(hidden.rename(run / "checkpoint-8" / file))
+    assert answer(capsys, "verify", run)[0] == 0
 
 
 # --- show
@@ -228,7 +229,7 @@ def shard(folder: Path, ranks: int = 2) -> None:
     seal(folder, content)
 
 
-@pytest.mark.parametrize("limit", [None, 5 * 10**9, 2000], ids=["unsharded", "one file", "several files"])
+@pytest.mark.parametrize("limit", [None, 2000], ids=["unsharded", "several files"])
 def test_export_opens_with_from_pretrained(
     limit: int | None, transformers_run: tuple[Path, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +243,7 @@ def test_export_opens_with_from_pretrained(
     loaded, info = type(model).from_pretrained(out, output_loading_info=True)
     assert (code, error) == (0, "") and not any(info.values())
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
-    assert (out / "model.safetensors").exists() == (limit != 2000)
+    assert (out / "model.safetensors").exists() == (limit is None)
 
 
 def test_commands_take_sharded_checkpoint(run: Path, tmp_path: Path, capsys: Any) -> None:
@@ -253,6 +254,11 @@ def test_commands_take_sharded_checkpoint(run: Path, tmp_path: Path, capsys: Any
     lines = [line for line in expected.splitlines() if re.search(r" [FI]\d+ +\[", line)]
     assert lines and all(re.sub(" +", " ", line) in re.sub(" +", " ", out) for line in lines)
     assert "model: " in out and "rank-" not in out
+    assert answer(capsys, "export", run / "checkpoint-8", tmp_path / "out")[0] == 0
+    exported, expected = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "out", unsharded / "checkpoint-8")
+    )
+    assert all(torch.equal(expected[name], exported[name]) for name in expected)  # in one file
     assert "0 of 4 tensors differ" in answer(capsys, "diff", run / "checkpoint-8", unsharded / "checkpoint-8")[1]
     flip(run / "checkpoint-8" / "model" / "rank-00001.safetensors")
     code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
@@ -383,17 +389,14 @@ def test_diff_prints_in_order(a: Any, b: Any, fragments: list[str], tmp_path: Pa
 # --- paths and costs
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "show", "export", "diff"])
-def test_commands_reject_other_paths(command: str, tmp_path: Path, capsys: Any) -> None:
+def test_commands_reject_other_paths(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name, message in (("nowhere", "does not exist"), ("file", "is no folder"), ("empty", "holds no checkpoints")):
+    messages = {"nowhere": "does not exist", "file": "is no folder", "empty": "holds no checkpoints"}
+    for command, name in itertools.product(["ls", "verify", "show", "export", "diff"], messages):
         words = {"export": ["out"], "diff": [tmp_path / name]}.get(command, [])
         code, out, err = answer(capsys, command, tmp_path / name, *words)
-        assert code == 2 and not out and repr(str(tmp_path / name)) in err and message in err
-
-
-def test_checkpoint_without_command(capsys: Any) -> None:
+        assert code == 2 and not out and repr(str(tmp_path / name)) in err and messages[name] in err, command
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint"])
     assert ended.value.code == 2 and "usage: omnitrain checkpoint" in capsys.readouterr().err
