@@ -151,11 +151,15 @@ def check_tree(size: int, posts: Posts, seconds: float = 30.0, levels: int = 2) 
 @pytest.mark.parametrize(
     ("size", "ranks", "is_stopped"),
     thinned(
-        [(128, (100,), False), (128, (0,), True), (128, (1, 33, 64, 65), True)]
-        + [
-            (1024, ranks, is_stopped)
-            for ranks in ((0,), (5,), (40,), (700,), (1, 33, 64, 65), tuple(range(100, 120)))
-            for is_stopped in (False, True)
+        [
+            (128, (100,), False),
+            (128, (0,), True),
+            (128, (1, 33, 64, 65), True),
+            (1024, (0,), False),
+            (1024, (5,), True),
+            (1024, (700,), False),
+            (1024, (1, 33, 64, 65), False),
+            (1024, tuple(range(100, 120)), True),
         ],
         [(128, (100,), False)],
     ),
@@ -181,7 +185,7 @@ def check_stopped(size: int, stopped: set[int], behind: set[int]) -> None:
 
 @pytest.mark.parametrize(
     ("stopped", "behind"),
-    thinned([({0, 1, 2}, {7}), (set(range(7)), set()), ({1, 5}, {11}), (set(), {39})], [({0, 1, 2}, {7})]),
+    thinned([({0, 1, 2}, {7}), (set(range(7)), set()), (set(), {39})], [({0, 1, 2}, {7})]),
     ids=str,
 )
 def test_tree_finds_stalls_below_stopped_ranks(stopped: set[int], behind: set[int]) -> None:
@@ -189,7 +193,7 @@ def test_tree_finds_stalls_below_stopped_ranks(stopped: set[int], behind: set[in
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     size=st.integers(4, 40),
     stopped=st.sets(st.integers(0, 39), max_size=8),

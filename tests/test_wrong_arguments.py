@@ -75,7 +75,7 @@ def outcome(kind: Any, name: str, value: Any) -> str:
         if doing == "trained" and name in OF_THE_USER:
             return ""
         ours = isinstance(error, OmnitrainError) or "omnitrain" in traceback_end(error)
-        named = any(one in str(error) for one in (name, *ALSO.get(name, ())))
+        named = any(argument in str(error) for argument in (name, *ALSO.get(name, ())))
         if ours and (named or doing == "trained"):
             return ""
         return f"{doing}: {type(error).__name__} {str(error)[:150]!r}"
@@ -94,12 +94,12 @@ def traceback_end(error: BaseException) -> str:
     return "" if trace is None else trace.tb_frame.f_code.co_filename
 
 
-CASES = [(kind, name) for kind in TRAINERS for name in arguments_of(TRAINERS[kind])]
-QUICK = [
-    (kind, name)
-    for kind, name in CASES
-    if name in {"native": ("optimizer", "callbacks"), "accelerate": ("accelerator",), "hf": ("args",)}[kind]
-]
+CASES = [("native", name) for name in arguments_of(Trainer)]
+"""All arguments of `Trainer`; of the others those that are theirs alone, and one half each of the shared ones."""
+for number, kind in enumerate(("accelerate", "hf")):
+    shared = arguments_of(Trainer)[number::2]
+    CASES += [(kind, name) for name in arguments_of(TRAINERS[kind]) if name in shared or ("native", name) not in CASES]
+QUICK = [("native", "optimizer"), ("accelerate", "accelerator"), ("hf", "args")]
 
 
 @pytest.mark.parametrize(("kind", "name"), thinned(CASES, QUICK))
