@@ -8,38 +8,36 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from marks import TRAINERS
 from recipes import rows, t16
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from omnitrain import AccelerateTrainer, BaseTrainer, Callback, ConfigError, HFTrainer, Trainer
+from omnitrain import BaseTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.events import Algorithm, Event
 from omnitrain.hf.calls import CALLED
 from omnitrain.run.hooks import EVENTS_OF_TRAINERS, METHODS_OF_MODELS, NEVER_CALLED, members_of_user
 
-TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 HOOKS = ["_prepare_batch", "_forward", "_weigh", "_backward", "_clip_gradients", "_gradient_norm", "_apply_update"]
-every_trainer = pytest.mark.parametrize("kind", TRAINERS)
 
 
 def nothing(self: Any, *args: Any) -> None:
     """A method."""
 
 
-@every_trainer
-def test_method_that_is_never_called_cannot_be_overridden(kind: type) -> None:
+def test_method_that_is_never_called_cannot_be_overridden(trainer_class: type) -> None:
     for name in NEVER_CALLED:
-        if kind is not HFTrainer or name not in CALLED:
+        if trainer_class is not HFTrainer or name not in CALLED:
             with pytest.raises(TypeError, match=f"^Mine overrides {name}[ ,].*(Use .* instead|`engine_class`)\\.$"):
-                type("Mine", (kind,), {name: nothing})
+                type("Mine", (trainer_class,), {name: nothing})
     for event in Event:
         with pytest.raises(TypeError, match=f"overrides on_{event}, which is never called. Use a callback"):
-            type("Mine", (kind,), {f"on_{event}": nothing})
+            type("Mine", (trainer_class,), {f"on_{event}": nothing})
     mixin = type("Mixin", (), {"configure_optimizers": nothing})
     with pytest.raises(TypeError, match="Mine overrides configure_optimizers"):
-        type("Mine", (mixin, kind), {})
+        type("Mine", (mixin, trainer_class), {})
     with pytest.raises(TypeError, match="Grandchild overrides validation_step"):
-        type("Grandchild", (type("Child", (kind,), {}),), {"validation_step": nothing})
+        type("Grandchild", (type("Child", (trainer_class,), {}),), {"validation_step": nothing})
 
 
 def test_mixin_may_not_override_methods_of_transformers() -> None:
@@ -49,23 +47,21 @@ def test_mixin_may_not_override_methods_of_transformers() -> None:
         type("Mine", (mixin, HFTrainer), {})
 
 
-@every_trainer
-def test_custom_methods_and_attributes_are_allowed(kind: type) -> None:
+def test_custom_methods_and_attributes_are_allowed(trainer_class: type) -> None:
     subclass = type(
-        "Mine", (type("Mixin", (), {"my_own": nothing}), kind), {"on": 3, "online": True, "_helper": nothing}
+        "Mine", (type("Mixin", (), {"my_own": nothing}), trainer_class), {"on": 3, "online": True, "_helper": nothing}
     )
     assert {"my_own", "on", "online", "_helper"} <= members_of_user(subclass).keys()
-    assert not {name for name in members_of_user(kind) if not name.startswith("_")}
+    assert not {name for name in members_of_user(trainer_class) if not name.startswith("_")}
 
 
-@every_trainer
-def test_hooks_are_called_on_every_trainer(kind: type[BaseTrainer]) -> None:
+def test_hooks_are_called_on_every_trainer(trainer_class: type[BaseTrainer]) -> None:
     calls: list[str] = []
 
     def hook(name: str) -> Any:
-        return lambda self, *args: calls.append(name) or getattr(kind, name)(self, *args)
+        return lambda self, *args: calls.append(name) or getattr(trainer_class, name)(self, *args)
 
-    mine: Any = type("Mine", (kind,), {name: hook(name) for name in HOOKS})
+    mine: Any = type("Mine", (trainer_class,), {name: hook(name) for name in HOOKS})
     mine(t16(), rows(8), loss_fn=mse_loss, batch_size=4, epochs=1, progress_bar=False).train()
     assert {name: calls.count(name) for name in HOOKS} == dict.fromkeys(HOOKS, 2)
 
@@ -81,7 +77,7 @@ def build(kind: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "name", "event"),
     [
-        *((kind, "on_step_end", "on_step_end") for kind in TRAINERS),
+        *((kind, "on_step_end", "on_step_end") for kind in TRAINERS.values()),
         (Trainer, "on_train_epoch_start", "on_epoch_start"), (Trainer, "on_train_batch_end", "on_batch_end"),
         (Trainer, "on_epoch_begin", "on_epoch_start"), (Trainer, "on_validation_epoch_end", "on_eval_end"),
         (Trainer, "on_save_checkpoint", "on_<event>"),
@@ -104,25 +100,23 @@ def model_with(name: str, base: type = nn.Sequential) -> nn.Module:
     return type("Net", (base,), {name: lambda self, *args: None})(nn.Linear(4, 1, dtype=torch.float64))
 
 
-@every_trainer
-def test_uncalled_methods_of_models_are_rejected(kind: Any) -> None:
+def test_uncalled_methods_of_models_are_rejected(trainer_class: Any) -> None:
     for name, (instead, _) in METHODS_OF_MODELS.items():
         message = rf"`model` \(Net\) has a method {name}\(\), which nothing calls. Use {re.escape(instead)}"
         with pytest.raises(ConfigError, match=message):
-            build(kind, model=model_with(name))
+            build(trainer_class, model=model_with(name))
 
 
-@every_trainer
-def test_methods_of_models_that_users_call_are_allowed(kind: Any) -> None:
+def test_methods_of_models_that_users_call_are_allowed(trainer_class: Any) -> None:
     model = model_with("configure_optimizers")
-    build(kind, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # as nanoGPT does
-    build(kind, model=model_with("training_step"), unit=lambda batch: 0, loss_fn=None)
-    build(kind, model=model_with("val_dataloader"), eval_dataset=rows(8))
-    build(kind, model=model_with("get_metrics"), eval_dataset=rows(8), compute_metrics="mae")
-    mine = type("Mine", (kind,), {"_forward": lambda self, model, batch: model.training_step(batch)})
+    build(trainer_class, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # as nanoGPT does
+    build(trainer_class, model=model_with("training_step"), unit=lambda batch: 0, loss_fn=None)
+    build(trainer_class, model=model_with("val_dataloader"), eval_dataset=rows(8))
+    build(trainer_class, model=model_with("get_metrics"), eval_dataset=rows(8), compute_metrics="mae")
+    mine = type("Mine", (trainer_class,), {"_forward": lambda self, model, batch: model.training_step(batch)})
     build(mine, model=model_with("training_step"))
     members = {"training_step": nothing, "optimizer_step": nothing, "__module__": "lightning.pytorch.core.module"}
-    build(kind, model=model_with("helper", type("LightningModule", (nn.Sequential,), members)))
+    build(trainer_class, model=model_with("helper", type("LightningModule", (nn.Sequential,), members)))
 
 
 def test_event_methods_of_library_base_classes_are_allowed() -> None:
