@@ -29,17 +29,12 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "command"),
-        (["dmo"], "'demo'"),
-        (["demo", "--trainer", "magic"], "'native'"),
-        (["demo", "--data", "mnist"], "'digits', 'stdlib'"),
-        (["demo", "--epochs", "3"], "--epochs"),
-        (["demo", "--dat", "digits"], "--dat"),
-        (["demo", "--out"], "--out"),
-        (["schedule"], "NAME"),
+        ([], "command"), (["dmo"], "'demo'"), (["demo", "--trainer", "magic"], "'native'"),
+        (["demo", "--data", "mnist"], "'digits', 'stdlib'"), (["demo", "--epochs", "3"], "--epochs"),
+        (["demo", "--dat", "digits"], "--dat"), (["demo", "--out"], "--out"), (["schedule"], "NAME"),
         (["schedule", "cosine", "--max-step", "9"], "--max-step"),
     ],
-)
+)  # fmt: skip
 def test_cli_rejects_wrong_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(words)

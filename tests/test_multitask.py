@@ -182,14 +182,9 @@ def test_multitask_learns_all_tasks(trainer_class: Any) -> None:
         {"kind": numbers(50, "kind", 1), "size": numbers(50, "size", 1)}, {"kind": "accuracy", "size": "r2"}
     )
     trainer = build(
-        trainer_class,
-        tasks,
-        eval_dataset=sets,
-        epochs=5,
-        batch_size=16,
-        learning_rate=0.1,
+        trainer_class, tasks, eval_dataset=sets, epochs=5, batch_size=16, learning_rate=0.1,
         optimization_metric="kind_accuracy",
-    )
+    )  # fmt: skip
     best = trainer.train()["best_valid"]
     assert best["kind_accuracy"] > 0.8 and best["size_r2"] > 0.8
     assert best["eval_loss"] == pytest.approx((best["eval_kind_loss"] + 0.5 * best["eval_size_loss"]) / 2)

@@ -413,14 +413,11 @@ def test_evaluation_and_logging_leave_weights_unchanged(trainer_class: Any) -> N
 
 
 LIMITS: dict[str, tuple[dict[str, Any], int, str]] = {
-    "default": ({}, 15, "epochs"),
-    "epochs": ({"epochs": 2}, 10, "epochs"),
-    "7 steps": ({"max_steps": 7}, 7, "max_steps"),
-    "6ba": ({"epochs": 9, "max_duration": "6ba"}, 6, "max_duration"),
+    "default": ({}, 15, "epochs"), "epochs": ({"epochs": 2}, 10, "epochs"),
+    "7 steps": ({"max_steps": 7}, 7, "max_steps"), "6ba": ({"epochs": 9, "max_duration": "6ba"}, 6, "max_duration"),
     "30sp": ({"epochs": 9, "max_duration": "30sp"}, 8, "max_duration"),
-    "0.5ep": ({"max_duration": "0.5ep"}, 3, "max_duration"),
-    "both": ({"epochs": 2, "max_steps": 10}, 10, "max_steps"),
-}
+    "0.5ep": ({"max_duration": "0.5ep"}, 3, "max_duration"), "both": ({"epochs": 2, "max_steps": 10}, 10, "max_steps"),
+}  # fmt: skip
 
 
 @table("options, step, reason", LIMITS, ["default", "0.5ep", "both"])
@@ -1594,13 +1591,11 @@ def test_best_weights_are_saved_at_once_between_saves(trainer_class: Any, where:
 @table(
     "path, words",
     {
-        "address": ("nosuch://bucket/run", "knows no file system"),
-        "nothing": ("", "must be a path"),
-        "number": (3, "must be a path"),
-        "file": ("taken", "is a file"),
+        "address": ("nosuch://bucket/run", "knows no file system"), "nothing": ("", "must be a path"),
+        "number": (3, "must be a path"), "file": ("taken", "is a file"),
     },
     ["address", "file"],
-)
+)  # fmt: skip
 def test_save_dir_that_is_no_folder_is_an_error(
     trainer_class: Any, path: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

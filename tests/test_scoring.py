@@ -196,11 +196,9 @@ def test_score_flattens_token_labels(kind):
     labels = np.array([[0, 1, -100], [2, -100, -100]])
     classes = np.array([[0, 2, 5], [2, 5, 5]])
     outputs = {
-        "scores": np.eye(6)[classes],
-        "torch scores": np.moveaxis(np.eye(6)[classes], -1, 1),
-        "classes": classes,
+        "scores": np.eye(6)[classes], "torch scores": np.moveaxis(np.eye(6)[classes], -1, 1), "classes": classes,
         "floats": classes.astype(float),
-    }[kind]
+    }[kind]  # fmt: skip
     y_true, y_pred = arguments_of_call(outputs, labels)
     assert (y_true.tolist(), y_pred.tolist()) == ([0, 1, 2], [0, 2, 2])
 
@@ -215,14 +213,10 @@ def test_score_takes_first_of_tuple():
 @pytest.mark.parametrize(
     "value",
     [
-        0.5,
-        np.float32(0.5),
-        np.array(0.5),
-        np.array([0.5]),
-        torch.tensor([[0.5]]),
+        0.5, np.float32(0.5), np.array(0.5), np.array([0.5]), torch.tensor([[0.5]]),
         torch.tensor(0.5, requires_grad=True),
     ],
-)
+)  # fmt: skip
 def test_score_converts_numbers(value):
     scores = run(lambda eval_pred: {"x": value})
     assert scores == {"x": 0.5} and type(scores["x"]) is float
@@ -273,12 +267,10 @@ def test_score_torchmetrics_stream():
     scores = run(["accuracy", multiclass(), collection])
     assert scores == pytest.approx(
         {
-            "accuracy": 0.6,
-            "MulticlassAccuracy": 0.6,
-            "acc": 0.6,
+            "accuracy": 0.6, "MulticlassAccuracy": 0.6, "acc": 0.6,
             "f1": sk.f1_score(LABELS, [0, 1, 1, 1, 2], average="macro"),
         }
-    )
+    )  # fmt: skip
     assert {type(score) for score in scores.values()} == {float}
 
 
