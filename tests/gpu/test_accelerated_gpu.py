@@ -1,7 +1,4 @@
-"""What only GPUs can show of AccelerateTrainer: a loop that does not wait, the fp16 scaler, NCCL, and memory.
-
-In one process on one GPU; on two, by `omnitrain launch`, where there are two.
-"""
+"""AccelerateTrainer on two GPUs, by `omnitrain launch`: NCCL, the fp16 scaler, and memory."""
 
 from __future__ import annotations
 
@@ -16,16 +13,18 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Trace, distance, rows, t16, weights
+from recipes import Trace, rows, t16
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from omnitrain import AccelerateTrainer, Callback, Trainer
+from omnitrain import AccelerateTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = {"ddp": [], "fsdp2": ["--fsdp"], "zero1": ["--zero", "1"], "zero3": ["--zero", "3"]}
-pytestmark = pytest.mark.gpu
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.processes,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]  # fmt: skip
 
 
 def make(model: nn.Module, data: Any, **options: Any) -> AccelerateTrainer:
@@ -34,50 +33,7 @@ def make(model: nn.Module, data: Any, **options: Any) -> AccelerateTrainer:
     )
 
 
-# One process
-
-
-class Forbid(Callback):
-    """Makes it an error to wait for the GPU in a step after which nothing is logged."""
-
-    def on_step_end(self, trainer: Any) -> None:
-        step = trainer.progress.step
-        torch.cuda.set_sync_debug_mode("error" if step % 10 and step < 49 else "default")
-
-    def on_train_end(self, trainer: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_loop_does_not_wait_for_the_device_between_logs() -> None:
-    data = rows(400, torch.float32)
-    trainer = make(t16(dtype=torch.float32), data, log_steps=10, epochs=1, callbacks=[Forbid()])
-    trainer.train()
-    assert trainer.device.type == "cuda"
-    assert trainer.progress.step == 50
-
-
-def test_fp16_trains_and_its_scaler_adapts() -> None:
-    trace, data = Trace(), rows(400, torch.float32)
-    trainer = make(t16(dtype=torch.float32), data, autocast="fp16", epochs=4, callbacks=[trace])
-    trainer.train()
-    assert trainer.scaler.is_enabled()
-    assert trace.logs[-1]["loss"] < trace.logs[0]["loss"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_one_process_ends_with_the_weights_of_the_native_trainer(precision: str) -> None:
-    data, ends = rows(60, torch.float32), []
-    for kind in (Trainer, AccelerateTrainer):
-        trainer = kind(
-            t16(dtype=torch.float32), data, loss_fn=F.mse_loss, learning_rate=0.01, epochs=2, autocast=precision,
-            gradient_accumulation_steps=2, progress_bar=False,
-        )  # fmt: skip
-        trainer.train()
-        ends.append(weights(trainer.get_model()))
-    assert distance(*ends) == 0.0
-
-
-# Two processes; this file is also the script that they run
+# this file is also the script that the two processes run
 
 
 def launch(way: str, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
@@ -105,8 +61,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     args = parser.parse_args()
     model, data = wide() if args.wide else (t16(dtype=torch.float32), rows(60, torch.float32))
-    size = 2 if args.wide else 4
-    trace = Trace()
+    size, trace = 2 if args.wide else 4, Trace()
     trainer = make(
         model, data, batch_size=size, epochs=2, log_steps=1, autocast=args.precision, callbacks=[trace],
         max_grad_norm=0.5,
@@ -123,8 +78,6 @@ def main() -> None:
     (args.out / f"said-{trainer.rank}.json").write_text(json.dumps(said))
 
 
-@two_gpus
-@pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_two_gpus_train_by_nccl_along_the_curve_of_one(way: str, tmp_path: Path) -> None:
     trace = Trace()
@@ -139,8 +92,6 @@ def test_two_gpus_train_by_nccl_along_the_curve_of_one(way: str, tmp_path: Path)
     assert first["losses"] == pytest.approx([row["loss"] for row in trace.logs], abs=1e-5)
 
 
-@two_gpus
-@pytest.mark.processes
 def test_the_fp16_scaler_is_the_same_on_both_gpus(tmp_path: Path) -> None:
     first, second = launch("ddp", tmp_path, "--precision", "fp16")
     assert first["scales"] == second["scales"]
@@ -148,8 +99,6 @@ def test_the_fp16_scaler_is_the_same_on_both_gpus(tmp_path: Path) -> None:
     assert first["losses"][-1] < first["losses"][0]
 
 
-@two_gpus
-@pytest.mark.processes
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])
 def test_a_model_that_is_cut_up_needs_less_memory_than_under_ddp(way: str, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("ddp", way)}

@@ -34,13 +34,9 @@ class Forbid(Callback):
 
 
 TOGETHER = {
-    "gradient_accumulation_steps": 2,
-    "lr_scheduler": "cosine",
-    "warmup_steps": 5,
-    "max_grad_norm": 0.01,
-    "autocast": "bf16",
-    "weight_decay": 0.1,
-}
+    "gradient_accumulation_steps": 2, "lr_scheduler": "cosine", "warmup_steps": 5, "max_grad_norm": 0.01,
+    "autocast": "bf16", "weight_decay": 0.1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -124,16 +120,8 @@ class Overwrites:
             self.buffer.fill_(-2.0)
 
 
-class Reuses(IterableDataset[dict[str, torch.Tensor]]):
-    """A stream whose samples are one and the same tensor, filled with the number of the sample."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples, self.buffer = samples, torch.empty(BATCH)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for number in range(self.samples):
-            yield {"x": self.buffer.fill_(number)}
-            self.buffer.fill_(-2.0)
+class Reuses(Overwrites, IterableDataset[dict[str, torch.Tensor]]):
+    """The same as a stream of samples."""
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -164,20 +152,10 @@ SOURCES: dict[str, dict[str, Any]] = {
 def test_batches_arrive_intact_under_memory_pressure(device: torch.device, kind: str, source: str) -> None:
     options = dict(SOURCES[source])
     model = Reads()
-    trainer = make(
-        kind,
-        device,
-        model,
-        options.pop("train_dataset", None),
-        epochs=2,
-        log_steps=1000,
-        **({} if "train_loader" in options else {"batch_size": 1}),
-        **options,
-    )
-    trainer.train()
-    seen = torch.stack(model.seen).cpu()
+    options |= {} if "train_loader" in options else {"batch_size": 1}
+    make(kind, device, model, options.pop("train_dataset", None), epochs=2, log_steps=1000, **options).train()
     expected = torch.arange(24.0).repeat(2)
-    assert torch.equal(seen, torch.stack([expected, expected], dim=1))
+    assert torch.equal(torch.stack(model.seen).cpu(), torch.stack([expected, expected], dim=1))
 
 
 class Refills:
