@@ -77,7 +77,8 @@ def test_demo_of_digits_reports_what_to_install(tmp_path: Path, capsys: pytest.C
 @pytest.mark.usefixtures("without_scikit_learn")
 def test_demo_of_stdlib_runs_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODULES", ("csv",))
-    trainer = demo.stdlib(Trainer, tmp_path / "demo", epochs=1, warmup_steps=2, progress_bar=False)
+    options = {"epochs": None, "max_steps": 12, "eval_steps": 12, "warmup_steps": 2, "progress_bar": False}
+    trainer = demo.stdlib(Trainer, tmp_path / "demo", **options)
     assert trainer.metrics["test"][-1]["loss"] < 4.85
 
 
