@@ -147,13 +147,14 @@ def overflow(backend: str) -> dict[str, Any]:
 
 
 def loop_by_hand(backend: str, wrapped: bool) -> dict[str, Any]:
-    """Train an epoch by a custom loop, on the bare module or on DDP's wrapper of it; ranks see 6 and 5 samples."""
+    """Train by a custom loop on DDP's wrapper, or after a step on the bare module; ranks see 6 and 5 samples."""
 
     class CustomLoop(AccelerateTrainer):
         def _train_epoch(self, epoch: int) -> float:
-            total, samples, model = 0.0, 0, self.model_wrapped if wrapped else self.model
+            total, samples = 0.0, 0
             for batch in self.train_loader:
                 x, y = self._prepare_batch(batch)
+                model = self.model_wrapped if wrapped or not samples else self.model
                 loss = self.loss_fn(model(x), y)
                 loss.backward()
                 self.optimizer.step()
@@ -227,7 +228,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(results: Any, backend: str) 
 
 
 def test_custom_loop_needs_the_wrapped_model(results: Any) -> None:
-    """An update from gradients that were not averaged is an error."""
+    """Each update from gradients that were not averaged is an error."""
     for rank in results["loop-False"]:
         assert "not averaged over the 2 ranks" in rank["raised"] and "model_wrapped" in rank["raised"]
     first, second = results["loop-True"]
