@@ -151,35 +151,31 @@ def by_name(cases: list[Case]) -> dict[str, Case]:
 AHEAD = "item of the step after a save"
 FAILING = by_name([
     fail("loss"),
-    fail("loss", "loss on rank 0, with the store", rank=0, hosted=True),
-    fail("loss", "loss of FSDP", wrapping="fsdp"),
-    fail("loss", "loss of HFTrainer", wrapping="hf"),
     fail("item:45", "item of a worker process", num_workers=2),
     fail("item:21", AHEAD, folder="save"),
     fail("callback:save_end", folder="save"),
-    fail("writing", rank=0, folder="save"),
     fail("metric", rank=0),
     fail("predict:13"),
     fail("between"),
     fail("exit", "exit of rank 0, with the store", rank=0, hosted=True),
 ])  # fmt: skip
 FAILING_ALIKE = by_name([
-    fail("loss", "loss on rank 0", rank=0),
+    fail("loss", "loss on rank 0, with the store", rank=0, hosted=True),
     fail("loss", "loss of FSDP on rank 0", wrapping="fsdp", rank=0),
+    fail("loss", "loss of HFTrainer", wrapping="hf"),
     fail("item:5", "item of rank 1 in the first batch"),
     fail("item:41", "item of rank 0", rank=0),
     *(
         fail(f"callback:{event}", folder="save")
         for event in (
-            "train_start", "epoch_start", "step_start", "before_optimizer_step", "step_end", "log", "eval_start",
-            "eval_end", "epoch_end", "train_end",
+            "train_start", "step_start", "before_optimizer_step", "log", "eval_start", "eval_end", "epoch_end",
+            "train_end",
         )
     ),
     fail("callback:step_end", "callback:step_end of rank 0", rank=0),
     fail("writing", "writing of FSDP", rank=0, folder="save", wrapping="fsdp"),
     fail("evaluation"),
     fail("between", "between on rank 0", rank=0),
-    fail("exit"),
 ])  # fmt: skip
 LIVING_ON = by_name([
     fail("loss", "loss of FSDP, lives on", lives_on=True, wrapping="fsdp"),
@@ -233,15 +229,13 @@ def solo(what: str, when: str, rank: int, note: str = "", hosted: bool = False, 
 
 CALLS = by_name([
     solo("save_model", "after", 1, ", without the store", hosted=True), solo("evaluate", "before", 1),
-    solo("predict", "in", 0), solo("save_checkpoint", "in", 1), solo("AccelerateTrainer", "after", 0),
+    solo("save_checkpoint", "in", 0), solo("AccelerateTrainer", "after", 0),
 ])  # fmt: skip
 CALLS_ALIKE = by_name([
-    *(solo("save_model", when, 0) for when in ("before", "in", "after")), solo("save_model", "after", 1),
     solo("save_model", "in", 0, " with FSDP", wrapping="fsdp"),
-    solo("save_model", "after", 0, ", with the store", hosted=True),
-    solo("evaluate", "in", 0), solo("evaluate", "after", 0), solo("predict", "after", 0), solo("test", "after", 0),
-    solo("train", "before", 0), solo("train", "after", 1), solo("save_checkpoint", "before", 0),
-    solo("save_checkpoint", "after", 0), solo("load_checkpoint", "in", 0), solo("load_checkpoint", "after", 0),
+    solo("save_model", "after", 0, ", with the store", hosted=True), solo("evaluate", "in", 0),
+    solo("predict", "in", 1), solo("test", "after", 0), solo("train", "before", 0), solo("train", "after", 1),
+    solo("save_checkpoint", "after", 1), solo("load_checkpoint", "in", 0), solo("load_checkpoint", "after", 0),
 ])  # fmt: skip
 
 
@@ -264,7 +258,7 @@ def end(how: str) -> None:
     mark()
 
 
-ENDS = {how: Case(how, "test_faults:end", {"how": how}) for how in ("plain", "destroy and train", "late", "destroy")}
+ENDS = {how: Case(how, "test_faults:end", {"how": how}) for how in ("destroy and train", "late", "plain")}
 CASES = LIVING_ON | FAILING | FAILING_ALIKE | LABELS | CALLS | CALLS_ALIKE | ENDS
 
 
@@ -424,12 +418,12 @@ def job(function: str, backend: str = "ddp", **options: Any) -> tuple[str, Job]:
 FOLDER = {"folder": "folder"}
 SURVIVING = dict([job("survive", **FOLDER), job("survive", "fsdp", **FOLDER)])
 ASKING = dict([job("ask", rank=1, **FOLDER), job("ask", rank=0, **FOLDER), job("ask", "fsdp", rank=1, **FOLDER)])
-STOPPING = dict([job("stop_at_any_moment", times=8), job("stop_at_any_moment", times=30)])
+STOPPING = dict([job("stop_at_any_moment", times=6), job("stop_at_any_moment", times=30)])
 CLOCKS = dict([job("run_by_clock", **FOLDER)])
 UNEVEN = dict([
     job("train_unevenly", backend, lengths=lengths, loader=loader, accumulation=accumulation)
     for lengths, loader in [([9, 30], False), ([30, 9], False), ([32, 33], True), ([9, 50], True), ([13, 0], False)]
-    for backend, accumulation in (("ddp", 1), ("fsdp", 3), ("ddp", 3), ("fsdp", 1))
+    for backend, accumulation in (("ddp", 1), ("fsdp", 3))
 ])  # fmt: skip
 JOBS = CLOCKS | SURVIVING | ASKING | STOPPING | UNEVEN
 
@@ -527,7 +521,7 @@ def test_call_on_one_rank_only_is_an_error_on_all(name: str, outcomes: dict[str,
         assert f"rank {rank}: {what}()" in message and f"rank {1 - rank}: " in message
 
 
-@pytest.mark.parametrize("name", thinned(ENDS, list(ENDS)[:3]))
+@pytest.mark.parametrize("name", thinned(ENDS, list(ENDS)[:2]))
 def test_end_of_the_program_is_silent(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     for outcome in outcomes[name]:
         lines = [line for line in outcome.output.splitlines() if not line.startswith("[Gloo] Rank ")]  # PyTorch 2.8
@@ -558,7 +552,7 @@ def test_requests_of_one_rank_act_on_all(job: str, results: Found[list[dict[str,
 def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(job: str, results: Found[list[dict[str, Any]]]) -> None:
     ends = result_of(results, job)["ends"]
     assert len(ends) == JOBS[job].options["times"] and {reason for reason, _ in ends} == {"requested"}
-    assert len({step for _, step in ends}) > 3
+    assert len({step for _, step in ends}) > 2
 
 
 @pytest.mark.parametrize("job", CLOCKS)
@@ -573,10 +567,7 @@ def share_of_stream(length: int, rank: int) -> list[int]:
     return [(turn + 1 - rank) // 2 for turn in turns]
 
 
-UNEVEN_ONCE = [name for name in UNEVEN if ("fsdp" in name) == ("accumulation=3" in name)]
-
-
-@pytest.mark.parametrize("job", thinned(UNEVEN, UNEVEN_ONCE[::3]))
+@pytest.mark.parametrize("job", thinned(UNEVEN, list(UNEVEN)[::3]))
 def test_uneven_data_train_to_the_end_of_the_longest(job: str, results: Found[list[dict[str, Any]]]) -> None:
     lengths, loader, accumulation = (JOBS[job].options[name] for name in ("lengths", "loader", "accumulation"))
     if not all(lengths):
