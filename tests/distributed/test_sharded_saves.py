@@ -28,8 +28,9 @@ from omnitrain.checkpoint.tensors import whole
 HERE = "test_sharded_saves"
 ASYNC = {"async_save": True}
 PARTS = {"consolidate": False}
-WAYS: dict[str, dict[str, Any]] = {"whole": {}, "parts": PARTS, "async-parts": PARTS | ASYNC}
+WAYS: dict[str, dict[str, Any]] = {"parts": PARTS, "async-parts": PARTS | ASYNC}
 MORE: dict[str, dict[str, Any]] = {
+    "whole": {},
     "async": ASYNC,
     "ddp": {"backend": "ddp"},
     **{backend: {"backend": backend, **PARTS} for backend in ("zero2", "zero3", "hf_fsdp")},
@@ -38,12 +39,12 @@ MORE: dict[str, dict[str, Any]] = {
     **{f"{backend}-async": {"backend": backend, **ASYNC} for backend in ("hf2", "hf_zero2")},
 }
 """Ways that only `make test-all` tests."""
-SAME = [("whole", "async"), ("parts", "async-parts"),
+SAME = [("parts", "async-parts"), ("whole", "async"),
         *((backend, f"{backend}-async") for backend in ("zero2", "zero3", "hf_fsdp", "hf2", "hf_zero2"))]  # fmt: skip
 RECORD = ("config.yaml", "metrics.jsonl", "run.json", "run.lock")
 """What is in a run's folder besides its checkpoints."""
-KINDS = ("mkdir", "create", "rename", "rmdir")
-"""The file operations that are disturbed in `make test`; in `make test-all` it is each one."""
+KINDS = ("create", "rename")
+"""The file operations that are disturbed in `make test`; in `make test-all` it is half of all."""
 
 
 # --- what runs on every process
@@ -156,12 +157,13 @@ def run_in_turn(folders: list[str]) -> list[Any]:
 # --- kills and full disks
 
 
-PARTS = 12
+SHARES = 13
+"""A run of the tests disturbs one operation in so many, and six runs nearly half of them."""
 
 
-@pytest.fixture(scope="module", params=[None, *(pytest.param(n, marks=pytest.mark.slow) for n in range(PARTS))])
+@pytest.fixture(scope="module", params=[None, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6))])
 def part(request: pytest.FixtureRequest) -> int | None:
-    """Which part of all operations is disturbed; None for a few of them."""
+    """Which share of all operations is disturbed; None for a few of them."""
     return request.param
 
 
@@ -200,7 +202,7 @@ def points(found: Found[list[Outcome]], part: int | None, kinds: Sequence[str], 
                 end = next((k + 1 for k, one in enumerate(noted) if one.startswith(until)), end // 2)
             operations += [(way, rank, k) for k in range(end)]
     if part is not None:
-        return operations[part::PARTS]
+        return operations[part::SHARES]
     few: list[Point] = []
     for number, kind in enumerate(kinds):
         of_kind = [
@@ -244,9 +246,9 @@ def test_kill_at_any_file_operation_costs_only_recent_work(
 def test_full_disk_at_any_operation_costs_one_checkpoint(
     part: int | None, undisturbed: Found[list[Outcome]], tmp_path: Path
 ) -> None:
-    chosen = points(undisturbed, part, ("mkdir", "create"), until="rename checkpoint-2.")
+    chosen = points(undisturbed, part, ("create",), until="rename checkpoint-2.")
     faults = [disturbed(point, "full", tmp_path) for point in chosen]
-    assert len(faults) >= 2
+    assert faults
     found, errors = play(faults, tmp_path / "full"), []
     for fault, (way, rank, k) in zip(faults, chosen, strict=True):
         name, folder = f"{fault.name}: {undisturbed[way][rank].result['noted'][k]}", tmp_path / fault.name
@@ -266,7 +268,7 @@ def test_full_disk_at_any_operation_costs_one_checkpoint(
 
 @pytest.mark.parametrize(
     ("way", "rank"),
-    thinned([("ddp", 0), ("parts", 0), ("parts", 1), ("async", 0), ("async", 1)], [("ddp", 0), ("parts", 1)]),
+    thinned([("ddp", 0), ("parts", 0), ("parts", 1), ("async", 0), ("async", 1)], [("parts", 1)]),
 )
 def test_required_save_that_fails_on_one_rank_ends_both(way: str, rank: int, tmp_path: Path) -> None:
     at = "sync model" if way == "ddp" else "create rank-"
