@@ -137,19 +137,17 @@ SIGNALLED: dict[str, dict[str, Any]] = {
         "number": int(number), "ranks": ranks, "moment": moment, "wrapping": wrapping
     }
     for number, ranks, moment, wrapping in [
-        (TERM, [1], "step", "ddp"), (TERM, [1], "window", "ddp"), (TERM, [0, 1], "evaluation", "fsdp"),
-        (TERM, [1], "last evaluation", "ddp"), (INT, [0], "last save", "ddp"), (TERM, [0], "last evaluation", "fsdp"),
-        (TERM, [1], "before", "ddp"), (TERM, [1], "save", "fsdp"), (INT, [1], "step", "ddp"),
-        (USR1, [1], "step", "ddp"), (TERM, [0], "step", "ddp"), (TERM, [0, 1], "step", "ddp"),
-        (TERM, [0], "window", "fsdp"), (TERM, [1], "evaluation", "ddp"), (TERM, [0], "epoch", "ddp"),
-        (INT, [0, 1], "window", "ddp"), (USR1, [0], "step", "fsdp"),
+        (TERM, [1], "window", "ddp"), (TERM, [0, 1], "evaluation", "fsdp"), (TERM, [1], "last evaluation", "ddp"),
+        (INT, [0], "last save", "ddp"), (TERM, [0], "last evaluation", "fsdp"), (TERM, [1], "before", "ddp"),
+        (TERM, [1], "save", "fsdp"), (INT, [1], "step", "ddp"), (USR1, [1], "step", "ddp"),
+        (TERM, [0, 1], "step", "ddp"), (TERM, [0], "window", "fsdp"), (TERM, [0], "epoch", "ddp"),
+        (USR1, [0], "step", "fsdp"),
     ]
 }  # fmt: skip
 KILLED: dict[str, dict[str, Any]] = {
     "rank 1 of HFTrainer": {"ranks": [1], "wrapping": "hf"},
     "rank 0, with the store": {"ranks": [0]},
     "rank 0": {"ranks": [0]},
-    "rank 1": {"ranks": [1]},
     "rank 1 of FSDP": {"ranks": [1], "wrapping": "fsdp"},
 }
 
@@ -175,7 +173,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 # --- tests
 
 
-@pytest.mark.parametrize("name", thinned(SIGNALLED, list(SIGNALLED)[:4]))
+@pytest.mark.parametrize("name", thinned(SIGNALLED, list(SIGNALLED)[:3]))
 def test_signal_to_any_rank_saves_and_resumes_exactly(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     number, moment = SIGNALLED[name]["number"], SIGNALLED[name]["moment"]
     expected = outcomes[SIGNALLED[name]["wrapping"]][0].result
