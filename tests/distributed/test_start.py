@@ -137,14 +137,12 @@ def start(backend: str, empty: list[int], kind: str = "net", action: str = "trai
 # --- jobs
 
 NEEDED = {
-    "start_from_several": ("real", "several"), "start_is": ("real", "main", "one.safetensors"),
-    "shared": ("shared real", "shared empty"),
+    "start_is": ("real", "main", "several"), "shared": ("shared real", "shared empty"),
     "other": ("other real", "other main", "other empty"), "cast": ("16 real", "16 main", "16 empty"),
     "missing_weights_are_drawn": ("drawn",), "missing_buffer": ("derived",),
     "checkpoint": ("saves", "resumes", "from it"),
 }  # fmt: skip
 """The jobs of a test on a backend, by the beginning of its name."""
-FILES = ("one.safetensors", "several")
 EMPTY = [0, 1]
 SHARDED = ("fsdp", "zero3")
 KINDS = [("fsdp", "llama"), ("zero3", "t5"), ("fsdp", "gpt"), ("zero3", "llama"), ("zero3", "gpt")]
@@ -153,13 +151,13 @@ KINDS = [("fsdp", "llama"), ("zero3", "t5"), ("fsdp", "gpt"), ("zero3", "llama")
 
 def jobs_of(backend: str, folder: Path, *names: str) -> list[Job]:
     """Return jobs on a backend by name."""
-    init = {name: {"empty": EMPTY, "init_from": str(folder / name)} for name in (*FILES, "other.safetensors", "llama")}
+    names_of_files = ("several", "other.safetensors", "llama")
+    init = {name: {"empty": EMPTY, "init_from": str(folder / name)} for name in names_of_files}
     half, shared = {**init["llama"], "kind": "llama", "autocast": "bf16"}, {"kind": "shared", "max_steps": 2}
     path = folder / f"saves-{backend}"
     saves: dict[str, Any] = {"kind": "bare", "save_dir": str(path), "save_steps": 1, "max_steps": 2}
     options: dict[str, dict[str, Any]] = {
-        **{file: init[file] for file in FILES},
-        "real": {"empty": []}, "main": {"empty": [1]}, "drawn": {"empty": EMPTY},
+        "real": {"empty": []}, "main": {"empty": [1]}, "drawn": {"empty": EMPTY}, "several": init["several"],
         "other real": {**init["other.safetensors"], "empty": []}, "other empty": init["other.safetensors"],
         "other main": {**init["other.safetensors"], "empty": [1]},
         "16 real": {**half, "empty": []}, "16 main": {**half, "empty": [1]}, "16 empty": half,
@@ -183,7 +181,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start")
     weights = {name: tensor.clone() for name, tensor in build("net").state_dict().items()}
     del weights["twins.1.weight"]
-    save_file(weights, folder / "one.safetensors")
     rest = {name: tensor for name, tensor in weights.items() if not name.startswith("body.0")}
     doubles = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rest.items()}
     save_file(doubles, folder / "other.safetensors")
@@ -229,7 +226,7 @@ def results_of(results: Found[list[dict[str, Any]]], backend: str, *names: str) 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp", "zero3", "hf2"]))
 def test_start_is_independent_of_where_weights_are(backend: str, results: Found[list[dict[str, Any]]]) -> None:
-    real, *copies = results_of(results, backend, "real", "main", FILES[0])
+    real, *copies = results_of(results, backend, "real", "main", "several")
     expected = {name: tensor.float().flatten().tolist() for name, tensor in build("net").state_dict().items()}
     first = real[0]["first"]
     assert all(first[name] == expected[name] for name in expected if name in first) and "body.0.weight" in first
@@ -237,12 +234,6 @@ def test_start_is_independent_of_where_weights_are(backend: str, results: Found[
     assert real[0]["trained"] != first and "wide.weight" in real[0]["trainable"]
     assert "coarse.weight" not in real[0]["trainable"]
     assert copies == [real, real]
-
-
-@pytest.mark.parametrize("backend", thinned(SHARDED, ["fsdp"]))
-def test_start_from_several_files(backend: str, results: Found[list[dict[str, Any]]]) -> None:
-    real, other = results_of(results, backend, "real", "several")
-    assert other == real
 
 
 @pytest.mark.parametrize("backend", thinned(["ddp", *SHARDED], ["fsdp"]))
