@@ -174,7 +174,7 @@ def train_logged(backend: str, folder: str, stop: int = 0, watched: bool = True)
     lines = Path(folder) / f"lines-{os.environ['RANK']}"
     Path(folder).mkdir(exist_ok=True)
     trainer = make_trainer(
-        backend, KeyedModel(), Keyed(), Keyed(8), max_steps=6, batch_size=2, log_steps=2, eval_steps=3, save_steps=1,
+        backend, KeyedModel(), Keyed(), Keyed(8), max_steps=6, batch_size=2, log_steps=2, eval_steps=3, save_steps=100,
         save_dir=f"{folder}/run", loggers=["csv", Lines(lines)] if watched else None, callbacks=[StopAt(stop)],
         load_best_at_end=False,
     )  # fmt: skip

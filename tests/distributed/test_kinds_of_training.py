@@ -109,7 +109,7 @@ def train(backend: str, kind: str, folder: str | None = None, stop: int = 0, **o
     trace.asks_alone = bool(stop)  # without such a callback, the next step is read before this one is counted
     trainer = make_trainer(
         backend, options.pop("model"), batch_size=options.pop("size") // PROCESSES[backend], learning_rate=0.05,
-        callbacks=[trace, *([StopAt(stop)] if stop else [])], save_dir=folder, save_steps=folder and 1, **options,
+        callbacks=[trace, *([StopAt(stop)] if stop else [])], save_dir=folder, save_steps=folder and 100, **options,
     )  # fmt: skip
     trainer.train(resume_from=folder and "auto")
     return {
@@ -157,16 +157,13 @@ STRAIGHT = [
     *(("growing steps", backend) for backend in ("ddp", "hf2")),
 ]
 QUICK = [
-    *(("tasks", backend) for backend in ("ddp", "fsdp", "hf2")),
-    *(("groups", backend) for backend in ("fsdp", "zero2")),
-    ("muon", "fsdp"), ("schedule free", "fsdp"), ("initial weights", "fsdp"), ("in time", "hf2"),
-    ("growing steps", "ddp"),
+    ("tasks", "ddp"), ("tasks", "fsdp"), ("groups", "fsdp"), ("groups", "zero2"), ("muon", "fsdp"),
+    ("schedule free", "fsdp"), ("initial weights", "fsdp"), ("in time", "hf2"), ("growing steps", "ddp"),
 ]  # fmt: skip
 RESUMED = [
-    ("groups", "fsdp", "native"), ("muon", "ddp", "fsdp"), ("schedule free", "ddp", "fsdp"),
-    ("tasks", "ddp", "ddp"), ("in time", "hf2", "hf2"),
-    ("growing steps", "ddp", "ddp"), ("groups", "zero2", "ddp"), ("tasks", "zero3", "zero3"),
-    ("in time", "fsdp", "fsdp"), ("in time", "zero3", "zero3"), ("growing steps", "hf2", "hf2"),
+    ("groups", "fsdp", "native"), ("muon", "ddp", "fsdp"), ("tasks", "ddp", "ddp"), ("growing steps", "ddp", "ddp"),
+    ("schedule free", "ddp", "fsdp"), ("groups", "zero2", "ddp"), ("tasks", "zero3", "zero3"),
+    ("in time", "hf2", "hf2"), ("in time", "fsdp", "fsdp"), ("in time", "zero3", "zero3"),
 ]  # fmt: skip
 """Kind, where a run is cut, and where it is resumed."""
 
@@ -213,7 +210,7 @@ def test_kinds_match_one_process(results: Any, kind: str, backend: str) -> None:
         assert all(torch.equal(expected["tensors"][f"0.{name}"], one) for name, one in deep()[0].named_parameters())
 
 
-@pytest.mark.parametrize(("kind", "source", "target"), thinned(RESUMED, RESUMED[:6]))
+@pytest.mark.parametrize(("kind", "source", "target"), thinned(RESUMED, RESUMED[:4]))
 def test_kinds_resume(results: Any, kind: str, source: str, target: str) -> None:
     """To the bit on the same backend."""
     runs = (results[f"{kind}-{name}"] for name in (target, f"cut-{source}", f"{source}-{target}"))

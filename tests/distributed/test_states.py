@@ -101,7 +101,7 @@ class Sums:
 def collate(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, Any]:
     """Train for 6 steps; with a folder, stop after a step or resume from there."""
     torch.manual_seed(0)
-    sums, options = Sums(), {"save_dir": folder, "save_steps": 1} if folder else {}
+    sums, options = Sums(), {"save_dir": folder, "save_steps": 100} if folder else {}
     trainer = make_trainer(
         backend, nn.Linear(4, 1), rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=2,
         learning_rate=0.05, data_collator=sums, callbacks=[StopAt(stop)] if stop else [], **options,
@@ -114,7 +114,7 @@ def collate(backend: str, folder: str | None = None, stop: int = 0) -> dict[str,
 # --- tests
 
 BACKENDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
-QUICK = ("ddp", "fsdp", "hf2", "zero2")
+QUICK = ("ddp", "fsdp", "zero2")
 
 
 @pytest.fixture(scope="module")
