@@ -153,7 +153,7 @@ def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def predict_ragged(backend: str) -> dict[str, Any]:
     found = {}
-    for batch, size in itertools.product((1, 2, 3), (1, 2, 7)):
+    for batch, size in ((1, 2), (2, 7), (3, 1)):
         trainer = make_trainer(
             backend, Tagger(dtype=torch.float32), Sorted(4), data_collator=pad, eval_batch_size=batch,
             compute_metrics="accuracy",
