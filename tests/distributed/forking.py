@@ -43,8 +43,8 @@ T = TypeVar("T")
 HUNG = 3
 """After so many cases that have hung, the rest of them is not run."""
 IMPORTED = (
-    "accelerate.utils", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "optuna", "peft", "sklearn.metrics", "torch._dynamo",
+    "accelerate.utils", "deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "optuna", "peft", "sklearn.metrics", "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.distributed.fsdp",
     "torch.profiler", "torch.utils.serialization", "torchmetrics", "transformers.trainer",
     "omnitrain.trainers.accelerated", "omnitrain.hf.trainer",
