@@ -109,7 +109,7 @@ class Periodic(Callback):
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Check the arguments, and start the interval at the position of the run."""
         self.check(trainer)
-        self.is_disabled, self._values = False, {}
+        self.is_disabled = False
         self._schedule = Every(self.every, trainer.limits)
         self._schedule.restart(_closed(trainer.progress))
 
@@ -125,6 +125,15 @@ class Periodic(Callback):
         """Tell of values that came after the last row, as they do at the end of a stream of unknown length."""
         if self._values and trainer.is_main_process:
             logger.warning("%s came after the last row of logs: %s.", self.name, self._values)
+        self._values = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values that wait for the next row of logs."""
+        return {"values": self._values} if self._values else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore values that no row of logs had when the checkpoint was written."""
+        self._values = dict(state.get("values", {}))
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
         """Return the latest values, once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Streamed
 from recipes import StopAt, rows, same, t16, weights
+from resuming import Cut, Killed
 from tiny import Tokens, llama
 
 from omnitrain import (
@@ -87,6 +90,26 @@ def test_resumed_run_repeats_and_skips_no_work(every: str, stop: int, tmp_path: 
     trained(Trainer, Periodic(note, every), StopAt(stop), save_dir=tmp_path, save_steps=6)
     trained(Trainer, Periodic(note, every), save_dir=tmp_path, resume="auto")
     assert steps == ([6, 12] if every == "1ep" else [3, 6, 9, 12])
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_values_that_wait_for_a_row_are_resumed(kind: Any, tmp_path: Path) -> None:
+    """The end of a stream of unknown length comes after the row of its last step."""
+
+    def train(callback: Callback, folder: str, resume: Any = None) -> list[dict[str, float]]:
+        listener, options = Rows(), {"epochs": 2, "log_steps": 2, "learning_rate": 0.01, "batch_size": 4}
+        trainer = kind(
+            t16(), Streamed(rows(24)), loss_fn=F.mse_loss, progress_bar=False, save_dir=tmp_path / folder,
+            callbacks=[Periodic(last_step, "1ep"), listener, callback], **options,
+        )  # fmt: skip
+        trainer.train(resume_from=resume)
+        return [{name: row[name] for name in ("step", "last_step") if name in row} for row in listener.rows]
+
+    straight = train(StopAt(100), "straight")
+    with contextlib.suppress(Killed):
+        train(Cut("kill", 6), "cut")
+    assert straight[3] == {"step": 8, "last_step": 6}
+    assert train(StopAt(100), "cut", "auto") == straight[3:]
 
 
 def failing(trainer: Any) -> None:
