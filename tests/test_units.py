@@ -87,23 +87,16 @@ SHAPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_unit_finds_loss_of_model(shape: str) -> None:
+def test_unit_finds_loss_and_scores_of_model(shape: str) -> None:
     model = returning(SHAPES[shape])
     output = ModelUnit(model)(model, {"x": X, "labels": Y})
     scores = model.scores(X)
-    assert same(output.loss, F.mse_loss(scores, Y))
-    assert same(output.outputs, scores)
-    assert output.labels is Y
+    assert same(output.loss, F.mse_loss(scores, Y)) and same(output.outputs, scores) and output.labels is Y
     assert output.loss is not None and output.loss.requires_grad
-
-
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in ("a tuple", "a list")])  # loss comes first
-def test_unit_without_labels_has_scores(shape: str) -> None:
-    model = returning(SHAPES[shape])
-    with torch.no_grad():
-        output = ModelUnit(model)(model, {"x": X})
-    assert (output.loss, output.labels) == (None, None)
-    assert same(output.outputs, model.scores(X))
+    if shape not in ("a tuple", "a list"):  # the loss comes first
+        with torch.no_grad():
+            output = ModelUnit(model)(model, {"x": X})
+        assert (output.loss, output.labels) == (None, None) and same(output.outputs, scores)
 
 
 def test_unit_scalar_is_loss_and_rest_are_outputs() -> None:
@@ -120,8 +113,7 @@ def test_unit_scalar_is_loss_and_rest_are_outputs() -> None:
         assert same(output.outputs[0] + 1, output.outputs[1])
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize(("batch_size", "dims"), [(1, 1), (1, 2), (3, 1)])
 @pytest.mark.parametrize("wrap", [lambda scores: scores, lambda scores: (scores, scores)], ids=["tensor", "tuple"])
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_unit_score_of_one_sample_is_no_loss(kind: str, wrap: Any, dims: int, batch_size: int) -> None:
@@ -211,16 +203,15 @@ def test_unit_passes_every_key_to_kwargs(loss_fn: Any, caplog: pytest.LogCapture
     assert not caplog.records
 
 
-@pytest.mark.parametrize("key", ["label", "label_ids", "targets", "target"])
-@pytest.mark.parametrize("any_keyword", [False, True])
-def test_unit_passes_labels_of_other_name(key: str, any_keyword: bool) -> None:
+def test_unit_passes_labels_of_other_name() -> None:
     def forward(self: Any, x: Tensor, labels: Tensor, **rest: Any) -> Any:
         assert not rest
         return {"loss": F.mse_loss(self.scores(x), labels)}
 
-    model = model_of(forward) if any_keyword else returning(lambda loss, scores: {"loss": loss})
-    output = ModelUnit(model)(model, {"x": X, key: Y})
-    assert same(output.loss, F.mse_loss(model.scores(X), Y)) and output.labels is Y
+    for key in ("label", "label_ids", "targets", "target"):
+        for model in (model_of(forward), returning(lambda loss, scores: {"loss": loss})):
+            output = ModelUnit(model)(model, {"x": X, key: Y})
+            assert same(output.loss, F.mse_loss(model.scores(X), Y)) and output.labels is Y
 
 
 def test_unit_passes_label_by_name() -> None:
@@ -378,28 +369,22 @@ def test_unit_logs_metrics_of_output(shape: Any) -> None:
 # Units of the user's own
 
 
-def unit_returning(result: Any) -> Any:
-    return lambda batch: result
-
-
 def test_unit_returns_mean_or_sum() -> None:
-    loss = torch.tensor(2.0)
-    batch = {"x": X, "labels": Y}
-    mean = run_unit(unit_returning(loss), None, batch)
+    loss, batch = torch.tensor(2.0), {"x": X, "labels": Y}
+    mean = run_unit(lambda batch: loss, None, batch)
     assert (mean.loss, mean.num_targets, mean.labels) == (loss, None, Y)
-    total = run_unit(unit_returning((loss, 5)), None, batch)
-    assert (total.loss, total.num_targets) == (loss, 5)
-    assert run_unit(unit_returning((loss, None)), None, batch).num_targets is None
-    assert run_unit(unit_returning((loss, torch.tensor(5))), None, batch).num_targets == 5
-    assert run_unit(unit_returning(loss.reshape(1)), None, batch).loss.shape == ()  # type: ignore[union-attr]
+    for count, expected in ((5, 5), (None, None), (torch.tensor(5), 5)):
+        total = run_unit(lambda batch, count=count: (loss, count), None, batch)
+        assert (total.loss, total.num_targets) == (loss, expected)
+    assert run_unit(lambda batch: loss.reshape(1), None, batch).loss.shape == ()  # type: ignore[union-attr]
     output = StepOutput(loss)
-    assert run_unit(unit_returning(output), None, batch) is output
+    assert run_unit(lambda batch: output, None, batch) is output
 
 
 @pytest.mark.parametrize("result", [None, 1.0, X, (X, 2), (), (Y.sum(), 1, 2), {}, {"a": X}], ids=str)
 def test_unit_rejects_wrong_results(result: Any) -> None:
     with pytest.raises(DataError, match="`unit` must return a scalar loss or"):
-        run_unit(unit_returning(result), None, (X, Y))
+        run_unit(lambda batch: result, None, (X, Y))
 
 
 def test_unit_evaluate_runs_without_gradients() -> None:
@@ -415,7 +400,7 @@ def test_unit_evaluate_runs_without_gradients() -> None:
     assert run_unit(unit, None, X).loss == 6
     with torch.no_grad():
         assert run_unit(unit, None, X).loss == 2
-        assert run_unit(unit_returning(Y.sum()), None, X).loss == 6
+        assert run_unit(lambda batch: Y.sum(), None, X).loss == 6
     assert same(run_unit(ModelUnit(bare, F.mse_loss), wrapped, (X, Y)).outputs, wrapped.scores(X))
 
 
@@ -559,20 +544,20 @@ def test_zero_grad_loss_keeps_graph(label: int) -> None:
     assert not any(gradient.any() for gradient in gradients.values() if gradient is not None)
 
 
-@pytest.mark.parametrize("batch", [{"x": X, "labels": Y}, (X, Y), [X, Y]])
 @pytest.mark.parametrize("returns_more", [False, True])
-def test_unit_of_whole_batches(batch: Any, returns_more: bool) -> None:
+def test_unit_of_whole_batches(returns_more: bool) -> None:
     def forward(self: Any, data: Any, scale: float = 1.0) -> Any:
         x, y = data.values() if isinstance(data, dict) else data
         loss = scale * F.mse_loss(self.scores(x), y)
         return (loss, self.scores(x)) if returns_more else loss
 
     model = model_of(forward)
-    output = run_unit(WholeBatchUnit(), model, batch)
-    assert output.required_loss().equal(F.mse_loss(model.scores(X), Y))
-    assert (output.outputs is not None) == returns_more
-    with torch.no_grad():
-        assert run_unit(WholeBatchUnit(), model, batch).required_loss() == output.loss
+    for batch in ({"x": X, "labels": Y}, (X, Y), [X, Y]):
+        output = run_unit(WholeBatchUnit(), model, batch)
+        assert output.required_loss().equal(F.mse_loss(model.scores(X), Y))
+        assert (output.outputs is not None) == returns_more
+        with torch.no_grad():
+            assert run_unit(WholeBatchUnit(), model, batch).required_loss() == output.loss
 
 
 def test_move_loss_moves_what_is_not_the_models() -> None:
